@@ -1,0 +1,1 @@
+"""The model card's template, and the cards of released models."""

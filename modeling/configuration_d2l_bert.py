@@ -1,0 +1,129 @@
+"""The numbers of one architecture: what travels to the Hub as `config.json`."""
+
+import dataclasses
+import difflib
+
+from transformers import PreTrainedConfig
+
+
+ACTIVATIONS = ("relu", "gelu")
+
+# Keyword arguments that every Transformers configuration takes although they are not dataclass fields.
+_COMMON_ARGUMENTS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "torch_dtype",
+}
+
+
+class D2lBertConfig(PreTrainedConfig):
+    r"""
+    Configuration of a BERT encoder as *Dive into Deep Learning* builds it (sections 15.8 to 15.10).
+
+    With no arguments this is the book's small BERT. Three switches of architecture, `hidden_act`,
+    `embedding_layer_norm` and `tie_word_embeddings`, reach from there to the original BERT (Devlin et al., 2018):
+    `relu`, `False`, `False` is the book's setting; `gelu`, `True`, `True` is Google's.
+
+    Args:
+        vocab_size: tokens in the vocabulary (V). The book's WikiText-2 vocabulary has 20,256.
+        hidden_size: width of every hidden state (H); a multiple of `num_attention_heads`.
+        num_hidden_layers: Transformer encoder blocks.
+        num_attention_heads: heads of each multi-head attention.
+        intermediate_size: width of the position-wise feed-forward network.
+        hidden_act: `"relu"` or `"gelu"` (the exact one, not its tanh approximation).
+        embedding_layer_norm: normalise, then drop out, the sum of the three embeddings. The book does neither.
+        tie_word_embeddings: let the MLM decoder share its matrix with the token embedding. The book does not.
+        hidden_dropout_prob: dropout on each residual branch (and on the embeddings if they are normalised).
+        attention_probs_dropout_prob: dropout on attention probabilities.
+        max_position_embeddings: longest sequence, in tokens. The book allows 1,000.
+        type_vocab_size: segment embeddings; 2 for a pair of segments.
+        initializer_range: standard deviation of the normal distribution that weights start from, as in BERT.
+        layer_norm_eps: epsilon of every LayerNorm; 1e-5 is the book's, 1e-12 is BERT's.
+        pad_token_id: token whose embedding stays zero.
+        classifier_dropout: dropout before a fine-tuning head; `None` means `hidden_dropout_prob`.
+
+    Raises:
+        ValueError: a value out of its range, `hidden_size` not divisible by the heads, an activation other than the
+            two, or an argument that no configuration has. A saved `config.json` may carry unknown entries.
+    """
+
+    model_type = "d2l-bert"
+
+    vocab_size: int = 20256
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 2
+    intermediate_size: int = 256
+    hidden_act: str = "relu"
+    embedding_layer_norm: bool = False
+    tie_word_embeddings: bool = False
+    hidden_dropout_prob: float = 0.2
+    attention_probs_dropout_prob: float = 0.2
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    classifier_dropout: float | None = None
+
+    def __post_init__(self, **kwargs):
+        # Only a saved config.json brings its model_type along; a call written by hand is checked for misspellings.
+        if "model_type" not in kwargs:
+            self._refuse_unknown_arguments(kwargs)
+        super().__post_init__(**kwargs)
+        self._check_values()
+
+    def _refuse_unknown_arguments(self, kwargs):
+        known = {field.name for field in dataclasses.fields(self)} | _COMMON_ARGUMENTS
+        for name in kwargs:
+            if name not in known and not name.startswith("_"):
+                close = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"D2lBertConfig has no argument {name!r}{hint}")
+
+    def _check_values(self):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            value = getattr(self, name)
+            if name == "classifier_dropout" and value is None:
+                continue
+            if not _is_number(value) or not 0 <= value < 1:
+                raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {value!r}")
+        for name in ("initializer_range", "layer_norm_eps"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+        for name in ("embedding_layer_norm", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads})"
+            )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id ({self.pad_token_id}) must lie within the vocabulary ({self.vocab_size})")
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+__all__ = ["D2lBertConfig"]

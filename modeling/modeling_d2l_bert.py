@@ -1,0 +1,524 @@
+"""BERT as *Dive into Deep Learning* builds it, in the book's order (sections 11.5 to 11.7 and 15.8 to 15.10).
+
+Names at the border are Hugging Face's (`input_ids`, `attention_mask`, `labels`); the pieces inside are the book's.
+
+Shapes:
+    B batch rows        T tokens in a row         P predicted slots in a row      S sequences packed into a row
+    H hidden size       N attention heads         D = H / N, a head's width       V vocabulary
+
+With x the token ids, s the segment ids and t the positions:
+
+    h0  = E_token[x] + E_segment[s] + E_position[t]        then dropout(LayerNorm(h0)) if `embedding_layer_norm`
+    a   = W_o concat_heads(dropout(softmax(Q K^T / sqrt(D) + mask)) V)
+    h'  = LayerNorm(h + dropout(a))
+    h'' = LayerNorm(h' + dropout(W_2 act(W_1 h')))
+    MLM = W_v LayerNorm(act(W_m h_p + b_m)) + b_v          at the predicted positions p
+    NSP = W_n tanh(W_c h_[CLS])
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    ModelOutput,
+    NextSentencePredictorOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_d2l_bert import D2lBertConfig
+
+
+class D2lBertEmbeddings(nn.Module):
+    """The sum of token, segment and position embeddings (section 15.8.3)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        # The original BERT normalises this sum and drops out; the book does neither.
+        self.LayerNorm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.embedding_layer_norm else None
+        )
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids=None, token_type_ids=None, position_ids=None, inputs_embeds=None):
+        if inputs_embeds is None:
+            inputs_embeds = self.word_embeddings(input_ids)  # (B, T, H)
+        length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
+        if position_ids is None:
+            if length > limit:
+                raise ValueError(f"a sequence of {length} tokens is longer than max_position_embeddings ({limit})")
+            position_ids = torch.arange(length, device=inputs_embeds.device).unsqueeze(0)  # (1, T)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(position_ids)
+        hidden_states = inputs_embeds + self.token_type_embeddings(token_type_ids)
+        hidden_states = hidden_states + self.position_embeddings(position_ids)  # (B, T, H)
+        if self.LayerNorm is not None:
+            hidden_states = self.dropout(self.LayerNorm(hidden_states))
+        return hidden_states
+
+
+def dot_product_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Scaled dot-product attention (section 11.3), spelt out.
+
+    Query, key and value are (B, N, T, D), the mask is added to the scores and broadcasts to (B, N, T, T).
+    Returns the output as (B, T, N, D) and the attention probabilities as (B, N, T, T).
+    """
+    scores = query @ key.transpose(-1, -2) * scaling  # (B, N, T, T)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+
+
+class D2lBertMultiHeadAttention(nn.Module):
+    """Multi-head self-attention (section 11.5). Which kernel computes it is `config._attn_implementation`."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = False
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_size**-0.5
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        heads = (*hidden_states.shape[:-1], -1, self.head_size)
+        query = self.query(hidden_states).view(heads).transpose(1, 2)  # (B, N, T, D)
+        key = self.key(hidden_states).view(heads).transpose(1, 2)
+        value = self.value(hidden_states).view(heads).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, dot_product_attention)
+        context, probabilities = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            **kwargs,
+        )
+        return self.output(context.reshape(hidden_states.shape)), probabilities  # (B, T, H)
+
+
+class D2lBertAddNorm(nn.Module):
+    """Residual connection, then LayerNorm (section 11.7.3): the norm stands after the sum."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, residual, branch):
+        return self.LayerNorm(residual + self.dropout(branch))
+
+
+class D2lBertPositionWiseFFN(nn.Module):
+    """The same two-layer perceptron at every position (section 11.7.2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.dense2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states):
+        return self.dense2(self.activation(self.dense1(hidden_states)))
+
+
+class D2lBertEncoderBlock(GradientCheckpointingLayer):
+    """A Transformer encoder block (section 11.7.4)."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.attention = D2lBertMultiHeadAttention(config, layer_idx)
+        self.addnorm1 = D2lBertAddNorm(config)
+        self.ffn = D2lBertPositionWiseFFN(config)
+        self.addnorm2 = D2lBertAddNorm(config)
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        attention, _ = self.attention(hidden_states, attention_mask, **kwargs)
+        hidden_states = self.addnorm1(hidden_states, attention)
+        return self.addnorm2(hidden_states, self.ffn(hidden_states))
+
+
+class D2lBertEncoder(nn.Module):
+    """The blocks, one after the other (section 15.8.4)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.layer = nn.ModuleList(D2lBertEncoderBlock(config, index) for index in range(config.num_hidden_layers))
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        for block in self.layer:
+            hidden_states = block(hidden_states, attention_mask, **kwargs)
+        return hidden_states
+
+
+class D2lBertPooler(nn.Module):
+    """tanh(W_c h): the hidden layer that the book puts between [CLS] and next sentence prediction (15.8.5.2)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, cls_states):
+        return torch.tanh(self.dense(cls_states))
+
+
+class MaskLM(nn.Module):
+    """Scores over the vocabulary for hidden states (section 15.8.5.1): one hidden layer, LayerNorm, decoder."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states):
+        return self.decoder(self.LayerNorm(self.activation(self.dense(hidden_states))))
+
+
+class NextSentencePred(nn.Module):
+    """Does segment B follow segment A (section 15.8.5.2)? 0: it does, 1: it is random, as in Hugging Face's BERT."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.output = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, pooled):
+        return self.output(pooled)
+
+
+def states_at(hidden_states, positions):
+    """Gather hidden states (B, T, H) at positions (B, P) -> (B, P, H)."""
+    return hidden_states.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1]))
+
+
+def cross_entropy(logits, labels, num_items=None):
+    """Cross-entropy of logits (..., C) over the labels (...) that are not -100.
+
+    The mean over this batch, or, given `num_items`, the sum divided by it: with the count of a whole optimizer step
+    the losses of its micro-batches add up to the step's mean, however it was split.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
+    loss = F.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), reduction="mean" if num_items is None else "sum"
+    )
+    return loss if num_items is None else loss / num_items
+
+
+class D2lBertPreTrainedModel(PreTrainedModel):
+    """What every head shares: configuration, initialisation and the contract with Transformers.
+
+    Weights start from a normal distribution with standard deviation `initializer_range`, biases from zero and
+    LayerNorms from the identity (Transformers' own rule, and BERT's).
+    """
+
+    config_class = D2lBertConfig
+    base_model_prefix = "bert"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["D2lBertEmbeddings", "D2lBertEncoderBlock"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
+
+
+class D2lBertModel(D2lBertPreTrainedModel):
+    """The encoder alone (section 15.8.4), with the hidden layer for [CLS] on top unless `add_pooling_layer=False`."""
+
+    def __init__(self, config, add_pooling_layer=True):
+        super().__init__(config)
+        self.embeddings = D2lBertEmbeddings(config)
+        self.encoder = D2lBertEncoder(config)
+        self.pooler = D2lBertPooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value):
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple
+    @capture_outputs
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        sequence_ids=None,
+        cls_positions=None,
+        **kwargs,
+    ):
+        """
+        Args:
+            input_ids: token ids (B, T); or give `inputs_embeds` (B, T, H).
+            attention_mask: 1 for a real token, 0 for padding (B, T).
+            token_type_ids: 0 in segment A, 1 in segment B (B, T).
+            position_ids: positions (B, T); they restart with every sequence of a packed row.
+            sequence_ids: in a packed row, the number of the sequence each token belongs to, from 1; 0 is padding
+                (B, T). A token attends to its own sequence only.
+            cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
+                position of the row.
+
+        Returns:
+            `last_hidden_state` (B, T, H) and `pooler_output` (B, H), or (B, S, H) with `cls_positions`.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, or a row longer than the positions.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
+        same_sequence = None
+        if sequence_ids is not None:
+            attention_mask = sequence_ids != 0 if attention_mask is None else attention_mask
+
+            def same_sequence(row, head, query, key):
+                return sequence_ids[row, query] == sequence_ids[row, key]
+
+        mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            and_mask_function=same_sequence,
+        )
+        hidden_states = self.encoder(hidden_states, mask, **kwargs)
+        pooled = None
+        if self.pooler is not None:
+            cls_states = hidden_states[:, 0] if cls_positions is None else states_at(hidden_states, cls_positions)
+            pooled = self.pooler(cls_states)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+
+@dataclass
+class D2lBertForPreTrainingOutput(ModelOutput):
+    """
+    loss: `mlm_loss + nsp_loss`, of those whose labels were given.
+    mlm_loss, nsp_loss: the two terms.
+    prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V).
+    seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
+    hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
+    attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
+    """
+
+    loss: torch.FloatTensor | None = None
+    mlm_loss: torch.FloatTensor | None = None
+    nsp_loss: torch.FloatTensor | None = None
+    prediction_logits: torch.FloatTensor | None = None
+    seq_relationship_logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class D2lBertForPreTraining(D2lBertPreTrainedModel):
+    """The encoder with both pretraining heads (section 15.8.6): what the training loop trains and saves."""
+
+    _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = D2lBertModel(config)
+        self.mlm = MaskLM(config)
+        self.nsp = NextSentencePred(config)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.mlm.decoder
+
+    def set_output_embeddings(self, new_embeddings):
+        self.mlm.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        masked_positions=None,
+        labels=None,
+        next_sentence_label=None,
+        sequence_ids=None,
+        cls_positions=None,
+        num_items_in_batch=None,
+        num_pairs_in_batch=None,
+        **kwargs,
+    ):
+        """
+        Args (the others as in `D2lBertModel`):
+            masked_positions: the positions to predict (B, P); the MLM head runs there only. Without it the head runs
+                everywhere.
+            labels: the true tokens, -100 where nothing is predicted: (B, P) with `masked_positions`, else (B, T).
+            next_sentence_label: 0 if B follows A, 1 if B is random, -100 for none: (B,), or (B, S) for packed rows.
+            num_items_in_batch, num_pairs_in_batch: predicted tokens and pairs in the whole optimizer step. With them
+                each loss is a sum divided by the count, so that micro-batches add up.
+
+        Returns:
+            `D2lBertForPreTrainingOutput`
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            sequence_ids=sequence_ids,
+            cls_positions=cls_positions,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if masked_positions is not None:
+            hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
+        prediction_logits = self.mlm(hidden_states)
+        seq_relationship_logits = self.nsp(outputs.pooler_output)
+        mlm_loss = nsp_loss = loss = None
+        if labels is not None:
+            loss = mlm_loss = cross_entropy(prediction_logits, labels, num_items_in_batch)
+        if next_sentence_label is not None:
+            nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
+            loss = nsp_loss if loss is None else loss + nsp_loss
+        return D2lBertForPreTrainingOutput(
+            loss=loss,
+            mlm_loss=mlm_loss,
+            nsp_loss=nsp_loss,
+            prediction_logits=prediction_logits,
+            seq_relationship_logits=seq_relationship_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class D2lBertForMaskedLM(D2lBertPreTrainedModel):
+    """The encoder with the MLM head (section 15.8.5.1): what `pipeline("fill-mask")` loads."""
+
+    _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
+    _keys_to_ignore_on_load_unexpected = [r"^bert\.pooler\.", r"^nsp\."]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = D2lBertModel(config, add_pooling_layer=False)
+        self.mlm = MaskLM(config)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.mlm.decoder
+
+    def set_output_embeddings(self, new_embeddings):
+        self.mlm.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        masked_positions=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """
+        Args (the others as in `D2lBertModel`):
+            masked_positions, labels, num_items_in_batch: as in `D2lBertForPreTraining`.
+
+        Returns:
+            `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if masked_positions is not None:
+            hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
+        logits = self.mlm(hidden_states)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
+    """The encoder with the NSP head (section 15.8.5.2)."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^mlm\."]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = D2lBertModel(config)
+        self.nsp = NextSentencePred(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """
+        Args (the others as in `D2lBertModel`):
+            labels: 0 if B follows A, 1 if B is random (B,).
+
+        Returns:
+            `NextSentencePredictorOutput` with `logits` (B, 2); column 0 says that B follows A.
+        """
+        outputs = self.bert(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.nsp(outputs.pooler_output)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return NextSentencePredictorOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = [
+    "D2lBertForMaskedLM",
+    "D2lBertForNextSentencePrediction",
+    "D2lBertForPreTraining",
+    "D2lBertForPreTrainingOutput",
+    "D2lBertModel",
+    "D2lBertPreTrainedModel",
+]

@@ -1,0 +1,61 @@
+"""d2l-bert: raw text in, a BERT out.
+
+Importing it registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained` and
+`pipeline("fill-mask")` know it.
+"""
+
+from importlib import import_module
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    BertTokenizer,
+)
+
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.modeling_d2l_bert import (
+    D2lBertForMaskedLM,
+    D2lBertForNextSentencePrediction,
+    D2lBertForPreTraining,
+    D2lBertModel,
+    D2lBertPreTrainedModel,
+)
+
+
+AutoConfig.register(D2lBertConfig.model_type, D2lBertConfig, exist_ok=True)
+AutoTokenizer.register(D2lBertConfig, BertTokenizer, exist_ok=True)
+for auto_class, model_class in (
+    (AutoModel, D2lBertModel),
+    (AutoModelForPreTraining, D2lBertForPreTraining),
+    (AutoModelForMaskedLM, D2lBertForMaskedLM),
+    (AutoModelForNextSentencePrediction, D2lBertForNextSentencePrediction),
+):
+    auto_class.register(D2lBertConfig, model_class, exist_ok=True)
+
+# What only those need who train is imported when it is asked for.
+_LATER = {
+    "PretrainConfig": "d2l_bert.training.config",
+    "RECIPES": "d2l_bert.training.recipes",
+    "pretrain": "d2l_bert.training.pretrain",
+    "train_wordpiece": "d2l_bert.tokenization.wordpiece",
+}
+
+__all__ = [
+    "D2lBertConfig",
+    "D2lBertForMaskedLM",
+    "D2lBertForNextSentencePrediction",
+    "D2lBertForPreTraining",
+    "D2lBertModel",
+    "D2lBertPreTrainedModel",
+    *_LATER,
+]
+
+
+def __getattr__(name):
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

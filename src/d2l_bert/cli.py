@@ -1,0 +1,239 @@
+"""The `d2l-bert` command. Options live in the dataclasses of the commands; this file turns them into flags."""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from dataclasses import replace
+
+
+DESCRIPTION = """\
+Raw text in, a BERT out.
+
+  d2l-bert pretrain                                   a small BERT of Python's documentation, in some minutes
+  d2l-bert pretrain --corpus books/ --output_dir out  one of your own text files
+  d2l-bert fill-mask out "The [MASK] is on the table."
+  d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
+
+Each command explains itself: d2l-bert pretrain --help
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; what the user can mend is one line on stderr and exit code 2."""
+    argv = [_with_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    parser = make_parser(argv)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except (ValueError, OSError) as error:
+        line = " ".join(str(error).split())
+        print(f"d2l-bert {arguments.name}: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def pretrain_command(arguments) -> None:
+    """Start from a recipe, change what was given, and train."""
+    from d2l_bert.training.config import LENGTH_OPTIONS
+    from d2l_bert.training.pretrain import pretrain
+    from d2l_bert.training.recipes import RECIPES
+
+    given = vars(arguments)
+    architecture, run = RECIPES[arguments.recipe]()
+    run_changes = {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
+    if any(name in run_changes for name in LENGTH_OPTIONS):  # the recipe's own length makes way
+        run_changes = {**dict.fromkeys(LENGTH_OPTIONS), **run_changes}
+    run = replace(run, **run_changes)
+    changes = {name: given[name] for name in architecture_options() if name in given}
+    pretrain(type(architecture)(**{**architecture.to_dict(), **changes}), run)
+
+
+def fill_mask_command(arguments) -> None:
+    """Print the likeliest tokens for each mask of each text."""
+    from d2l_bert import D2lBertForMaskedLM
+    from d2l_bert.training.evaluate import fill_mask
+
+    model, tokenizer = _load(D2lBertForMaskedLM, arguments.model)
+    for text, predictions in zip(
+        arguments.text, fill_mask(model, tokenizer, arguments.text, arguments.top_k), strict=True
+    ):
+        print(text)
+        for number, best in enumerate(predictions, 1):
+            if len(predictions) > 1:
+                print(f"  mask {number}")
+            for token, probability in best:
+                print(f"  {probability:6.1%}  {token:<20} {_bar(probability)}".rstrip())
+
+
+def next_sentence_command(arguments) -> None:
+    """Print whether the second sentence follows the first."""
+    from d2l_bert import D2lBertForNextSentencePrediction
+    from d2l_bert.training.evaluate import next_sentence
+
+    model, tokenizer = _load(D2lBertForNextSentencePrediction, arguments.model)
+    probability = next_sentence(model, tokenizer, arguments.first, arguments.second)
+    for label, share in (("IsNext", probability), ("NotNext", 1 - probability)):
+        print(f"  {share:6.1%}  {label:<20} {_bar(share)}".rstrip())
+
+
+def _load(model_class, name):
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if not isinstance(config, model_class.config_class):
+            raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
+        return model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: no model folder or Hub id that can be loaded ({error})") from None
+
+
+def _bar(share):
+    return "█" * round(30 * share)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake instead of a page."""
+
+    def error(self, message):
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        if message.startswith("unrecognized arguments: "):
+            known = [option for action in self._all_actions() for option in action.option_strings]
+            close = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
+            message = f"unknown option {unknown}" + (f"; did you mean {close[0]}?" if close else "")
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def _all_actions(self):
+        for action in self._actions:
+            yield action
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._actions
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Option names in a column wide enough for most of them."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def make_parser(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser of all commands. `argv` tells which recipe's defaults `pretrain --help` shows."""
+    parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name, function, help):
+        added = commands.add_parser(
+            name,
+            help=help,
+            description=help[0].upper() + help[1:] + ".",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(command=function, name=name)
+        return added
+
+    _add_pretrain_options(command("pretrain", pretrain_command, "pretrain a BERT from text"), argv)
+    fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text")
+    fill.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
+    fill.add_argument("text", metavar="TEXT", nargs="+", help='such as "Paris is the [MASK] of France."')
+    fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for a mask (5)")
+    follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another")
+    follow.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
+    follow.add_argument("first", metavar="A", help="a sentence")
+    follow.add_argument("second", metavar="B", help="the sentence that may follow it")
+    return parser
+
+
+def architecture_options() -> list[str]:
+    """The fields of `D2lBertConfig` that are flags; vocabulary and padding follow the tokenizer."""
+    from d2l_bert import D2lBertConfig
+
+    return [
+        name
+        for name in D2lBertConfig.__annotations__
+        if name not in ("vocab_size", "pad_token_id", "classifier_dropout")
+    ]
+
+
+def _add_pretrain_options(parser, argv):
+    from d2l_bert import D2lBertConfig
+    from d2l_bert.training.config import PretrainConfig
+    from d2l_bert.training.recipes import RECIPES
+
+    recipe_finder = Parser(add_help=False, allow_abbrev=False)
+    recipe_finder.add_argument("--recipe", choices=RECIPES, default="tiny")
+    recipe_finder.error = lambda message: None  # the real parser will say it
+    found, _ = recipe_finder.parse_known_args(argv)
+    architecture, run = RECIPES[found.recipe]()
+
+    parser.set_defaults(recipe=found.recipe)
+    recipes = parser.add_argument_group("recipe", "the options below show its numbers in brackets")
+    lines = ", ".join(f"{name} ({recipe.__doc__.split('.')[0].split(':')[0]})" for name, recipe in RECIPES.items())
+    recipes.add_argument("--recipe", choices=RECIPES, metavar="NAME", help=f"{lines}; the default is tiny")
+    types_of = typing.get_type_hints(PretrainConfig)
+    fields = [field for field in dataclasses.fields(PretrainConfig) if field.name != "recipe"]
+    for title in dict.fromkeys(field.metadata["group"] for field in fields):
+        group = parser.add_argument_group(title)
+        for field in fields:
+            if field.metadata["group"] == title:
+                help, metavar = field.metadata["help"], field.metadata["metavar"]
+                _add_option(group, field.name, types_of[field.name], getattr(run, field.name), help, metavar)
+    group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
+    for name in architecture_options():
+        _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name))
+
+
+def _add_option(group, name, kind, default, help="", metavar=None):
+    options = {"default": argparse.SUPPRESS}
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
+    if typing.get_origin(kind) is list:
+        options |= {"nargs": "+", "metavar": metavar}
+    elif typing.get_origin(kind) is typing.Literal:
+        options |= {"choices": typing.get_args(kind), "metavar": "|".join(typing.get_args(kind))}
+    elif kind is bool:
+        options |= {"type": _true_or_false, "nargs": "?", "const": True, "metavar": "true|false"}
+    else:
+        options |= {"type": kind, "metavar": metavar or {int: "N", float: "X", str: "NAME"}[kind]}
+    if isinstance(default, list):
+        default = " ".join(default)
+    elif isinstance(default, bool):
+        default = str(default).lower()
+    shown = "" if default is None else f"({default})"
+    group.add_argument(f"--{name}", help=f"{help} {shown}".strip().replace("%", "%%"), **options)
+
+
+def _true_or_false(text):
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"true or false, not {text!r}")
+    return text.lower() == "true"
+
+
+def _whole_number(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _with_underscores(argument):
+    """`--max-steps` is `--max_steps`."""
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument

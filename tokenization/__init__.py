@@ -1,0 +1,1 @@
+"""The tokenizer recipe: text in, a stock `BertTokenizer` out."""

@@ -1,0 +1,1 @@
+"""Text to batch, the training loop, and what a run leaves behind."""

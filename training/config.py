@@ -1,0 +1,148 @@
+"""The numbers of one pretraining run. They stay in `run_config.json`; the architecture's travel in `config.json`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+
+TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
+    "text",
+    "tokenizer",
+    "pairs and masks",
+    "length of the run (one of them)",
+    "optimizer",
+    "machine",
+    "output",
+)
+
+
+def option(default, help, group, *, how=False, metavar=None):
+    """
+    A field of `PretrainConfig`.
+
+    Args:
+        help: one line for `--help`.
+        group: heading in `--help`.
+        how: the option says how the run is computed, watched or kept, not what it trains: it may change on resuming.
+    """
+    metadata = {"help": help, "group": group, "how": how, "metavar": metavar}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class PretrainConfig:
+    """
+    What one run does. Every field is an option of `d2l-bert pretrain`; recipes start from here.
+
+    Raises:
+        ValueError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    recipe: str = option("tiny", "named starting point for everything below", OUTPUT)
+
+    corpus: list[str] = option(
+        ["python-docs"],
+        "text files and folders (.txt, .md, .gz), or python-docs, the documentation installed with Python",
+        TEXT,
+        metavar="PATH",
+    )
+    dataset: str | None = option(None, "dataset to read instead, a Hub id or a folder", TEXT, metavar="ID")
+    dataset_config: str | None = option(None, "its configuration", TEXT, metavar="NAME")
+    dataset_split: str = option("train", "its split", TEXT, metavar="NAME")
+    text_column: str = option("text", "its column of text", TEXT, metavar="NAME")
+    language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
+    validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
+    max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
+
+    tokenizer: str | None = option(None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER)
+    vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
+    lowercase: bool = option(True, "fold case", TOKENIZER)
+
+    max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
+    pairing: Literal["segments", "sentences"] = option(
+        "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
+    )
+    short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
+    mlm_probability: float = option(0.15, "share of tokens to predict", BATCHES)
+
+    max_steps: int | None = option(None, "optimizer steps", LENGTH)
+    num_train_epochs: float | None = option(None, "passes over the training text", LENGTH)
+    max_minutes: float | None = option(None, "minutes of training; steps are timed first, then fixed", LENGTH)
+
+    global_batch_size: int = option(32, "pairs in an optimizer step, whatever the machine", OPTIMIZER)
+    learning_rate: float = option(1e-3, "peak rate", OPTIMIZER)
+    warmup_ratio: float = option(0.1, "share of the steps in which the rate rises; it then falls linearly", OPTIMIZER)
+    weight_decay: float = option(0.01, "decay of weights; biases and LayerNorms have none", OPTIMIZER)
+    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
+    adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER)
+    adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER)
+    max_grad_norm: float = option(1.0, "longest gradient; a longer one is scaled down", OPTIMIZER)
+    seed: int = option(42, "everything random follows from it", OPTIMIZER)
+
+    micro_batch_size: int | None = option(
+        None, "most pairs computed at once; the default is the whole step, or 64", MACHINE, how=True
+    )
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
+        None, "the default is bf16 where the processor has it", MACHINE
+    )
+    gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, how=True)
+    attn_implementation: Literal["eager", "sdpa", "flex_attention"] = option(
+        "sdpa", "kernel that computes attention", MACHINE
+    )
+    dataloader_num_workers: int = option(1, "processes that make batches", MACHINE, how=True)
+
+    output_dir: str | None = option(
+        None, "folder for the model; the default is d2l-bert-<recipe>-<corpus> here", OUTPUT, how=True, metavar="DIR"
+    )
+    overwrite_output_dir: bool = option(False, "replace the run that is there", OUTPUT, how=True)
+    resume_from_checkpoint: str | None = option(
+        None, "'latest', or a checkpoint folder, to go on from", OUTPUT, how=True, metavar="PATH"
+    )
+    save_steps: int | None = option(
+        None, "steps between checkpoints; the default saves one at the end", OUTPUT, how=True
+    )
+    save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, how=True)
+    eval_steps: int | None = option(None, "steps between evaluations; the default makes ten", OUTPUT, how=True)
+    logging_steps: int | None = option(
+        None, "steps between lines of the log; the default writes a hundred", OUTPUT, how=True
+    )
+    license: str | None = option(None, "licence of the model, for its card (a Hub identifier)", OUTPUT, how=True)
+
+    def check(self) -> None:
+        """Refuse what cannot be run, before anything is read or written."""
+        length = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
+        if len(length) != 1:
+            given = " and ".join(length) or "none"
+            raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
+        if not self.corpus and self.dataset is None:
+            raise ValueError("corpus names no text; give files, folders or python-docs")
+        whole = ["vocab_size", "max_validation_characters", "max_steps", "global_batch_size", "micro_batch_size"]
+        whole += ["save_steps", "save_total_limit", "eval_steps", "logging_steps"]
+        for name in whole:
+            self._check_range(name, 1)
+        for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
+            self._check_range(name, 0, above=True)
+        for name in ("weight_decay", "seed", "dataloader_num_workers"):
+            self._check_range(name, 0)
+        for name in ("mlm_probability", "validation_fraction", "adam_beta1", "adam_beta2"):
+            self._check_range(name, 0, 1, above=name in ("mlm_probability", "validation_fraction"))
+        for name in ("short_seq_prob", "warmup_ratio"):
+            self._check_range(name, 0, 1)
+        self._check_range("max_seq_length", 8)
+
+    def _check_range(self, name, least, most=None, above=False):
+        value = getattr(self, name)
+        if value is None:
+            return
+        if value < least or (above and value == least) or (most is not None and value > most):
+            limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
+            raise ValueError(f"{name} must be {limits}, got {value}")
+
+    def identity(self) -> dict:
+        """The options that say what is trained: on resuming they must be the same."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
+
+
+LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")

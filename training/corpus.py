@@ -1,0 +1,367 @@
+"""Text sources, each an iterator of documents: files and folders, datasets, installed Python documentation.
+
+Nothing here knows of tokens.
+"""
+
+import ast
+import dataclasses
+import gc
+import gzip
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import sentencex
+
+
+PYTHON_DOCS = "python-docs"
+TEXT_SUFFIXES = (".txt", ".md", ".txt.gz", ".md.gz", ".gz")
+
+# With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
+# documents are then cut into blocks of paragraphs that count as documents themselves.
+FEWEST_DOCUMENTS = 20
+BLOCK_SENTENCES = 64
+
+
+@dataclasses.dataclass
+class Document:
+    """One text: `name` says where it comes from, `paragraphs` are strings without blank lines."""
+
+    name: str
+    paragraphs: list[str]
+
+
+@dataclasses.dataclass
+class Source:
+    """Text to train on: its name, what identifies its content, and its documents."""
+
+    name: str
+    identity: list
+    documents: Iterator[Document]
+    is_on_hub: bool = False
+
+
+def file_source(paths: Sequence[str]) -> Source:
+    """
+    Text files and folders, in sorted order; `python-docs` names the embedded corpus.
+
+    A file is a document, a blank line ends a paragraph. Folders are searched for `.txt`, `.md` and their `.gz`;
+    hidden files and folders are passed over.
+
+    Raises:
+        ValueError: a path that does not exist or a folder without text files; while it is read, a file that is not
+            UTF-8 text.
+    """
+    sources = [PYTHON_DOCS if str(path) == PYTHON_DOCS else text_files(path) for path in paths]
+    identity = []
+    for source in sources:
+        if source == PYTHON_DOCS:
+            versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
+            identity.append([PYTHON_DOCS, platform.python_version(), versions])
+        else:
+            identity.append([[file.name, _content_hash(file)] for file in source])
+    names = [str(path) if str(path) == PYTHON_DOCS else Path(path).resolve().name for path in paths]
+    return Source(", ".join(names), identity, _documents(sources))
+
+
+def _documents(sources):
+    for source in sources:
+        if source == PYTHON_DOCS:
+            yield from python_docs()
+        else:
+            for file in source:
+                yield Document(file.name, split_paragraphs(read_text(file)))
+
+
+def _content_hash(file):
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror}); mend its permissions or leave it out") from None
+
+
+def text_files(path: str | Path) -> list[Path]:
+    """The text files that `path`, a file or a folder, stands for, sorted."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.name.endswith(TEXT_SUFFIXES)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise ValueError(f"{path}: no text file in this folder; it reads {', '.join(TEXT_SUFFIXES)}")
+    return files
+
+
+def read_text(file: Path) -> str:
+    """The text of one UTF-8 file, unpacked if its name ends in `.gz`.
+
+    Raises:
+        ValueError: unreadable, cut short, binary, or in another encoding.
+    """
+    try:
+        data = file.read_bytes()
+        if file.suffix == ".gz":
+            data = gzip.decompress(data)
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+    if b"\0" in data:
+        raise ValueError(f"{file}: a binary file (NUL at byte {data.index(0)}), not text; leave it out")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); "
+            f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
+        ) from None
+
+
+def split_paragraphs(text: str) -> list[str]:
+    """Blocks of text between blank lines, each on one line, white space squeezed."""
+    blocks = re.split(r"\n[^\S\n]*\n", text)
+    return [squeezed for block in blocks if (squeezed := " ".join(block.split()))]
+
+
+def dataset_source(name: str, config: str | None = None, split: str = "train", text_column: str = "text") -> Source:
+    """
+    A dataset that `datasets.load_dataset` finds, on the Hub or in a local folder.
+
+    A row is a document. Where rows are single lines, as in WikiText, they are the paragraphs of one document, which
+    `enough_documents` then cuts into blocks.
+
+    Raises:
+        ValueError: no such dataset, configuration, split or column, or a column that does not hold text.
+    """
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the library has another class of exception for every way to miss
+        reason = " ".join(str(error).split())
+        raise ValueError(f"dataset {name}: cannot be loaded ({type(error).__name__}: {reason})") from None
+    if text_column not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise ValueError(f"dataset {name}: no column {text_column!r}; it has {columns}: name one with --text_column")
+    kind = rows.features[text_column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise ValueError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
+    is_on_hub = not Path(name).exists()
+    shown = name if is_on_hub else Path(name).resolve().name
+    identity = [shown, config, split, text_column, rows._fingerprint]
+    return Source(shown, identity, _rows(rows[text_column]), is_on_hub)
+
+
+def _rows(texts):
+    if not any(text and "\n" in text.strip() for text in texts[:1000]):
+        yield Document("rows", [line for text in texts if text and (line := " ".join(text.split()))])
+        return
+    for index, text in enumerate(texts):
+        yield Document(f"row {index}", split_paragraphs(text or ""))
+
+
+@dataclasses.dataclass
+class SplitDocument:
+    """A document in sentences; `paragraph_ends` holds the number of sentences up to the end of each paragraph."""
+
+    name: str
+    sentences: list[str]
+    paragraph_ends: list[int]
+
+
+def split_sentences(documents: Iterable[Document], language: str = "en") -> Iterator[SplitDocument]:
+    """Documents in sentences, as `sentencex` finds them for `language` (an ISO code); empty documents are left out."""
+    for document in documents:
+        sentences, paragraph_ends = [], []
+        for paragraph in document.paragraphs:
+            found = [stripped for sentence in sentencex.segment(language, paragraph) if (stripped := sentence.strip())]
+            if found:
+                sentences.extend(found)
+                paragraph_ends.append(len(sentences))
+        if sentences:
+            yield SplitDocument(document.name, sentences, paragraph_ends)
+
+
+def enough_documents(documents: Iterable[SplitDocument]) -> Iterator[SplitDocument]:
+    """Pass documents on; but if there are fewer than `FEWEST_DOCUMENTS`, cut them into blocks.
+
+    A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence.
+    """
+    documents = iter(documents)
+    first = list(itertools.islice(documents, FEWEST_DOCUMENTS))
+    if len(first) == FEWEST_DOCUMENTS:
+        yield from itertools.chain(first, documents)
+        return
+    total = sum(len(document.sentences) for document in first)
+    block = min(BLOCK_SENTENCES, -(-total // FEWEST_DOCUMENTS))
+    for document in first:
+        paragraph_ends = set(document.paragraph_ends)
+        start, blocks = 0, 0
+        for end in range(1, len(document.sentences) + 1):
+            size = end - start
+            if end == len(document.sentences) or size >= 2 * block or (size >= block and end in paragraph_ends):
+                inside = [stop - start for stop in document.paragraph_ends if start < stop < end]
+                yield SplitDocument(f"{document.name}#{blocks}", document.sentences[start:end], [*inside, size])
+                start, blocks = end, blocks + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded corpus: the documentation that every Python with this package already has.
+
+
+def python_docs() -> Iterator[Document]:
+    """
+    The Python language reference and the docstrings of the standard library and of this package's dependencies.
+
+    A topic of the reference is a document, and so are the docstrings of one source file. Code, tables, markup and
+    paragraphs seen before are dropped. Sources are parsed, never imported.
+    """
+    from pydoc_data import topics
+
+    seen = set()
+    for name, text in sorted(topics.topics.items()):
+        yield from _new_prose(f"topic {name}", [text], seen)
+    for name, file in itertools.chain(_standard_library(), _dependencies()):
+        yield from _new_prose(name, docstrings(file), seen)
+
+
+def docstrings(file: Path) -> list[str]:
+    """The docstrings of a source file's module, classes and functions, in order; none if it cannot be parsed."""
+    try:
+        source = file.read_bytes()
+        if b'"""' not in source and b"'''" not in source:
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sources of others: their escape sequences are not ours to judge
+            gc.disable()  # a tree has no cycles, and looking for some takes longer than parsing: 53 s against 21 s
+            return list(_docstrings_below(ast.parse(source)))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    finally:
+        gc.enable()
+
+
+def _docstrings_below(node):
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    # Statements only: walking every expression would take longer than parsing.
+    for child in itertools.chain(getattr(node, "body", ()), getattr(node, "orelse", ())):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try)):
+            yield from _docstrings_below(child)
+
+
+def prose(text: str) -> list[str]:
+    """The paragraphs of English sentences in a docstring or an .rst text, without code, tables and markup."""
+    text = re.sub(r"```.*?(```|\Z)", "", inspect.cleandoc(text), flags=re.DOTALL)
+    paragraphs = []
+    code_depth = None  # indentation of the paragraph that announced a literal block with "::"
+    for block in re.split(r"\n[^\S\n]*\n", text):
+        lines = block.strip("\n").splitlines()
+        underlines = {number for number, line in enumerate(lines) if _UNDERLINE.match(line)}
+        lines = [line for number, line in enumerate(lines) if not underlines & {number, number + 1}]
+        if not lines:
+            continue
+        depth = min(len(line) - len(line.lstrip()) for line in lines)
+        if code_depth is not None and depth > code_depth:
+            continue
+        code_depth = depth if lines[-1].rstrip().endswith("::") else None
+        if _ARGUMENT_LIST.match(lines[0]) or any(_CODE_OR_TABLE.match(line) for line in lines):
+            continue
+        kept = (_BULLET.sub("", line.strip()) for line in lines if not _NOT_PROSE.match(line))
+        paragraph = " ".join(_strip_markup(" ".join(kept)).split())
+        if _is_prose(paragraph):
+            paragraphs.append(paragraph)
+    return paragraphs
+
+
+def _new_prose(name, texts, seen):
+    paragraphs = [p for text in texts for p in prose(text) if p not in seen and not seen.add(p)]
+    if paragraphs:
+        yield Document(name, paragraphs)
+
+
+_CODE_OR_TABLE = re.compile(r"\s*(>>>|\.\.\.|In \[|[|+#]|={3,}\s+=|-{3,}\s+-|\$ )")
+_ARGUMENT_LIST = re.compile(
+    r"\s*((Args|Arguments|Attributes|Parameters|Params|Keyword args|Inputs?)\s*:|[\w.*`]+\s*\(.*\)\s*:)", re.IGNORECASE
+)
+_UNDERLINE = re.compile(r"\s*([=\-~^\"'*#`])\1{2,}\s*$")
+_NOT_PROSE = re.compile(r"\s*(\.\. |@\w|[\w, *]+ : )")  # directives, decorators, numpy's "name : type"
+_BULLET = re.compile(r"^[*+-] |^\d+\. ?(?=[A-Z])")
+_MARKUP = [
+    (re.compile(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^`]*>)?`"), r"\1"),  # :class:`text <target>`
+    (re.compile(r"\[`?~?([^\]`]+)`?\](?:\([^)]*\))?"), r"\1"),  # [`text`](target)
+    (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_*"), r"\1"),  # `text <target>`_
+    (re.compile(r":(?:param|type|returns?|rtype|raises?|arg)\s*([^:]*):"), r"\1"),
+    (re.compile(r"</?[a-zA-Z][^>]*>"), ""),
+    (re.compile(r"`{1,2}~?([^`]*)`{1,2}_*"), r"\1"),
+    (re.compile(r"\*\*([^*]+)\*\*|(?<!\w)\*([^*\s][^*]*)\*(?!\w)"), r"\1\2"),
+    (re.compile(r"::$"), ":"),
+]
+
+
+def _strip_markup(text):
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _is_prose(paragraph):
+    words = paragraph.split()
+    symbols = len(re.findall(r"[^A-Za-z\s]", paragraph))
+    return (
+        len(words) >= 5
+        and symbols <= 0.15 * len(paragraph)
+        and any(mark in paragraph for mark in ".?!")
+        and max(map(len, words)) <= 60
+    )
+
+
+def _standard_library():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).parts
+        if not skipped.intersection(parts):
+            yield ".".join(parts).removesuffix(".py"), file
+
+
+def _dependencies():
+    for distribution in _required_distributions("d2l-bert"):
+        files = sorted(file for file in distribution.files or [] if file.suffix == ".py")
+        for file in files:
+            if not {"test", "tests", "testing", ".."}.intersection(file.parts):
+                yield ".".join(file.parts).removesuffix(".py"), Path(file.locate())
+
+
+def _required_distributions(name):
+    """The installed distributions that `name` needs, directly or not, without extras, sorted by name."""
+    found, waiting = {}, [name]
+    while waiting:
+        for requirement in importlib.metadata.requires(waiting.pop()) or []:
+            required = re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
+            if required in found or re.search(r"\bextra\s*==", requirement):
+                continue
+            try:
+                found[required] = importlib.metadata.distribution(required)
+            except importlib.metadata.PackageNotFoundError:  # a requirement of another platform or Python
+                continue
+            waiting.append(required)
+    return [found[key] for key in sorted(found)]

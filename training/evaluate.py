@@ -1,0 +1,208 @@
+"""What a model has learnt: held-out figures, and predictions to look at."""
+
+import math
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from d2l_bert.training.corpus import PYTHON_DOCS
+
+
+# What a newcomer can judge at a glance, for models of the embedded corpus.
+PYTHON_SENTENCES = [
+    "Return a new [MASK] containing the items of the iterable.",
+    "If the file does not exist, an [MASK] is raised.",
+    "The default [MASK] is None.",
+    "A dictionary maps keys to [MASK].",
+    "This function returns True if the object is an [MASK] of the class.",
+]
+
+COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "nsp_loss", "nsp_correct", "pairs")
+
+
+@torch.no_grad()
+def held_out_counts(model, batches, device) -> torch.Tensor:
+    """
+    Sums over batches, float64, in the order of `COUNTS`: they can be added up over processes before they are divided.
+
+    Args:
+        model: a `D2lBertForPreTraining`, or a wrapper of one.
+        batches: dicts of the model's arguments, with `masked_positions`, `labels` and `next_sentence_label`.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(len(COUNTS), dtype=torch.float64, device=device)
+    for batch in batches:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        outputs = model(**batch)
+        found = [
+            *_sums(outputs.prediction_logits, batch["labels"]),
+            *_sums(outputs.seq_relationship_logits, batch["next_sentence_label"]),
+        ]
+        sums += torch.stack([value.double() for value in found])
+    model.train(was_training)
+    return sums
+
+
+def _sums(logits, labels):
+    known = labels != -100
+    logits, labels = logits[known].float(), labels[known]
+    return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), known.sum()
+
+
+def held_out_figures(sums: torch.Tensor) -> dict[str, float]:
+    """
+    The figures that `held_out_counts` adds up to.
+
+    Returns:
+        `eval_mlm_loss` (nats a masked token), `eval_perplexity`, `eval_mlm_accuracy`, `eval_nsp_loss` (nats a pair),
+        `eval_nsp_accuracy`, `eval_masked_tokens`, `eval_pairs`.
+    """
+    mlm_loss, mlm_correct, tokens, nsp_loss, nsp_correct, pairs = sums.tolist()
+    return {
+        "eval_mlm_loss": mlm_loss / tokens,
+        "eval_perplexity": math.exp(mlm_loss / tokens),
+        "eval_mlm_accuracy": mlm_correct / tokens,
+        "eval_nsp_loss": nsp_loss / pairs,
+        "eval_nsp_accuracy": nsp_correct / pairs,
+        "eval_masked_tokens": int(tokens),
+        "eval_pairs": int(pairs),
+    }
+
+
+@torch.no_grad()
+def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
+    """
+    The likeliest tokens for each `[MASK]` of each text, as pairs of token and probability.
+
+    Raises:
+        ValueError: a text without a mask, or longer than the model's positions.
+    """
+    model.eval()
+    predictions = []
+    for text in texts:
+        encoded = tokenizer(text, return_tensors="pt")
+        _check_length(text, encoded, model)
+        masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
+        if not len(masked_positions):
+            raise ValueError(f"no {tokenizer.mask_token} in {text!r}: put it where a word is to be predicted")
+        logits = model(**encoded, masked_positions=masked_positions[None]).logits[0]  # (P, V)
+        best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
+        predictions.append(
+            [
+                [(tokenizer.convert_ids_to_tokens(int(i)), float(p)) for p, i in zip(*row, strict=True)]
+                for row in zip(best.values, best.indices, strict=True)
+            ]
+        )
+    return predictions
+
+
+@torch.no_grad()
+def next_sentence(model, tokenizer, first: str, second: str) -> float:
+    """The probability that `second` follows `first`.
+
+    Raises:
+        ValueError: together longer than the model's positions.
+    """
+    model.eval()
+    encoded = tokenizer(first, second, return_tensors="pt")
+    _check_length(f"{first} {second}", encoded, model)
+    return float(model(**encoded).logits[0].float().softmax(-1)[0])
+
+
+def _check_length(text, encoded, model):
+    length, limit = encoded["input_ids"].shape[1], model.config.max_position_embeddings
+    if length > limit:
+        raise ValueError(f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
+
+
+@torch.no_grad()
+def showcase_pair(model, tokenizer, batch) -> str:
+    """One held-out pair as text: each masked token marked, the model's prediction beside it, IsNext beside its own."""
+    model.eval()
+    outputs = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
+    ids = batch["input_ids"][0].clone()
+    known = batch["labels"][0] != -100
+    positions, labels = batch["masked_positions"][0][known], batch["labels"][0][known]
+    guesses = outputs.prediction_logits[0].argmax(-1).cpu()[known]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    lines = []
+    for position, label, guess in zip(positions.tolist(), labels.tolist(), guesses.tolist(), strict=True):
+        truth, shown = tokenizer.convert_ids_to_tokens([label, int(ids[position])])
+        tokens[position] = f"[{truth}]"
+        mark = "=" if guess == label else " "
+        lines.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (it saw {shown})")
+    segments = batch["token_type_ids"][0]
+    real = batch["attention_mask"][0] == 1
+    text = {
+        segment: _join([token for token, s, r in zip(tokens, segments, real, strict=True) if r and s == segment])
+        for segment in (0, 1)
+    }
+    is_next = ["IsNext", "NotNext"]
+    truth = is_next[int(batch["next_sentence_label"][0])]
+    probability = float(outputs.seq_relationship_logits[0].float().softmax(-1)[0])
+    return "\n".join(
+        [
+            f"  A: {text[0]}",
+            f"  B: {text[1]}",
+            f"    {'':1} {'truth':<20} {'prediction':<20}",
+            *lines,
+            f"  B follows A: {truth}; predicted {is_next[int(probability < 0.5)]} (P(IsNext) = {probability:.2f})",
+        ]
+    )
+
+
+def _join(tokens):
+    words = [token for token in tokens if token not in ("[CLS]", "[SEP]")]
+    return " ".join(words).replace(" ##", "").replace(" [##", "[##")
+
+
+def example_sentences(text, count: int = 5) -> list[str]:
+    """Sentences with one word masked: about Python for the embedded corpus, else out of the held-out documents."""
+    if text.corpus_name == PYTHON_DOCS:
+        return PYTHON_SENTENCES
+    rng = np.random.default_rng(0)
+    tokenizer, sentences = text.tokenizer, []
+    for document in rng.permutation(text.held_out_documents).tolist():
+        ends = text.tokens.sentence_ends(document)
+        sentence = int(rng.integers(len(ends)))
+        ids = text.tokens.tokens(document)[ends[sentence - 1] if sentence else 0 : ends[sentence]].tolist()
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        whole = [
+            place
+            for place, token in enumerate(tokens)
+            if token.isalpha() and len(token) > 3 and not "".join(tokens[place + 1 : place + 2]).startswith("##")
+        ]
+        if whole and 8 <= len(tokens) <= 40:
+            ids[int(rng.choice(whole))] = tokenizer.mask_token_id
+            sentences.append(tokenizer.decode(ids))
+        if len(sentences) == count:
+            break
+    return sentences
+
+
+def report(folder, model, tokenizer, metrics: dict, pair: dict, predictions: list) -> str:
+    """What a run learnt, for a person to read: figures, one held-out pair, masks filled in, and how to load it."""
+    best = "\n".join(
+        f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
+        for sentence, tokens in predictions
+    )
+    return f"""
+What it learnt, on {metrics["eval_pairs"]:,} held-out pairs with {metrics["eval_masked_tokens"]:,} masked tokens:
+  MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
+accuracy {metrics["eval_mlm_accuracy"]:.1%}
+  NSP loss {metrics["eval_nsp_loss"]:.3f} nats, accuracy {metrics["eval_nsp_accuracy"]:.1%}
+  trained in {metrics["train_seconds"]:.0f} s at {metrics["train_pairs_per_second"]:,.0f} sentence pairs/s, \
+{metrics["train_tokens_per_second"]:,.0f} tokens/s
+
+A held-out pair, masked tokens in brackets:
+{showcase_pair(model, tokenizer, pair)}
+
+Masks filled in:
+{best}
+
+The model is in {folder}. To use it:
+  d2l-bert fill-mask {folder} "..."
+  python -c 'import d2l_bert; from transformers import pipeline; \
+print(pipeline("fill-mask", model="{folder}")("..."))'"""

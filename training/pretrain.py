@@ -1,0 +1,267 @@
+"""The main job: text in, a model folder out."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
+from d2l_bert.training import checkpoint, data, evaluate
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.optim import linear_schedule, make_adamw
+from d2l_bert.training.prepare import PreparedText, prepare
+from d2l_bert.training.run_folder import architecture_numbers, finish_folder, make_record, output_folder, start_folder
+from d2l_bert.training.tracking import Meter, Progress, say
+
+
+# Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
+DEFAULT_MICRO_BATCH = 64
+
+
+def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
+    """
+    Pretrain a BERT from text.
+
+    Args:
+        architecture: the model's numbers; its vocabulary follows the tokenizer.
+        run: everything else.
+
+    Returns:
+        The output folder: a model that `from_pretrained` loads, its tokenizer, its code, its card, `run_config.json`,
+        `metrics.json`, the log, the curves, and checkpoints.
+
+    Raises:
+        ValueError: for whatever the user can mend, in one line.
+    """
+    run.check()
+    check_positions(architecture, run)
+    accelerator = make_accelerator(run)
+    run = dataclasses.replace(run, mixed_precision=accelerator.mixed_precision)
+    with output_folder(run) as folder:
+        resumed = run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
+        with accelerator.main_process_first():
+            text = prepare(run)
+    architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
+
+    torch.manual_seed(run.seed)
+    model = D2lBertForPreTraining._from_config(architecture, attn_implementation=run.attn_implementation)
+    if run.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = make_adamw(
+        model, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
+    )
+    step_model, step_optimizer = accelerator.prepare(model, optimizer)
+    steps, held_out = make_batches(run, text, accelerator)
+
+    def train_on(micro_batches, rate):
+        return train_step(accelerator, step_model, step_optimizer, micro_batches, rate, run.max_grad_norm)
+
+    def evaluate_now():
+        sums = evaluate.held_out_counts(step_model, held_out, accelerator.device)
+        return evaluate.held_out_figures(accelerator.reduce(sums, "sum"))
+
+    identity = {**run.identity(), "architecture": architecture_numbers(architecture), "tokens": text.tokens.path.name}
+    if resumed:
+        state = resume(resumed, identity, model, optimizer)
+    else:
+        max_steps = decide_steps(run, steps, model, optimizer, train_on, evaluate_now)
+        state = {"step": 0, "max_steps": max_steps, "train_seconds": 0.0, "train_tokens": 0.0}
+    start, max_steps = state["step"], state["max_steps"]
+    warmup_steps = math.ceil(run.warmup_ratio * max_steps)
+    record = make_record(run, max_steps, architecture, text, accelerator)
+    log = start_folder(folder, record, start) if accelerator.is_main_process else None
+    accelerator.wait_for_everyone()
+
+    progress = Progress(start, max_steps, visible=accelerator.is_main_process)
+    meter = Meter(state["train_seconds"], state["train_tokens"])
+    log_every = run.logging_steps or math.ceil(max_steps / 100)
+    eval_every = run.eval_steps or math.ceil(max_steps / 10)
+    save_every = run.save_steps or max_steps
+    loader = torch.utils.data.DataLoader(
+        steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
+    )
+    for step, micro_batches in enumerate(loader, start + 1):
+        torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
+        rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
+        meter.add(train_on(micro_batches, rate))
+        progress.step()
+        evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
+        if evaluates or saves or is_due(step, log_every, max_steps):
+            row = {"step": step, **meter.row(rate, max_steps - step)}
+            if accelerator.is_main_process:
+                log.write(row)
+                progress.show(row)
+        if evaluates:
+            figures = evaluate_now()
+            if accelerator.is_main_process:
+                log.write({"step": step, **figures})
+                progress.show_held_out(figures)
+        if saves and accelerator.is_main_process:
+            spent = {"train_seconds": meter.seconds, "train_tokens": meter.tokens}
+            state = {**spent, "max_steps": max_steps, "identity": identity}
+            checkpoint.save_checkpoint(folder, step, model, optimizer, state, run.save_total_limit)
+        if evaluates or saves:
+            meter.resume_clock()
+    progress.close()
+    if start == max_steps:
+        figures = evaluate_now()
+    if accelerator.is_main_process:
+        metrics = {**figures, "train_seconds": meter.seconds, "train_tokens_per_second": meter.tokens / meter.seconds}
+        metrics["train_pairs_per_second"] = max_steps * run.global_batch_size / meter.seconds
+        print(finish_folder(folder, model, text, record, metrics, log, held_out))
+    accelerator.end_training()
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set up
+
+
+def check_positions(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """Refuse pairs longer than the model's positions."""
+    if run.max_seq_length > architecture.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
+            f"({architecture.max_position_embeddings}); lower it, or raise max_position_embeddings"
+        )
+
+
+def make_accelerator(run: PretrainConfig) -> Accelerator:
+    """Accelerate's engine for this machine, in the precision asked for, or bf16 where the processor has it."""
+    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    precision = run.mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched and Accelerate knows of {accelerator.num_processes}; "
+            f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
+        )
+    return accelerator
+
+
+def has_bf16(on_cpu: bool) -> bool:
+    """Whether bf16 arithmetic is in the hardware, not emulated."""
+    if on_cpu:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def make_batches(run: PretrainConfig, text: PreparedText, accelerator: Accelerator):
+    """The steps to train on and the held-out batches of this process."""
+    micro_batch_size = run.micro_batch_size or min(DEFAULT_MICRO_BATCH, run.global_batch_size)
+    pairing = {"pairing": run.pairing, "max_seq_length": run.max_seq_length}
+    if run.pairing == "segments":
+        pairing["short_seq_prob"] = run.short_seq_prob
+    make_batch = data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probability, run.max_seq_length)
+    plans = data.EpochPlans(text.tokens, text.train_documents, pairing, run.seed, data.cache_folder())
+    ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
+    steps = data.PretrainingSteps(plans, make_batch, run.global_batch_size, micro_batch_size, **ranks)
+    held_out = data.HeldOutPairs(text.tokens, text.held_out_documents, pairing, make_batch, micro_batch_size, **ranks)
+    for what, pairs in (("to train on", plans.epoch(0)), ("held out", held_out.rows)):
+        if not len(pairs):
+            raise ValueError(f"{text.corpus_name}: no pair of segments in the text {what}; give more text")
+    return steps, held_out
+
+
+def decide_steps(run, steps, model, optimizer, train_on, evaluate_now) -> int:
+    """
+    The number of optimizer steps, from whichever option gives the length of the run.
+
+    For `max_minutes` the first steps and one evaluation are timed, on weights that are put back afterwards; what was
+    decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
+    """
+    if run.max_steps is not None:
+        return run.max_steps
+    if run.num_train_epochs is not None:
+        return math.ceil(run.num_train_epochs * len(steps.plans.epoch(0)) / run.global_batch_size)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train_on(steps[0], 0.0)  # the first step allocates and is slow
+    start, timed = time.monotonic(), 0
+    while timed < 3 or time.monotonic() - start < 5:
+        timed += 1
+        train_on(steps[timed], 0.0)
+    step_seconds = (time.monotonic() - start) / timed
+    start = time.monotonic()
+    evaluate_now()
+    seconds = 60 * run.max_minutes - 10 * (time.monotonic() - start)
+    model.load_state_dict(weights)
+    optimizer.state.clear()
+    return max(1, int(seconds / step_seconds))
+
+
+def resume(path: Path, identity: dict, model, optimizer) -> dict:
+    """
+    Load a checkpoint.
+
+    Raises:
+        ValueError: it is of another run; the message names the first difference.
+    """
+    state = checkpoint.read_state(path)
+    for name, value in identity.items():
+        was = state["identity"].get(name)
+        if was != value:
+            if name == "architecture":
+                name = next(key for key in value if was.get(key) != value[key])
+                was, value = was.get(name), identity["architecture"][name]
+            raise ValueError(f"{path}: a checkpoint of another run: {name} was {was!r}, and is {value!r} now")
+    checkpoint.load_checkpoint(path, model, optimizer)
+    say(f"going on from {path}")
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Train
+
+
+def train_step(accelerator, model, optimizer, micro_batches, learning_rate: float, max_grad_norm: float):
+    """
+    One optimizer step.
+
+    Losses are sums divided once, by the counts of the whole step over all processes, so that the gradient does not
+    depend on how the step is split.
+
+    Returns:
+        MLM loss (nats a masked token), NSP loss (nats a pair), real tokens, norm of the gradient; a tensor (4,).
+    """
+    device = accelerator.device
+    counts = torch.zeros(3)
+    for batch in micro_batches:
+        counts += torch.stack(
+            [
+                (batch["labels"] != -100).sum(),
+                (batch["next_sentence_label"] != -100).sum(),
+                batch["attention_mask"].sum(),
+            ]
+        )
+    masked_tokens, pairs, tokens = accelerator.reduce(counts.to(device), "sum")
+    losses = torch.zeros(2, device=device)
+    for number, batch in enumerate(micro_batches, 1):
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
+            outputs = model(**batch, num_items_in_batch=masked_tokens, num_pairs_in_batch=pairs)
+            # Gradients are averaged over the processes, and their losses are shares of one sum.
+            accelerator.backward(outputs.loss * accelerator.num_processes)
+        losses += torch.stack([outputs.mlm_loss.detach(), outputs.nsp_loss.detach()])
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([*accelerator.reduce(losses, "sum"), tokens, norm])
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of a step's dropout masks: with it nothing random needs to be kept in a checkpoint."""
+    return int(data.fingerprint(seed, step, rank), 16) % 2**63
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and at the end, happens now."""
+    return step % every == 0 or step == last

@@ -1,0 +1,105 @@
+"""The folder that a run leaves: model, tokenizer, the code that runs it, and the card."""
+
+import json
+import shutil
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from d2l_bert import model_cards
+from d2l_bert.modeling import configuration_d2l_bert, modeling_d2l_bert
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+
+
+# What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
+AUTO_MAP = {
+    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
+    "AutoModel": "modeling_d2l_bert.D2lBertModel",
+    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
+    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
+}
+
+
+def export_model(model, tokenizer, folder: Path) -> None:
+    """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
+    model.config.auto_map = AUTO_MAP
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    for module in (configuration_d2l_bert, modeling_d2l_bert):
+        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write `content` so that a reader finds the old file or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def render_card(
+    folder: Path, model, record: dict, metrics: dict, predictions: list[tuple[str, list[tuple[str, float]]]]
+) -> ModelCard:
+    """
+    The model card of a run, every figure from its own files.
+
+    Args:
+        folder: the run's folder; its name is the model's.
+        record: what run_config.json holds.
+        metrics: what metrics.json holds.
+        predictions: texts with one mask, and for each its likeliest tokens with their probabilities.
+    """
+    run, data = record["run"], record["data"]
+    corpus = data["corpus_name"]
+    card_data = ModelCardData(
+        language=run["language"],
+        license=run["license"],
+        library_name="transformers",
+        pipeline_tag="fill-mask",
+        tags=["d2l-bert", "bert", "fill-mask", "next-sentence-prediction"],
+        datasets=[run["dataset"]] if data["dataset_is_on_hub"] else None,
+        model_name=folder.name,
+        eval_results=_eval_results(metrics, corpus),
+        widget=[
+            {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
+            for text, best in predictions
+        ],
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(Path(model_cards.__file__).parent / "TEMPLATE.md"),
+        name=folder.name,
+        model_id=folder.name,
+        parameters=model.num_parameters(),
+        config=model.config,
+        corpus=corpus,
+        run=run,
+        data=data,
+        metrics=metrics,
+        examples=[
+            {"text": text, "shown": ", ".join(f"{token} ({score:.2f})" for token, score in best)}
+            for text, best in predictions
+        ],
+    )
+
+
+def _eval_results(metrics, corpus):
+    figures = [
+        ("fill-mask", "Masked language modeling", "loss", "MLM loss", metrics["eval_mlm_loss"]),
+        ("fill-mask", "Masked language modeling", "perplexity", "MLM perplexity", metrics["eval_perplexity"]),
+        ("fill-mask", "Masked language modeling", "accuracy", "MLM accuracy", metrics["eval_mlm_accuracy"]),
+        ("text-classification", "Next sentence prediction", "loss", "NSP loss", metrics["eval_nsp_loss"]),
+        ("text-classification", "Next sentence prediction", "accuracy", "NSP accuracy", metrics["eval_nsp_accuracy"]),
+    ]
+    return [
+        EvalResult(
+            task_type=task_type,
+            task_name=task_name,
+            dataset_type=corpus,
+            dataset_name=f"{corpus}, held-out documents",
+            metric_type=metric_type,
+            metric_name=metric_name,
+            metric_value=round(value, 4),
+        )
+        for task_type, task_name, metric_type, metric_name, value in figures
+    ]

@@ -1,0 +1,169 @@
+"""What a person sees of a run: lines or a bar while it goes on, the log, and the curves."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+
+def watched(items: Iterable, what: str, total: int | None = None) -> Iterator:
+    """Pass items on with a bar on a terminal; elsewhere say how many there were, and how long they took."""
+    start, count = time.monotonic(), 0
+    for item in tqdm(items, what, total, unit=" documents", leave=False, disable=not sys.stderr.isatty()):
+        count += 1
+        yield item
+    say(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
+
+
+def say(line: str) -> None:
+    """One line for whoever watches, without breaking a bar."""
+    tqdm.write(line, file=sys.stderr)
+
+
+class Progress:
+    """The run's bar on a terminal, plain lines elsewhere: loss, tokens/s, time left."""
+
+    def __init__(self, start: int, total: int, visible: bool):
+        self.total, self.visible = total, visible
+        self.on_terminal = visible and sys.stderr.isatty()
+        self.bar = tqdm(
+            total=total,
+            initial=start,
+            desc="training",
+            unit="step",
+            disable=not self.on_terminal,
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+        )
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        self.bar.update()
+
+    def show(self, row: dict) -> None:
+        """Show a row of the log."""
+        if self.on_terminal:
+            self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
+        elif self.visible:
+            say(
+                f"step {row['step']:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.3f} "
+                f"(MLM {row['mlm_loss']:.3f}, NSP {row['nsp_loss']:.3f})  rate {row['learning_rate']:.2e}  "
+                f"{row['tokens_per_second']:,.0f} tokens/s  {_clock(row['seconds_left'])} left"
+            )
+
+    def show_held_out(self, figures: dict) -> None:
+        """Show what an evaluation found."""
+        if self.visible:
+            say(
+                f"held out: MLM loss {figures['eval_mlm_loss']:.3f}, accuracy {figures['eval_mlm_accuracy']:.1%}; "
+                f"NSP loss {figures['eval_nsp_loss']:.3f}, accuracy {figures['eval_nsp_accuracy']:.1%}"
+            )
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.bar.close()
+
+
+def _clock(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Meter:
+    """Averages of what `train_step` returns since the last row, and the time that training proper took."""
+
+    def __init__(self, seconds: float, tokens: float):
+        self.seconds, self.tokens = seconds, tokens
+        self.resume_clock()
+        self.values = []
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take in one step."""
+        self.values.append(values)
+
+    def row(self, learning_rate: float, steps_left: int) -> dict[str, float]:
+        """The figures of a row of the log; the next row starts from here."""
+        values = torch.stack(self.values).double().cpu()
+        seconds = time.monotonic() - self.since
+        mlm_loss, nsp_loss, _, norm = values.mean(0).tolist()
+        tokens = float(values[:, 2].sum())
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        row = {
+            "loss": mlm_loss + nsp_loss,
+            "mlm_loss": mlm_loss,
+            "nsp_loss": nsp_loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "tokens_per_second": tokens / seconds,
+            "seconds_left": steps_left * seconds / len(values),
+        }
+        self.values = []
+        self.resume_clock()
+        return row
+
+    def resume_clock(self) -> None:
+        """Training goes on from here: what came before, an evaluation or a save, does not count."""
+        self.since = time.monotonic()
+
+
+class TrainingLog:
+    """`training_log.jsonl`: a row for every logged step and every evaluation, append-only."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def start_at(self, step: int) -> None:
+        """Keep the rows up to `step`: those after it are about to be made again."""
+        rows = [row for row in self.rows() if row["step"] <= step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(self, row: dict) -> None:
+        """Append one row."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self) -> list[dict]:
+        """All rows; a last line that was cut off in the middle is left out."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+
+def plot_curves(rows: list[dict], path: Path) -> None:
+    """Draw loss and accuracy over the steps into a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    train = [row for row in rows if "loss" in row]
+    held_out = [row for row in rows if "eval_mlm_loss" in row]
+    for panel, key, title in (
+        (panels[0], "mlm_loss", "masked language model: loss (nats)"),
+        (panels[1], "nsp_loss", "next sentence prediction: loss (nats)"),
+    ):
+        panel.plot([r["step"] for r in train], [r[key] for r in train], color="0.7", label="training")
+        panel.plot([r["step"] for r in held_out], [r[f"eval_{key}"] for r in held_out], "o-", label="held out")
+        panel.set_title(title, fontsize=10)
+        panel.legend(frameon=False)
+    panels[1].axhline(0.6931, linestyle=":", color="0.5")  # ln 2: a coin does as well
+    for key, label in (("eval_mlm_accuracy", "masked tokens"), ("eval_nsp_accuracy", "next sentence")):
+        panels[2].plot([r["step"] for r in held_out], [100 * r[key] for r in held_out], "o-", label=label)
+    panels[2].set_title("held-out accuracy (%)", fontsize=10)
+    panels[2].set_ylim(0, 100)
+    panels[2].legend(frameon=False)
+    for panel in panels:
+        panel.set_xlabel("optimizer step")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
