@@ -238,6 +238,8 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # One checkpoint serves every head: what another head left in it is no cause for a warning.
+    _keys_to_ignore_on_load_unexpected = [r"^mlm\.", r"^nsp\.", r"^bert\.pooler\."]
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
 
@@ -415,7 +417,6 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
     """The encoder with the MLM head (section 15.8.5.1): what `pipeline("fill-mask")` loads."""
 
     _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
-    _keys_to_ignore_on_load_unexpected = [r"^bert\.pooler\.", r"^nsp\."]
 
     def __init__(self, config):
         super().__init__(config)
@@ -470,8 +471,6 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
 
 class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
     """The encoder with the NSP head (section 15.8.5.2)."""
-
-    _keys_to_ignore_on_load_unexpected = [r"^mlm\."]
 
     def __init__(self, config):
         super().__init__(config)

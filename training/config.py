@@ -88,8 +88,8 @@ class PretrainConfig:
         None, "the default is bf16 where the processor has it", MACHINE
     )
     gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, how=True)
-    attn_implementation: Literal["eager", "sdpa", "flex_attention"] = option(
-        "sdpa", "kernel that computes attention", MACHINE
+    attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
+        None, "kernel that computes attention; the default is the faster one here, eager or sdpa", MACHINE, how=True
     )
     dataloader_num_workers: int = option(1, "processes that make batches", MACHINE, how=True)
 

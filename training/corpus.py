@@ -4,6 +4,7 @@ Nothing here knows of tokens.
 """
 
 import ast
+import codecs
 import dataclasses
 import gc
 import gzip
@@ -122,6 +123,10 @@ def read_text(file: Path) -> str:
             data = gzip.decompress(data)
     except (OSError, EOFError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(
+            f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
+        )
     if b"\0" in data:
         raise ValueError(f"{file}: a binary file (NUL at byte {data.index(0)}), not text; leave it out")
     try:
@@ -306,7 +311,7 @@ _UNDERLINE = re.compile(r"\s*([=\-~^\"'*#`])\1{2,}\s*$")
 _NOT_PROSE = re.compile(r"\s*(\.\. |@\w|[\w, *]+ : )")  # directives, decorators, numpy's "name : type"
 _BULLET = re.compile(r"^[*+-] |^\d+\. ?(?=[A-Z])")
 _MARKUP = [
-    (re.compile(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^`]*>)?`"), r"\1"),  # :class:`text <target>`
+    (re.compile(r":[\w:+-]+:`~?([^`<]*?)\s*(?:<[^`]*>)?`"), r"\1"),  # :class:`text <target>`
     (re.compile(r"\[`?~?([^\]`]+)`?\](?:\([^)]*\))?"), r"\1"),  # [`text`](target)
     (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_*"), r"\1"),  # `text <target>`_
     (re.compile(r":(?:param|type|returns?|rtype|raises?|arg)\s*([^:]*):"), r"\1"),

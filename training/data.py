@@ -33,6 +33,7 @@ _PLAN, _MASKS = 1, 2
 _HELD_OUT_SEED = 20_181_011  # the same held-out pairs and masks for every run on a corpus
 
 TOKENIZER_SAMPLE_CHARACTERS = 200_000_000
+SMALL_PLAN = 65_536  # bytes
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 
 
@@ -313,7 +314,10 @@ def pair_lengths(rows: np.ndarray) -> np.ndarray:
 
 
 class EpochPlans:
-    """The pairs of each epoch, laid out beforehand and kept on disk, each epoch in another order with other pairs."""
+    """The pairs of each epoch, laid out beforehand and kept on disk, each epoch in another order with other pairs.
+
+    Plans of a few kilobytes are laid out again when they are needed: a tiny text has thousands of epochs in a run.
+    """
 
     def __init__(self, tokens: TokenizedCorpus, documents: np.ndarray, pairing: dict, seed: int, folder: Path):
         self.tokens, self.documents, self.pairing, self.seed = tokens, documents, pairing, seed
@@ -325,9 +329,11 @@ class EpochPlans:
         """The pairs of one epoch: a memory-mapped array of `pairs.PAIR`."""
         path = self.folder / f"epoch-{number:05d}.npy"
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
             rng = np.random.default_rng((self.seed, _PLAN, number))
             rows = plan_pairs(self.tokens, self.documents, rng=rng, **self.pairing)
+            if rows.nbytes < SMALL_PLAN:
+                return rows
+            self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
                 np.save(file, rows)
             os.replace(file.name, path)

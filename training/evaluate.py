@@ -164,9 +164,9 @@ def example_sentences(text, count: int = 5) -> list[str]:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
     tokenizer, sentences = text.tokenizer, []
-    for document in rng.permutation(text.held_out_documents).tolist():
+    places = [(d, s) for d in text.held_out_documents.tolist() for s in range(len(text.tokens.sentence_ends(d)))]
+    for document, sentence in rng.permutation(places).tolist():
         ends = text.tokens.sentence_ends(document)
-        sentence = int(rng.integers(len(ends)))
         ids = text.tokens.tokens(document)[ends[sentence - 1] if sentence else 0 : ends[sentence]].tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole = [

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
@@ -39,10 +41,15 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     Raises:
         ValueError: for whatever the user can mend, in one line.
     """
+    logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     run.check()
     check_positions(architecture, run)
     accelerator = make_accelerator(run)
-    run = dataclasses.replace(run, mixed_precision=accelerator.mixed_precision)
+    run = dataclasses.replace(
+        run,
+        mixed_precision=accelerator.mixed_precision,
+        attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
+    )
     with output_folder(run) as folder:
         resumed = run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
         with accelerator.main_process_first():
@@ -136,6 +143,7 @@ def make_accelerator(run: PretrainConfig) -> Accelerator:
     """Accelerate's engine for this machine, in the precision asked for, or bf16 where the processor has it."""
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
     precision = run.mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
+    AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
@@ -151,6 +159,11 @@ def has_bf16(on_cpu: bool) -> bool:
     if on_cpu:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def faster_attention(device: str, length: int) -> str:
+    """On a processor, short rows are faster spelt out: 32 rows of 128 take 5 ms against 17 ms, backward included."""
+    return "eager" if device == "cpu" and length <= 256 else "sdpa"
 
 
 def make_batches(run: PretrainConfig, text: PreparedText, accelerator: Accelerator):

@@ -25,6 +25,7 @@ def export_model(model, tokenizer, folder: Path) -> None:
     """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
     model.config.auto_map = AUTO_MAP
     model.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read it
     save_tokenizer(tokenizer, folder)
     for module in (configuration_d2l_bert, modeling_d2l_bert):
         shutil.copyfile(module.__file__, folder / Path(module.__file__).name)

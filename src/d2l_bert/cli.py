@@ -7,6 +7,7 @@ import sys
 import types
 import typing
 from dataclasses import replace
+from pathlib import Path
 
 
 DESCRIPTION = """\
@@ -24,8 +25,9 @@ Each command explains itself: d2l-bert pretrain --help
 def main(argv: list[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on stderr and exit code 2."""
     argv = [_with_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    parser = make_parser(argv)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = make_parser(argv).parse_known_args(argv)
+    if unknown:
+        arguments.parser.refuse(unknown[0].partition("=")[0])
     try:
         arguments.command(arguments)
     except (ValueError, OSError) as error:
@@ -97,7 +99,8 @@ def _load(model_class, name):
             raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
         return model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name}: no model folder or Hub id that can be loaded ({error})") from None
+        reason = error if Path(name).exists() else "no folder here has this name, and the Hub gave no model of it"
+        raise ValueError(f"{name}: cannot be loaded: {reason}") from None
 
 
 def _bar(share):
@@ -112,19 +115,13 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake instead of a page."""
 
     def error(self, message):
-        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
-        if message.startswith("unrecognized arguments: "):
-            known = [option for action in self._all_actions() for option in action.option_strings]
-            close = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
-            message = f"unknown option {unknown}" + (f"; did you mean {close[0]}?" if close else "")
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
-    def _all_actions(self):
-        for action in self._actions:
-            yield action
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    yield from parser._actions
+    def refuse(self, argument):
+        """Stop at an argument that the command does not take."""
+        known = [option for action in self._actions for option in action.option_strings]
+        close = difflib.get_close_matches(argument, known, n=1)
+        self.error(f"unknown option {argument}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -147,7 +144,7 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        added.set_defaults(command=function, name=name)
+        added.set_defaults(command=function, name=name, parser=added)
         return added
 
     _add_pretrain_options(command("pretrain", pretrain_command, "pretrain a BERT from text"), argv)

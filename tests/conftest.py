@@ -1,0 +1,60 @@
+"""A small made-up language to train on, and one trained model for every test that needs one. Nothing is downloaded."""
+
+import os
+import random
+import tempfile
+
+
+# Read when the libraries are imported.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="d2l-bert-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import pytest  # noqa: E402
+
+from d2l_bert.cli import main  # noqa: E402
+
+
+# A model small enough to train in a second or two.
+SMALL = (
+    "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 "
+    "--max_position_embeddings=64 --vocab_size=400 --max_seq_length=48 "
+    "--global_batch_size=8 --dataloader_num_workers=0"
+).split()
+
+
+def write_books(folder, count=24, seed=0):
+    """Text with something to learn: each book has its own hero, place and thing, and tells of them again and again."""
+    rng = random.Random(seed)
+    names = ["anna", "boris", "clara", "daniel", "emma", "felix", "greta", "hugo"]
+    places = ["garden", "kitchen", "harbour", "library", "market", "station", "tower", "valley"]
+    things = ["apple", "basket", "candle", "drum", "engine", "feather", "glove", "hammer"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        name, place, thing = rng.choice(names), rng.choice(places), rng.choice(things)
+        paragraphs = []
+        for _ in range(10):
+            sentences = [
+                f"{name.title()} walked to the {place} with a {thing}.",
+                f"The {thing} was {rng.choice(['red', 'old', 'heavy', 'small'])} and {name} liked it.",
+                f"In the {place} there was nobody but {name}.",
+                f"Then {name} {rng.choice(['sold', 'lost', 'found', 'painted'])} the {thing} and left the {place}.",
+            ]
+            paragraphs.append(" ".join(rng.sample(sentences, 3)))
+        (folder / f"book-{number:02d}.txt").write_text("\n\n".join(paragraphs) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def books(tmp_path_factory):
+    """A folder of 24 text files."""
+    return write_books(tmp_path_factory.mktemp("corpus") / "books")
+
+
+@pytest.fixture(scope="session")
+def trained(books, tmp_path_factory):
+    """The folder of a finished run of 40 steps, checkpoints at 20 and 40, in float32."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    arguments = [f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20"]
+    assert main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *SMALL]) == 0
+    return folder

@@ -1,0 +1,212 @@
+"""The command line: every mistake is one clear line and exit code 2, and loses nothing."""
+
+import gzip
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import SMALL, write_books
+
+from d2l_bert.cli import main
+
+
+@pytest.fixture
+def fails(capsys, tmp_path):
+    """Run a command that must fail; returns its one line."""
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse's way
+            code = stop.code
+        captured = capsys.readouterr()
+        lines = [line for line in captured.err.splitlines() if "error:" in line]
+        assert code == 2 and len(lines) == 1, captured.err
+        assert "Traceback" not in captured.err
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def fails_to_pretrain(fails, tmp_path):
+    """Pretrain on a corpus that must be refused; nothing may be left behind."""
+
+    def run(corpus, *options):
+        folder = tmp_path / "out"
+        line = fails("pretrain", f"--corpus={corpus}", f"--output_dir={folder}", "--max_steps=2", *SMALL, *options)
+        assert not folder.exists()
+        return line
+
+    return run
+
+
+def test_an_empty_folder(fails_to_pretrain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "no text file in this folder" in fails_to_pretrain(tmp_path / "empty")
+
+
+def test_an_empty_file(fails_to_pretrain, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    line = fails_to_pretrain(tmp_path / "empty.txt")
+    assert "empty.txt" in line and "too little text" in line
+
+
+def test_only_white_space(fails_to_pretrain, tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n\n\t\n" * 50)
+    assert "too little text" in fails_to_pretrain(tmp_path / "blank.txt")
+
+
+def test_one_sentence(fails_to_pretrain, tmp_path):
+    (tmp_path / "one.txt").write_text("A single sentence is all there is.")
+    line = fails_to_pretrain(tmp_path / "one.txt")
+    assert "one.txt" in line and "too little text" in line
+
+
+def test_a_missing_path(fails_to_pretrain, tmp_path):
+    line = fails_to_pretrain(tmp_path / "nowhere")
+    assert "nowhere" in line and "no such file or folder" in line
+
+
+def test_a_binary_file(fails_to_pretrain, tmp_path):
+    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00\x00")
+    line = fails_to_pretrain(tmp_path / "picture.txt")
+    assert "picture.txt" in line and "binary" in line
+
+
+def test_another_encoding(fails_to_pretrain, tmp_path):
+    write_books(tmp_path / "books", count=3)
+    (tmp_path / "books" / "latin.txt").write_bytes("Zürich liegt am See.".encode("latin-1"))
+    line = fails_to_pretrain(tmp_path / "books")
+    assert "latin.txt" in line and "UTF-8" in line and "0xfc" in line and "offset 1" in line
+
+
+def test_a_gzip_file_cut_short(fails_to_pretrain, tmp_path):
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"Some text. " * 200)[:-20])
+    assert "cut.txt.gz" in fails_to_pretrain(tmp_path / "cut.txt.gz")
+
+
+def test_a_vocabulary_below_the_alphabet(fails_to_pretrain, books):
+    line = fails_to_pretrain(books, "--vocab_size=20")
+    assert "vocab_size 20 is below the alphabet" in line
+
+
+def test_sequences_beyond_the_positions(fails_to_pretrain, books):
+    line = fails_to_pretrain(books, "--max_seq_length=65")
+    assert "max_seq_length (65)" in line and "64" in line
+
+
+def test_a_dataset_that_is_not_there(fails_to_pretrain, books, tmp_path):
+    assert "cannot be loaded" in fails_to_pretrain(books, f"--dataset={tmp_path / 'nowhere'}")
+
+
+def test_a_dataset_without_the_column(fails_to_pretrain, books, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"content": "Some text."}\n')
+    line = fails_to_pretrain(books, f"--dataset={tmp_path / 'data'}")
+    assert "no column 'text'" in line and "content" in line and "--text_column" in line
+
+
+def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
+    assert "tokenizer" in fails_to_pretrain(books, f"--tokenizer={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    "option, mend",
+    [
+        ("--hidden_size=33", "multiple of num_attention_heads"),
+        ("--hidden_act=gelu_new", "relu, gelu"),
+        ("--mlm_probability=0", "mlm_probability"),
+        ("--learning_rate=-1", "learning_rate"),
+        ("--max_steps=0", "max_steps"),
+        ("--max_minutes=1 --max_steps=3", "exactly one of"),
+    ],
+)
+def test_values_out_of_range(fails, books, tmp_path, option, mend):
+    length = [] if "max_" in option else ["--max_steps=2"]
+    line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *length, *option.split())
+    assert mend in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["pretrain", "--learning_rat=1"], "unknown option --learning_rat; did you mean --learning_rate?"),
+        (["pretrain", "--max_steps=many"], "invalid int value: 'many'"),
+        (["pretrain", "--recipe=huge"], "invalid choice: 'huge'"),
+        (["pretrain", "--lowercase=maybe"], "true or false, not 'maybe'"),
+        (["bake"], "invalid choice: 'bake'"),
+        ([], "required"),
+        (["fill-mask"], "required"),
+    ],
+)
+def test_mistakes_on_the_command_line(fails, arguments, message):
+    assert message in fails(*arguments)
+
+
+def test_a_folder_with_other_things_is_left_alone(fails, books, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path}", "--max_steps=2", *SMALL)
+    assert "holds other things (thesis.txt)" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert "holds other things" in fails(
+        "pretrain", f"--corpus={books}", f"--output_dir={tmp_path}", "--overwrite_output_dir", *SMALL
+    )
+
+
+def test_a_folder_with_a_run_names_both_mends(fails, books, trained):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    line = fails("pretrain", f"--corpus={books}", f"--output_dir={trained}", "--max_steps=2", *SMALL)
+    assert "--resume_from_checkpoint latest" in line and "--overwrite_output_dir" in line
+    # A mistake beside --overwrite_output_dir must not cost the old run either.
+    fails("pretrain", "--corpus=nowhere", f"--output_dir={trained}", "--overwrite_output_dir", "--max_steps=2", *SMALL)
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_written(fails, books, tmp_path):
+    (tmp_path / "file").touch()
+    assert "cannot be written" in fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'file' / 'out'}")
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        assert "cannot be written" in fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'locked'}")
+
+
+def test_a_checkpoint_that_is_none(fails, books, tmp_path):
+    options = (f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={tmp_path}", "--max_steps=2", *SMALL)
+    assert "not a checkpoint" in fails("pretrain", f"--corpus={books}", *options)
+
+
+def test_models_and_texts_that_cannot_serve(fails, trained, tmp_path):
+    assert "cannot be loaded" in fails("fill-mask", tmp_path / "nowhere", "a [MASK]")
+    assert "no [MASK] in" in fails("fill-mask", trained, "Nothing is masked here.")
+    assert "64 positions" in fails("fill-mask", trained, "[MASK] " + "Anna walked to the garden. " * 20)
+    assert "64 positions" in fails("next-sentence", trained, "Anna walked. " * 20, "The drum was red. " * 10)
+
+
+def test_dashes_are_underscores(books, tmp_path):
+    options = ["--max-steps=1", f"--output-dir={tmp_path / 'out'}", *(option.replace("_", "-") for option in SMALL)]
+    assert main(["pretrain", f"--corpus={books}", *options]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_help_names_every_option_and_the_recipes_numbers(capsys):
+    import dataclasses
+
+    from d2l_bert.training.config import PretrainConfig
+
+    with pytest.raises(SystemExit) as stop:
+        main(["pretrain", "--recipe=d2l", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(PretrainConfig):
+        assert f"--{field.name} " in text, field.name
+    assert "--hidden_dropout_prob X" in text and "(0.2)" in text
+    assert "(20256)" in text and "(sentences)" in text
+
+
+def test_a_mistake_has_no_traceback_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "d2l_bert", "pretrain", "--corpus", str(tmp_path / "nowhere")]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr.startswith("d2l-bert pretrain: error: ") and process.stderr.count("\n") == 1

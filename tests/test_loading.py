@@ -1,0 +1,122 @@
+"""The folder that a run leaves, loaded as its readers load it: with the package, without it, by stock classes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer, BertTokenizer, pipeline
+
+import d2l_bert.modeling.configuration_d2l_bert
+import d2l_bert.modeling.modeling_d2l_bert
+
+
+LOAD = """
+import sys
+if {remote}:
+    sys.modules["d2l_bert"] = None  # importing it now fails
+import torch
+from transformers import (AutoModel, AutoModelForMaskedLM, AutoModelForNextSentencePrediction, AutoModelForPreTraining,
+                          AutoTokenizer, pipeline)
+options = {{"trust_remote_code": True}} if {remote} else {{}}
+if not {remote}:
+    import d2l_bert
+tokenizer = AutoTokenizer.from_pretrained({folder!r}, **options)
+encoded = tokenizer("Anna walked to the [MASK].", "The drum was red.", return_tensors="pt")
+tensors = {{}}
+for auto in (AutoModel, AutoModelForMaskedLM, AutoModelForNextSentencePrediction, AutoModelForPreTraining):
+    model, report = auto.from_pretrained({folder!r}, output_loading_info=True, **options)
+    assert not any(report.values()), (auto, report)
+    with torch.no_grad():
+        outputs = model.eval()(**encoded)
+    tensors |= {{f"{{auto.__name__}}.{{name}}": value for name, value in outputs.items()}}
+fill = pipeline("fill-mask", model={folder!r}, **options)
+tensors["fill"] = torch.tensor([row["score"] for row in fill("Anna walked to the [MASK].")])
+torch.save(tensors, {result!r})
+print(type(model).__module__)
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(trained, tmp_path_factory):
+    """Outputs of every head in two fresh processes: with `import d2l_bert`, and with it impossible."""
+    tensors, modules = {}, {}
+    for remote in (False, True):
+        result = tmp_path_factory.mktemp("loaded") / "tensors.pt"
+        code = LOAD.format(remote=remote, folder=str(trained), result=str(result))
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        assert "missing" not in process.stderr.lower() and "newly initialized" not in process.stderr
+        tensors[remote], modules[remote] = torch.load(result, weights_only=True), process.stdout.strip()
+    return tensors, modules
+
+
+def test_the_package_and_the_copied_code_give_equal_outputs(loaded):
+    tensors, modules = loaded
+    assert modules[False].startswith("d2l_bert.") and modules[True].startswith("transformers_modules.")
+    assert tensors[False].keys() == tensors[True].keys()
+    for name, tensor in tensors[False].items():
+        assert torch.equal(tensor, tensors[True][name]), name
+
+
+def test_every_head_sees_the_same_weights(loaded):
+    (tensors, _), _ = loaded, None
+    here = tensors[False]
+    assert torch.equal(here["AutoModelForMaskedLM.logits"], here["AutoModelForPreTraining.prediction_logits"])
+    nsp = here["AutoModelForNextSentencePrediction.logits"]
+    assert torch.equal(nsp, here["AutoModelForPreTraining.seq_relationship_logits"])
+
+
+def test_the_tokenizer_is_stock(trained):
+    written = json.loads((trained / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "BertTokenizer"
+    text = ("Anna walked to the garden.", "The drum was red.")
+    expected = AutoTokenizer.from_pretrained(trained)(*text)
+    assert dict(BertTokenizer.from_pretrained(trained)(*text)) == dict(expected)
+    from_vocabulary = BertTokenizer(vocab=str(trained / "vocab.txt"))
+    assert from_vocabulary(*text)["input_ids"] == expected["input_ids"]
+
+
+def test_the_code_that_was_trained_is_the_code_in_the_folder(trained):
+    for module in (d2l_bert.modeling.configuration_d2l_bert, d2l_bert.modeling.modeling_d2l_bert):
+        with open(module.__file__) as file:
+            assert (trained / file.name.rsplit("/", 1)[-1]).read_text() == file.read()
+
+
+def test_fill_mask_pipeline_and_command_agree(trained, capsys):
+    from d2l_bert.cli import main
+
+    text = "Anna walked to the [MASK]."
+    best = pipeline("fill-mask", model=str(trained))(text)
+    assert main(["fill-mask", str(trained), text]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == text
+    assert [line.split()[1] for line in lines[1:]] == [row["token_str"] for row in best]
+    assert [line.split()[0] for line in lines[1:]] == [f"{row['score']:.1%}" for row in best]
+
+
+def test_next_sentence_command_prints_the_models_probability(trained, capsys):
+    from d2l_bert import D2lBertForNextSentencePrediction
+    from d2l_bert.cli import main
+
+    pair = ("Anna walked to the garden.", "The drum was red.")
+    model = D2lBertForNextSentencePrediction.from_pretrained(trained).eval()
+    with torch.no_grad():
+        share = model(**AutoTokenizer.from_pretrained(trained)(*pair, return_tensors="pt")).logits.softmax(-1)[0, 0]
+    assert main(["next-sentence", str(trained), *pair]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == [f"{share:.1%}", "IsNext"] and second.split()[1] == "NotNext"
+
+
+def test_the_card_says_what_metrics_say_in_metadata_that_the_hub_takes(trained):
+    card = ModelCard.load(trained / "README.md")
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "fill-mask"
+    assert card.data.license == "apache-2.0" and card.data.language == "en" and card.data.datasets is None
+    figures = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert figures["MLM loss"] == pytest.approx(metrics["eval_mlm_loss"], abs=1e-4)
+    assert figures["NSP accuracy"] == pytest.approx(metrics["eval_nsp_accuracy"], abs=1e-4)
+    assert len(card.data.widget) == 5 and all("[MASK]" in example["text"] for example in card.data.widget)
+    assert f"{metrics['eval_mlm_loss']:.3f}" in card.text and "{{" not in card.text and "{%" not in card.text

@@ -1,0 +1,350 @@
+"""Pairs fit, true pairs continue, random pairs do not, labels balance, and no sentence is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR, segment_pairs, sentence_pairs
+
+
+IS_NEXT, IS_RANDOM = 0, 1  # Hugging Face's polarity; the book's is the opposite
+
+
+class Corpus:
+    """Documents given by the lengths of their sentences, in tokens; each may be cut into paragraphs."""
+
+    def __init__(self, documents, paragraphs=None):
+        self.ends = [np.cumsum(lengths) for lengths in documents]
+        self.starts = [ends - lengths for ends, lengths in zip(self.ends, documents, strict=True)]
+        # Without paragraphs given, each document is one.
+        self.paragraphs = [np.array(p) for p in paragraphs or [[len(lengths)] for lengths in documents]]
+
+    def __len__(self):
+        return len(self.ends)
+
+    def segment_pairs(self, max_seq_length, seed=0, **options):
+        rng = np.random.default_rng(seed)
+        return segment_pairs(range(len(self)), lambda number: self.ends[number], max_seq_length, rng, **options)
+
+    def sentence_pairs(self, max_seq_length, seed=0):
+        rng, numbers = np.random.default_rng(seed), range(len(self))
+        return sentence_pairs(
+            numbers, lambda number: self.ends[number], lambda number: self.paragraphs[number], max_seq_length, rng
+        )
+
+    def pairs(self, pairing, max_seq_length, seed=0):
+        make = {"segments": self.segment_pairs, "sentences": self.sentence_pairs}[pairing]
+        return make(max_seq_length, seed)
+
+    def are_whole_sentences(self, document, start, end):
+        return start in self.starts[document] and end in self.ends[document]
+
+    def sentence_at(self, document, start):
+        return int(np.flatnonzero(self.starts[document] == start)[0])
+
+
+def lengths_of(pairs):
+    return pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+
+
+def assert_balanced(pairs):
+    """Half of the labels are 1, to three standard errors of that many tosses of a coin."""
+    labels = pairs["next_sentence_label"]
+    assert abs(labels.mean() - 0.5) < 3 * 0.5 / np.sqrt(len(labels))
+
+
+def steady_corpus(seed=0, documents=60, sentence=3):
+    """Sentences of one length, several thousand: where the room is a multiple of it, nothing is ever truncated."""
+    rng = np.random.default_rng(seed)
+    return Corpus([[sentence] * int(size) for size in rng.integers(1, 150, documents)])
+
+
+STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # room for eight sentences of the steady corpus
+
+both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
+
+
+@st.composite
+def corpora(draw, min_documents=1):
+    shapes = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=min_documents, max_size=6)
+    documents = draw(shapes)
+    paragraphs = []
+    for lengths in documents:
+        inside = draw(st.sets(st.integers(1, len(lengths))))
+        paragraphs.append(sorted(inside | {len(lengths)}))
+    return Corpus(documents, paragraphs)
+
+
+@st.composite
+def any_pairs(draw, min_documents=1):
+    """A corpus of any shape, its pairs of either kind, and the room they had."""
+    corpus, seed, room = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    if draw(st.booleans()):
+        made = corpus.sentence_pairs(room + SPECIALS_IN_A_PAIR, seed)
+    else:
+        share = draw(st.sampled_from([0.0, 0.1, 1.0]))
+        made = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
+    return corpus, made, room
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What holds for every pair
+
+
+@settings(deadline=None)
+@given(any_pairs())
+def test_every_pair_fits_and_both_spans_lie_within_their_documents(case):
+    corpus, pairs, room = case
+    assert pairs.dtype == PAIR
+    a, b = lengths_of(pairs)
+    assert (a >= 1).all() and (b >= 1).all()
+    assert (a + b <= room).all()
+    for side in ("a", "b"):
+        assert (pairs[f"{side}_start"] >= 0).all()
+        for document, end in zip(pairs[f"{side}_document"], pairs[f"{side}_end"], strict=True):
+            assert end <= corpus.ends[document][-1]
+
+
+@settings(deadline=None)
+@given(any_pairs())
+def test_a_true_pair_is_consecutive_text_and_what_is_cut_off_it_is_cut_at_the_ends_of_its_spans(case):
+    corpus, pairs, room = case
+    for pair in pairs[pairs["next_sentence_label"] == IS_NEXT]:
+        document = pair["a_document"]
+        assert pair["b_document"] == document
+        # Wherever A and B met before truncation, a sentence ended there.
+        ends = corpus.ends[document]
+        assert ((pair["a_end"] <= ends) & (ends <= pair["b_start"])).any()
+        whole_a = corpus.are_whole_sentences(document, pair["a_start"], pair["a_end"])
+        whole_b = corpus.are_whole_sentences(document, pair["b_start"], pair["b_end"])
+        if not (whole_a and whole_b and pair["b_start"] == pair["a_end"]):
+            assert (pair["a_end"] - pair["a_start"]) + (pair["b_end"] - pair["b_start"]) == room, "cut, but not full"
+
+
+@settings(deadline=None)
+@given(any_pairs(min_documents=2))
+def test_a_random_pair_takes_b_from_another_document_if_there_is_one(case):
+    _, pairs, _ = case
+    random = pairs[pairs["next_sentence_label"] == IS_RANDOM]
+    assert (random["a_document"] != random["b_document"]).all()
+
+
+@settings(deadline=None)
+@given(any_pairs())
+def test_the_longer_span_is_the_one_that_is_cut(case):
+    corpus, pairs, room = case
+    for pair, a, b in zip(pairs, *lengths_of(pairs), strict=True):
+        whole_a = corpus.are_whole_sentences(pair["a_document"], pair["a_start"], pair["a_end"])
+        whole_b = corpus.are_whole_sentences(pair["b_document"], pair["b_start"], pair["b_end"])
+        if not whole_a and not whole_b:
+            assert abs(a - b) <= 1, "both were cut: to the same length"
+        elif not whole_a:
+            assert a >= b - 1
+        elif not whole_b:
+            assert b >= a - 1
+
+
+def test_tokens_are_cut_from_the_front_and_from_the_back():
+    corpus = Corpus([[200, 200]] * 300)
+    pairs = corpus.segment_pairs(20 + SPECIALS_IN_A_PAIR, short_seq_prob=0)
+    a, b = lengths_of(pairs)
+    assert (a == 10).all() and (b == 10).all()
+    # Each A loses 190 tokens, half of them from the front: a binomial number of standard deviation sqrt(190) / 2.
+    into_sentence = pairs["a_start"] % 200
+    assert abs(into_sentence.mean() - 95) < 3 * np.sqrt(190) / 2 / np.sqrt(len(pairs))
+    assert into_sentence.std() == pytest.approx(np.sqrt(190) / 2, rel=0.2)
+
+
+@both_pairings
+def test_the_same_seed_gives_the_same_pairs_and_another_seed_others(pairing):
+    corpus = steady_corpus()
+    first, again, other = (corpus.pairs(pairing, STEADY_LENGTH, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert len(first) != len(other) or (first != other).mean() > 0.9
+
+
+@both_pairings
+def test_pairs_come_in_random_order(pairing):
+    pairs = steady_corpus().pairs(pairing, STEADY_LENGTH)
+    neighbours = (pairs["a_document"][1:] == pairs["a_document"][:-1]).mean()
+    assert neighbours < 0.1  # document by document it would be above 0.9
+
+
+@both_pairings
+def test_only_the_documents_named_are_drawn_from(pairing):
+    corpus = steady_corpus()
+    named = [3, 17, 40, 41]
+    rng = np.random.default_rng(0)
+    if pairing == "segments":
+        pairs = segment_pairs(named, corpus.ends.__getitem__, STEADY_LENGTH, rng)
+    else:
+        pairs = sentence_pairs(named, corpus.ends.__getitem__, corpus.paragraphs.__getitem__, STEADY_LENGTH, rng)
+    assert set(pairs["a_document"]) == set(named)
+    assert set(pairs["b_document"]) <= set(named)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels
+
+
+@both_pairings
+def test_labels_are_balanced(pairing):
+    assert_balanced(steady_corpus().pairs(pairing, STEADY_LENGTH))
+
+
+def uneven_documents():
+    """300 documents of one sentence among 300 longer ones, sentences of 3 to 29 tokens."""
+    rng = np.random.default_rng(0)
+    documents = [[int(rng.integers(3, 30))] for _ in range(300)]
+    return documents + [rng.integers(3, 30, rng.integers(20, 60)).tolist() for _ in range(300)]
+
+
+@pytest.mark.parametrize("max_seq_length", [32, 64, 256])
+def test_labels_are_balanced_in_spite_of_many_documents_of_one_sentence(max_seq_length):
+    assert_balanced(Corpus(uneven_documents()).segment_pairs(max_seq_length))
+
+
+def test_labels_are_balanced_where_most_sentences_fill_the_length_alone():
+    assert_balanced(Corpus(uneven_documents()).segment_pairs(16))
+
+
+def test_documents_of_one_sentence_alone_get_only_random_pairs():
+    pairs = Corpus([[5]] * 50).segment_pairs(32)
+    assert (pairs["next_sentence_label"] == IS_RANDOM).all() and len(pairs) == 50
+
+
+def is_true_continuation(pair):
+    return pair["b_document"] == pair["a_document"] and pair["b_start"] == pair["a_end"]
+
+
+@both_pairings
+def test_a_random_b_out_of_the_only_document_is_never_the_true_continuation(pairing):
+    corpus = Corpus([[3] * 10])  # small enough for chance to hit the continuation often
+    made = np.concatenate([corpus.pairs(pairing, STEADY_LENGTH, seed) for seed in range(200)])
+    random = made[made["next_sentence_label"] == IS_RANDOM]
+    assert len(random) > 100
+    assert not any(is_true_continuation(pair) for pair in random)
+
+
+@both_pairings
+def test_nor_does_truncation_make_it_the_true_continuation(pairing):
+    corpus = Corpus([[7, 20, 3, 11, 16, 5, 9, 30, 4, 6]])
+    made = np.concatenate([corpus.pairs(pairing, 16, seed) for seed in range(200)])
+    random = made[made["next_sentence_label"] == IS_RANDOM]
+    assert len(random) > 100
+    assert not any(is_true_continuation(pair) for pair in random)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Segments
+
+
+def test_untruncated_segments_are_whole_sentences_and_true_pairs_touch():
+    corpus = steady_corpus()
+    pairs = corpus.segment_pairs(STEADY_LENGTH, short_seq_prob=0)
+    for pair in pairs:
+        for side in ("a", "b"):
+            span = (pair[f"{side}_document"], pair[f"{side}_start"], pair[f"{side}_end"])
+            assert corpus.are_whole_sentences(*span)
+        assert (pair["next_sentence_label"] == IS_NEXT) == is_true_continuation(pair)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=8),
+    sentence=st.integers(1, 4),
+    sentences_in_a_pair=st.integers(2, 9),
+    seed=st.integers(0, 2**32),
+)
+def test_a_spans_and_true_b_spans_tile_every_document(sizes, sentence, sentences_in_a_pair, seed):
+    """Nothing is truncated here, so nothing may be lost, and nothing used twice: what a random B freed comes later."""
+    corpus = Corpus([[sentence] * size for size in sizes])
+    pairs = corpus.segment_pairs(sentences_in_a_pair * sentence + SPECIALS_IN_A_PAIR, seed, short_seq_prob=0)
+    for document, size in enumerate(sizes):
+        mine = pairs[pairs["a_document"] == document]
+        true = mine[mine["next_sentence_label"] == IS_NEXT]
+        spans = [*zip(mine["a_start"], mine["a_end"], strict=True), *zip(true["b_start"], true["b_end"], strict=True)]
+        covered = [token for start, end in sorted(spans) for token in range(start, end)]
+        assert covered == list(range(size * sentence))
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(5, 40), st.integers(0, 2**32))
+def test_every_document_is_visited(corpus, room, seed):
+    pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed)
+    assert set(pairs["a_document"]) == set(range(len(corpus)))
+
+
+def test_segments_fill_the_length_unless_their_document_ends():
+    corpus = steady_corpus()
+    pairs = corpus.segment_pairs(STEADY_LENGTH, short_seq_prob=0)
+    a, b = lengths_of(pairs)
+    b_ends_its_document = [pair["b_end"] == corpus.ends[pair["b_document"]][-1] for pair in pairs]
+    full = a + b == STEADY_LENGTH - SPECIALS_IN_A_PAIR
+    # A gathering of one sentence, the last of its document, may only get a random B; that one fills the room as well.
+    assert (full | b_ends_its_document).all()
+    assert full.mean() > 0.8
+
+
+def test_the_cut_between_a_and_b_falls_anywhere():
+    pairs = Corpus([[1] * 20_000]).segment_pairs(8 + SPECIALS_IN_A_PAIR, short_seq_prob=0)
+    a, _ = lengths_of(pairs)
+    counts = np.bincount(a, minlength=8)
+    assert counts[0] == 0 and len(counts) == 8
+    expected = len(pairs) / 7
+    assert np.abs(counts[1:] - expected).max() < 4 * np.sqrt(expected * 6 / 7)
+
+
+def test_short_seq_prob_is_the_share_of_pairs_that_are_short():
+    corpus = Corpus([[1] * 500] * 40)
+    room = 50
+
+    def share_short(probability):
+        pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, short_seq_prob=probability)
+        # Of a target drawn from 2 to 50 one in 49 is the full length; pairs at the end of a document are short anyway.
+        a, b = lengths_of(pairs)
+        last = [pair["b_end"] == 500 or pair["a_end"] == 500 for pair in pairs]
+        return (a + b < room)[~np.array(last)].mean()
+
+    assert share_short(0) == 0
+    assert share_short(1) == pytest.approx(48 / 49, abs=0.02)
+    assert share_short(0.1) == pytest.approx(0.1 * 48 / 49, abs=0.04)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(0, 2**32))
+def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed):
+    pairs = corpus.sentence_pairs(24 + SPECIALS_IN_A_PAIR, seed)  # twice the longest sentence: nothing is truncated
+    firsts = [(pair["a_document"], corpus.sentence_at(pair["a_document"], pair["a_start"])) for pair in pairs]
+    expected = [
+        (document, sentence)
+        for document, paragraphs in enumerate(corpus.paragraphs)
+        for sentence in range(len(corpus.ends[document]))
+        if sentence + 1 not in paragraphs
+    ]
+    assert sorted(firsts) == expected
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(0, 2**32))
+def test_a_true_pair_of_sentences_is_two_neighbours_in_one_paragraph(corpus, seed):
+    for pair in corpus.sentence_pairs(24 + SPECIALS_IN_A_PAIR, seed):
+        for side in ("a", "b"):
+            document = pair[f"{side}_document"]
+            sentence = corpus.sentence_at(document, pair[f"{side}_start"])
+            assert pair[f"{side}_end"] == corpus.ends[document][sentence], "one whole sentence"
+        if pair["next_sentence_label"] == IS_NEXT:
+            first = corpus.sentence_at(pair["a_document"], pair["a_start"])
+            assert pair["b_document"] == pair["a_document"] and sentence == first + 1
+            assert first + 1 not in corpus.paragraphs[document], "a paragraph ends between them"
+
+
+def test_paragraphs_of_one_sentence_give_no_pair_of_sentences():
+    corpus = Corpus([[4, 5, 6], [7]], paragraphs=[[1, 2, 3], [1]])
+    pairs = corpus.sentence_pairs(64)
+    assert len(pairs) == 0 and pairs.dtype == PAIR

@@ -1,0 +1,271 @@
+"""The trained WordPiece vocabulary: exact, reproducible, and in the files that every BERT tokenizer can read."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, BertTokenizer
+
+from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, train_wordpiece
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+# Trains on `make_texts` in a process of its own, as somebody else would.
+TRAIN_ELSEWHERE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_tokenization import make_texts
+from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
+save_tokenizer(train_wordpiece(make_texts(), vocab_size=400), sys.argv[2])
+"""
+
+
+def make_texts(seed=0, sentences=300):
+    """Sentences of made-up words: every letter at the start of words and inside, and many equally frequent pairs."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(400)]
+    words += [a + b for a, b in zip(LETTERS, reversed(LETTERS), strict=True)]
+    texts = [" ".join(rng.choices(words, k=8)).capitalize() + "." for _ in range(sentences)]
+    return [*texts, " ".join(words)]
+
+
+def pieces_of(tokenizer):
+    vocabulary = tokenizer.get_vocab()
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    return sorted(vocabulary, key=vocabulary.get)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_wordpiece(make_texts(), vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The vocabulary
+
+
+def test_a_small_text_gives_exactly_the_pieces_worked_out_by_hand():
+    """
+    Pairs in 10 hug, 5 pug, 12 pun, 4 bun, 5 hugs: ##u ##g 20, p ##u 17, ##u ##n 16, h ##u 15, ... so ##ug comes first;
+    then ##u ##n 16 (p ##u has 12 left), h ##ug 15, p ##un 12, and that fills 20 entries.
+    """
+    text = ["hug " * 10 + "pug " * 5 + "pun " * 12 + "bun " * 4 + "hugs " * 5]
+    tokenizer = train_wordpiece(text, vocab_size=20)
+    characters = ["b", "g", "h", "n", "p", "s", "u", "##g", "##n", "##s", "##u"]
+    assert pieces_of(tokenizer) == [*SPECIAL_TOKENS, *characters, "##ug", "##un", "hug", "pun"]
+    assert tokenizer.tokenize("Hugs bug pun mug") == ["hug", "##s", "b", "##ug", "pun", "[UNK]"]
+
+
+def test_special_tokens_have_the_ids_0_to_4(tokenizer):
+    assert tokenizer.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = ("pad", "unk", "cls", "sep", "mask")
+    assert [getattr(tokenizer, f"{name}_token_id") for name in names] == [0, 1, 2, 3, 4]
+    assert sorted(tokenizer.all_special_ids) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [80, 150, 400])
+def test_vocab_size_is_reached_where_the_text_suffices(size):
+    assert len(train_wordpiece(make_texts(), vocab_size=size)) == size
+
+
+def test_little_text_makes_a_smaller_vocabulary():
+    assert pieces_of(train_wordpiece(["ab"] * 3, vocab_size=8192)) == [*SPECIAL_TOKENS, "a", "b", "##b", "ab"]
+
+
+def test_pairs_rarer_than_min_frequency_are_not_merged():
+    text = ["ab ab ab cd cd"]
+    assert {"ab", "cd"} <= set(pieces_of(train_wordpiece(text, min_frequency=2)))
+    often = set(pieces_of(train_wordpiece(text, min_frequency=3)))
+    assert "ab" in often and "cd" not in often
+
+
+def test_a_vocab_size_below_the_alphabet_is_refused_and_the_least_one_named():
+    with pytest.raises(ValueError, match="vocab_size 20 is below the alphabet") as caught:
+        train_wordpiece(make_texts(), vocab_size=20)
+    least = int(re.search(r"need (\d+) entries", str(caught.value)).group(1))
+    assert least == 5 + 26 + 26 + 1  # specials, letters at the start and inside, the full stop
+    assert len(train_wordpiece(make_texts(), vocab_size=least)) == least
+    with pytest.raises(ValueError, match="below the alphabet"):
+        train_wordpiece(make_texts(), vocab_size=least - 1)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["  \n\t", "\u3000"]], ids=["none", "empty", "white space"])
+def test_no_text_is_refused(texts):
+    with pytest.raises(ValueError, match="no text"):
+        train_wordpiece(iter(texts))
+
+
+def test_every_piece_but_specials_and_characters_occurs_in_the_text(tokenizer):
+    words = set(re.findall(r"[a-z]+", " ".join(make_texts()).lower()))
+    merged = [piece for piece in pieces_of(tokenizer)[5:] if len(piece.removeprefix("##")) > 1]
+    assert len(merged) > 300
+    for piece in merged:
+        if piece.startswith("##"):
+            assert any(piece[2:] in word[1:] for word in words), piece
+        else:
+            assert any(word.startswith(piece) for word in words), piece
+
+
+def test_any_iterator_of_text_will_do(tokenizer):
+    for texts in (iter(make_texts()), (text for text in make_texts()), tuple(make_texts())):
+        assert train_wordpiece(texts, vocab_size=400).get_vocab() == tokenizer.get_vocab()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Case, accents, rare characters
+
+
+def test_case_is_folded_unless_lowercase_is_false():
+    text = ["Anna saw anna"] * 5
+    folded, kept = train_wordpiece(text), train_wordpiece(text, lowercase=False)
+    assert folded.tokenize("Anna anna ANNA") == ["anna"] * 3
+    assert kept.tokenize("Anna anna") == ["Anna", "anna"]
+    assert not any(piece.lower() != piece for piece in pieces_of(folded)[5:])
+
+
+@pytest.mark.parametrize(
+    ("lowercase", "strip_accents", "expected"),
+    [
+        (True, None, "cafe"),  # BERT's uncased models
+        (True, False, "café"),
+        (False, None, "Café"),  # BERT's cased models
+        (False, True, "Cafe"),
+    ],
+)
+def test_accents_are_stripped_where_asked_or_where_case_is_folded(lowercase, strip_accents, expected, tmp_path):
+    tokenizer = train_wordpiece(["Café"] * 5, lowercase=lowercase, strip_accents=strip_accents)
+    assert tokenizer.tokenize("Café") == [expected]
+    assert ("é" in "".join(pieces_of(tokenizer))) == ("é" in expected)
+    save_tokenizer(tokenizer, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).tokenize("Café") == [expected]
+
+
+def test_characters_beyond_limit_alphabet_become_unknown_rarest_first():
+    text = ["aaa aab abc"] * 5 + ["ж"]
+    assert "[UNK]" not in train_wordpiece(text).tokenize("a b c ж")
+    assert train_wordpiece(text, limit_alphabet=3).tokenize("a b c ж") == ["a", "b", "c", "[UNK]"]
+    assert train_wordpiece(text, limit_alphabet=2).tokenize("a b c ж") == ["a", "b", "[UNK]", "[UNK]"]
+
+
+def test_words_for_special_tokens_in_the_text_give_no_pieces_and_no_second_entry():
+    tokenizer = train_wordpiece(["a [MASK] ##ab [CLS]"] * 5)
+    assert pieces_of(tokenizer)[:5] == list(SPECIAL_TOKENS)
+    assert tokenizer.tokenize("##ab") == ["#", "#", "ab"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_two_processes_write_the_same_bytes(folder, tmp_path):
+    """Hash maps in the trainer and in Python are seeded anew in every process: neither may show."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    command = [sys.executable, "-c", TRAIN_ELSEWHERE, os.path.dirname(__file__), str(tmp_path)]
+    subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, timeout=120)
+    names = {"tokenizer.json", "tokenizer_config.json", "vocab.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_vocab_txt_holds_each_piece_on_the_line_of_its_id(tokenizer, folder):
+    assert (folder / "vocab.txt").read_bytes().decode("utf-8").split("\n") == [*pieces_of(tokenizer), ""]
+
+
+def test_the_folder_names_a_stock_bert_tokenizer(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "BertTokenizer"
+    assert config["model_max_length"] == 512
+    assert "auto_map" not in config
+
+
+@pytest.mark.parametrize("loader", [AutoTokenizer, BertTokenizer])
+def test_the_saved_folder_loads_in_transformers_with_the_same_ids(tokenizer, folder, loader):
+    loaded = loader.from_pretrained(folder)
+    assert type(loaded) is BertTokenizer
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.model_max_length == 512
+    texts = [*make_texts(seed=1, sentences=20), "Unknown: 7 ж", "A [MASK] here"]
+    assert [loaded(text)["input_ids"] for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+    assert loaded.mask_token_id in loaded("A [MASK] here")["input_ids"]
+
+
+def test_vocab_txt_alone_makes_the_same_tokenizer(tokenizer, folder, tmp_path):
+    (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
+    loaded = BertTokenizer.from_pretrained(tmp_path)
+    for text in make_texts(seed=1, sentences=20):
+        assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_model_max_length_is_what_truncation_keeps(tokenizer):
+    short = train_wordpiece(make_texts(), vocab_size=100, model_max_length=16)
+    assert len(short(make_texts()[-1], truncation=True)["input_ids"]) == 16
+    assert len(tokenizer(make_texts()[-1], truncation=True)["input_ids"]) == 512
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding
+
+
+def test_a_pair_is_cls_a_sep_b_sep_with_its_segments():
+    tokenizer = train_wordpiece(["ab cd ef"] * 5)
+    encoded = tokenizer("ab cd", "ef")
+    assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == ["[CLS]", "ab", "cd", "[SEP]", "ef", "[SEP]"]
+    assert encoded["token_type_ids"] == [0, 0, 0, 0, 1, 1]
+    assert encoded["attention_mask"] == [1] * 6
+    alone = tokenizer("ab")
+    assert tokenizer.convert_ids_to_tokens(alone["input_ids"]) == ["[CLS]", "ab", "[SEP]"]
+
+
+words = st.text(LETTERS, min_size=1, max_size=20)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(words, min_size=1, max_size=10))
+def test_words_over_the_alphabet_survive_encoding_and_decoding(tokenizer, words):
+    text = " ".join(words)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@settings(deadline=None)
+@given(words)
+def test_the_pieces_of_a_word_are_the_longest_from_the_left(tokenizer, word):
+    """WordPiece as BERT applies it (google-research/bert, tokenization.py), restated."""
+    vocabulary, expected, rest = tokenizer.get_vocab(), [], word
+    while rest:
+        prefix = "##" if expected else ""
+        piece = next(prefix + rest[:end] for end in range(len(rest), 0, -1) if prefix + rest[:end] in vocabulary)
+        expected.append(piece)
+        rest = rest[len(piece) - len(prefix) :]
+    assert tokenizer.tokenize(word) == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))
+def test_any_text_can_be_trained_on_and_is_then_known(texts):
+    """No character of the training text is unknown, white space and what BERT cleans away apart."""
+    has_text = any(not (c.isspace() or unicodedata.category(c)[0] in "CZ") for c in "".join(texts))
+    try:
+        tokenizer = train_wordpiece(texts, lowercase=False)
+    except ValueError as error:
+        assert "no text" in str(error) and not has_text
+        return
+    for text in texts:
+        assert tokenizer.unk_token not in tokenizer.tokenize(text.replace("[UNK]", ""))
