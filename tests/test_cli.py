@@ -120,6 +120,9 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--mlm_probability=0", "mlm_probability"),
         ("--learning_rate=-1", "learning_rate"),
         ("--max_steps=0", "max_steps"),
+        ("--length_schedule 32", "LENGTH:SHARE"),
+        ("--length_schedule 32:0.5 40:0.5", "must leave some steps"),
+        ("--length_schedule 48:0.5", "between 8 and max_seq_length"),
         ("--max_minutes=1 --max_steps=3", "exactly one of"),
     ],
 )

@@ -11,18 +11,19 @@ from d2l_bert.training import data, prepare
 from d2l_bert.training.config import PretrainConfig
 
 
-PAIRING = {"pairing": "segments", "max_seq_length": 48}
-
-
 @pytest.fixture(scope="module")
 def text(books):
     return prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=400, max_steps=1))
 
 
 def make_steps(text, folder, seed=1, global_batch=16, micro_batch=16, **ranks):
-    make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, 48)
-    plans = data.EpochPlans(text.tokens, text.train_documents, PAIRING, seed, folder)
-    return data.PretrainingSteps(plans, make_batch, global_batch, micro_batch, **ranks)
+    phases = []
+    for first_step, length in ((0, 24), (50, 48)):
+        make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, length)
+        pairing = {"pairing": "segments", "max_seq_length": length}
+        plans = data.EpochPlans(text.tokens, text.train_documents, pairing, seed, folder)
+        phases.append(data.Phase(first_step, plans, make_batch, global_batch, micro_batch))
+    return data.PretrainingSteps(phases, **ranks)
 
 
 def rows_of(micro_batches):
@@ -50,7 +51,7 @@ def rows_of(micro_batches):
 @pytest.mark.parametrize("micro_batch", [16, 5, 1])
 def test_a_step_holds_the_same_however_it_is_split(text, tmp_path, world_size, micro_batch):
     whole = make_steps(text, tmp_path)
-    for step in (0, 3, 60):
+    for step in (0, 49, 50, 60):
         parts = [
             make_steps(text, tmp_path, micro_batch=micro_batch, world_size=world_size, rank=rank)[step]
             for rank in range(world_size)
@@ -68,8 +69,16 @@ def test_a_step_does_not_depend_on_the_steps_before_it_or_on_what_is_cached(text
     assert rows_of(make_steps(text, tmp_path / "b", seed=2)[7]) != in_order[7]
 
 
+def test_pairs_grow_with_the_length_schedule(text, tmp_path):
+    steps = make_steps(text, tmp_path)
+    lengths = [int(steps[step][0]["attention_mask"].sum(-1).max()) for step in (0, 49, 50, 99)]
+    assert lengths[0] <= 24 and lengths[1] <= 24 and lengths[2] > 24 and lengths[3] > 24
+    run = PretrainConfig(max_seq_length=128, length_schedule=["32:0.25", "64:0.5"], max_steps=1)
+    assert run.lengths(1000) == [(0, 32), (250, 64), (750, 128)]
+
+
 def test_each_epoch_visits_every_document_in_another_order_with_other_pairs(text, tmp_path):
-    plans = make_steps(text, tmp_path).plans
+    plans = make_steps(text, tmp_path).phases[1].plans
     first, second = plans.epoch(0), plans.epoch(1)
     assert set(first["a_document"]) == set(second["a_document"]) == set(text.train_documents)
     assert not np.array_equal(first[: len(second)], second[: len(first)])
@@ -80,9 +89,9 @@ def test_each_epoch_visits_every_document_in_another_order_with_other_pairs(text
 
 def test_a_batch_is_what_one_builds_by_hand(text, tmp_path):
     tokenizer = text.tokenizer
-    steps = make_steps(text, tmp_path)
-    rows, keys = steps.plans.slice(0, 8)
-    batch = steps.make_batch(rows, keys)
+    phase = make_steps(text, tmp_path).phases[1]
+    rows, keys = phase.plans.slice(0, 8)
+    batch = phase.make_batch(rows, keys)
     for number, pair in enumerate(rows):
         a = text.tokens.tokens(pair["a_document"])[pair["a_start"] : pair["a_end"]].tolist()
         b = text.tokens.tokens(pair["b_document"])[pair["b_start"] : pair["b_end"]].tolist()
@@ -131,7 +140,7 @@ def test_held_out_documents_are_no_training_documents_and_the_same_for_every_see
 
 
 def test_a_micro_batch_that_counts_for_nothing_has_no_loss_and_no_gradient(text, tmp_path):
-    empty = make_steps(text, tmp_path).make_batch.empty()
+    empty = make_steps(text, tmp_path).phases[0].make_batch.empty()
     config = D2lBertConfig(vocab_size=400, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     model = D2lBertForPreTraining(config)
     loss = model(**empty, num_items_in_batch=torch.tensor(7.0), num_pairs_in_batch=torch.tensor(3.0)).loss

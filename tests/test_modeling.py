@@ -550,14 +550,37 @@ def test_inputs_embeds_of_the_tokens_equal_their_input_ids(setting):
     assert_close(outputs.seq_relationship_logits, expected.seq_relationship_logits)
 
 
-def test_embeddings_are_dropped_out_only_where_they_are_normalised():
-    for setting, dropped in (("d2l", False), ("bert", True)):
-        model = make_model(D2lBertModel, make_config(setting, hidden_dropout_prob=0.5)).train()
-        ids = torch.arange(5, 20)[None]
-        states = model(ids, output_hidden_states=True).hidden_states
-        undisturbed = model.eval()(ids, output_hidden_states=True).hidden_states
-        assert torch.equal(states[0], undisturbed[0]) is not dropped
-        assert not torch.equal(states[1], undisturbed[1])
+def assert_dropped_out(got, whole, probability=0.5):
+    """Each entry is zero or scaled up, some of either kind."""
+    dropped = got == 0
+    assert 0.2 < dropped.float().mean() < 0.8
+    assert_close(got, torch.where(dropped, 0.0, whole / (1 - probability)))
+
+
+def test_embeddings_are_dropped_out_where_they_are_normalised_and_after_it():
+    ids = torch.arange(5, 20)[None]
+    for setting in SWITCHES:
+        model = make_model(D2lBertModel, make_config(setting, hidden_dropout_prob=0.5))
+        whole = model(ids, output_hidden_states=True).hidden_states[0]
+        in_training = model.train()(ids, output_hidden_states=True).hidden_states[0]
+        if setting == "bert":
+            assert_dropped_out(in_training, whole)
+        else:
+            assert torch.equal(in_training, whole)
+
+
+def test_dropout_acts_on_the_branch_and_not_on_the_residual():
+    model = make_model(D2lBertModel, make_config(hidden_dropout_prob=0.5)).train()
+    seen = []
+    for module in model.modules():
+        if hasattr(module, "LayerNorm") and module is not model.embeddings:
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+            module.LayerNorm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    model(torch.arange(5, 20)[None])
+    assert len(seen) == 2 * 2 * SIZES["num_hidden_layers"]
+    for (residual, branch), (normalised,) in zip(seen[::2], seen[1::2], strict=True):
+        rest = normalised - residual
+        assert_dropped_out(torch.where(rest.abs() < 1e-6, 0.0, rest), branch)
 
 
 @every_attention

@@ -61,13 +61,13 @@ def folder(tokenizer, tmp_path_factory):
 
 def test_a_small_text_gives_exactly_the_pieces_worked_out_by_hand():
     """
-    Pairs in 10 hug, 5 pug, 12 pun, 4 bun, 5 hugs: ##u ##g 20, p ##u 17, ##u ##n 16, h ##u 15, ... so ##ug comes first;
-    then ##u ##n 16 (p ##u has 12 left), h ##ug 15, p ##un 12, and that fills 20 entries.
+    In 9 hug, 5 pug, 12 pun, 9 bun and 5 hugs the pair ##u ##n is the commonest: 21 times. Then come ##u ##g, 19
+    (p ##u, which had 17, has 5 left), h ##ug, 14, and p ##un, 12. That makes 20 entries.
     """
-    text = ["hug " * 10 + "pug " * 5 + "pun " * 12 + "bun " * 4 + "hugs " * 5]
+    text = ["hug " * 9 + "pug " * 5 + "pun " * 12 + "bun " * 9 + "hugs " * 5]
     tokenizer = train_wordpiece(text, vocab_size=20)
     characters = ["b", "g", "h", "n", "p", "s", "u", "##g", "##n", "##s", "##u"]
-    assert pieces_of(tokenizer) == [*SPECIAL_TOKENS, *characters, "##ug", "##un", "hug", "pun"]
+    assert pieces_of(tokenizer) == [*SPECIAL_TOKENS, *characters, "##un", "##ug", "hug", "pun"]
     assert tokenizer.tokenize("Hugs bug pun mug") == ["hug", "##s", "b", "##ug", "pun", "[UNK]"]
 
 

@@ -1,6 +1,7 @@
 """The numbers of one pretraining run. They stay in `run_config.json`; the architecture's travel in `config.json`."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +62,12 @@ class PretrainConfig:
     lowercase: bool = option(True, "fold case", TOKENIZER)
 
     max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
+    length_schedule: list[str] = option(
+        [],
+        "shorter pairs first: 32:0.4 makes 40 % of the steps at 32 tokens, with as many more pairs in a step",
+        BATCHES,
+        metavar="LENGTH:SHARE",
+    )
     pairing: Literal["segments", "sentences"] = option(
         "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
     )
@@ -131,6 +138,7 @@ class PretrainConfig:
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_range("max_seq_length", 8)
+        self.lengths(1)
 
     def _check_range(self, name, least, most=None, above=False):
         value = getattr(self, name)
@@ -139,6 +147,23 @@ class PretrainConfig:
         if value < least or (above and value == least) or (most is not None and value > most):
             limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
             raise ValueError(f"{name} must be {limits}, got {value}")
+
+    def lengths(self, max_steps: int) -> list[tuple[int, int]]:
+        """The first step, counted from 0, of each length of pairs, and the length; `max_seq_length` comes last."""
+        phases, share = [], 0.0
+        for entry in self.length_schedule:
+            length, _, part = entry.partition(":")
+            if not length.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
+                raise ValueError(f"length_schedule takes LENGTH:SHARE such as 32:0.4, got {entry!r}")
+            if not 8 <= int(length) < self.max_seq_length:
+                raise ValueError(
+                    f"length_schedule: {length} must lie between 8 and max_seq_length ({self.max_seq_length})"
+                )
+            phases.append((round(share * max_steps), int(length)))
+            share += float(part)
+        if share >= 1:
+            raise ValueError("length_schedule: its shares must leave some steps for max_seq_length")
+        return [*phases, (round(share * max_steps), self.max_seq_length)]
 
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""

@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -360,6 +361,17 @@ def plan_pairs(tokens: TokenizedCorpus, documents: np.ndarray, *, pairing: str, 
     return pairs.sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
 
 
+@dataclass
+class Phase:
+    """Steps of one length of pairs, from `first_step` on."""
+
+    first_step: int
+    plans: EpochPlans
+    make_batch: BatchMaker
+    global_batch_size: int
+    micro_batch_size: int
+
+
 class PretrainingSteps(torch.utils.data.Dataset):
     """Item s is what this process computes in global step s: a list of micro-batches.
 
@@ -367,17 +379,17 @@ class PretrainingSteps(torch.utils.data.Dataset):
     gets equally many; where they run out, one that counts for nothing.
     """
 
-    def __init__(self, plans, make_batch, global_batch_size, micro_batch_size, world_size=1, rank=0):
-        self.plans, self.make_batch = plans, make_batch
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.world_size, self.rank = world_size, rank
+    def __init__(self, phases: Sequence[Phase], world_size: int = 1, rank: int = 0):
+        self.phases, self.world_size, self.rank = phases, world_size, rank
 
     def __getitem__(self, step: int) -> list[dict[str, torch.Tensor]]:
-        rows, keys = self.plans.slice(step * self.global_batch_size, (step + 1) * self.global_batch_size)
-        micro_batches = by_length(rows, keys, self.micro_batch_size)
+        phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
+        start = (step - phase.first_step) * phase.global_batch_size
+        rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
+        micro_batches = by_length(rows, keys, phase.micro_batch_size)
         rounds = -(-len(micro_batches) // self.world_size)
-        mine = [self.make_batch(*micro_batch) for micro_batch in micro_batches[self.rank :: self.world_size]]
-        return mine + [self.make_batch.empty()] * (rounds - len(mine))
+        mine = [phase.make_batch(*micro_batch) for micro_batch in micro_batches[self.rank :: self.world_size]]
+        return mine + [phase.make_batch.empty()] * (rounds - len(mine))
 
 
 def by_length(rows: np.ndarray, keys: list[tuple], size: int) -> list[tuple[np.ndarray, list[tuple]]]:

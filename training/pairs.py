@@ -41,8 +41,8 @@ def segment_pairs(
 
     Consecutive sentences of a document are gathered until they fill the length, and cut at a random sentence into A
     and B. In half of the pairs B is then replaced by sentences from a random place in another document, and the
-    sentences so freed go into the next pair. A gathering of one sentence can only get a random B; as many later ones
-    keep their true B, so that the labels stay balanced.
+    sentences so freed go into the next pair. A document's last sentence can be left alone and only get a random B; as
+    many later gatherings keep their true B, so that the labels stay balanced.
 
     Args:
         documents: document numbers to draw from; every one is visited, in random order.
@@ -65,7 +65,8 @@ def segment_pairs(
         while first < len(ends):
             target = int(rng.integers(2, room + 1)) if rng.random() < short_seq_prob else room
             last = first
-            while last + 1 < len(ends) and ends[last] - starts[first] < target:
+            # A long sentence alone could only get a random B: it takes the next one along, and is truncated.
+            while last + 1 < len(ends) and (last == first or ends[last] - starts[first] < target):
                 last += 1
             split = first + 1 if last == first else int(rng.integers(first + 1, last + 1))  # B's first sentence
             a = (starts[first], ends[split - 1])
@@ -132,9 +133,14 @@ def _random_span(documents, document, true_continuation, sentence_ends, wanted, 
             other = int(documents[rng.integers(len(documents))])
     ends = sentence_ends(other)
     starts = np.concatenate(([0], ends[:-1]))
-    candidates = np.flatnonzero(starts != true_continuation) if other == document else np.arange(len(ends))
+    if other == document:
+        candidates = np.flatnonzero(starts != true_continuation)
+    else:
+        candidates = np.arange(len(ends))
     first = int(candidates[rng.integers(len(candidates))])
     last = min(int(np.searchsorted(ends, starts[first] + wanted)), len(ends) - 1)
+    if other == document and starts[first] < true_continuation:  # nor may it run into the continuation
+        last = min(last, int(np.searchsorted(ends, true_continuation)))
     return other, (int(starts[first]), int(ends[last]))
 
 

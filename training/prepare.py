@@ -55,6 +55,7 @@ def prepare(run: PretrainConfig) -> PreparedText:
         if run.tokenizer is not None:
             tokenizer = load_tokenizer(run.tokenizer)
         else:
+            say(f"training a tokenizer of at most {run.vocab_size:,} pieces")
             sample = data.sentence_sample(text, train, sizes)
             tokenizer = train_wordpiece(sample, vocab_size=run.vocab_size, lowercase=run.lowercase)
     except ValueError as error:

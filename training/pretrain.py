@@ -59,12 +59,14 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     torch.manual_seed(run.seed)
     model = D2lBertForPreTraining._from_config(architecture, attn_implementation=run.attn_implementation)
     if run.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # The old name goes in Transformers 6, and the new one came with 5.23.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = make_adamw(
         model, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
     )
     step_model, step_optimizer = accelerator.prepare(model, optimizer)
-    steps, held_out = make_batches(run, text, accelerator)
+    ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
+    held_out = make_held_out(run, text, **ranks)
 
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizer, micro_batches, rate, run.max_grad_norm)
@@ -77,7 +79,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     if resumed:
         state = resume(resumed, identity, model, optimizer)
     else:
-        max_steps = decide_steps(run, steps, model, optimizer, train_on, evaluate_now)
+        max_steps = decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now)
         state = {"step": 0, "max_steps": max_steps, "train_seconds": 0.0, "train_tokens": 0.0}
     start, max_steps = state["step"], state["max_steps"]
     warmup_steps = math.ceil(run.warmup_ratio * max_steps)
@@ -90,6 +92,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     log_every = run.logging_steps or math.ceil(max_steps / 100)
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or max_steps
+    steps = data.PretrainingSteps(make_phases(run, text, max_steps), **ranks)
     loader = torch.utils.data.DataLoader(
         steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
     )
@@ -166,41 +169,63 @@ def faster_attention(device: str, length: int) -> str:
     return "eager" if device == "cpu" and length <= 256 else "sdpa"
 
 
-def make_batches(run: PretrainConfig, text: PreparedText, accelerator: Accelerator):
-    """The steps to train on and the held-out batches of this process."""
+def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
+    """The lengths of the run, one after the other; a step of shorter pairs holds as many more of them."""
     micro_batch_size = run.micro_batch_size or min(DEFAULT_MICRO_BATCH, run.global_batch_size)
-    pairing = {"pairing": run.pairing, "max_seq_length": run.max_seq_length}
-    if run.pairing == "segments":
-        pairing["short_seq_prob"] = run.short_seq_prob
+    phases = []
+    for first_step, length in run.lengths(max_steps):
+        more = run.max_seq_length // length
+        plans = data.EpochPlans(text.tokens, text.train_documents, pairing(run, length), run.seed, data.cache_folder())
+        make_batch = data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probability, length)
+        phases.append(data.Phase(first_step, plans, make_batch, run.global_batch_size * more, micro_batch_size * more))
+        if not len(plans.epoch(0)):
+            raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
+    return phases
+
+
+def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.HeldOutPairs:
+    """The held-out pairs, at the run's full length."""
     make_batch = data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probability, run.max_seq_length)
-    plans = data.EpochPlans(text.tokens, text.train_documents, pairing, run.seed, data.cache_folder())
-    ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
-    steps = data.PretrainingSteps(plans, make_batch, run.global_batch_size, micro_batch_size, **ranks)
-    held_out = data.HeldOutPairs(text.tokens, text.held_out_documents, pairing, make_batch, micro_batch_size, **ranks)
-    for what, pairs in (("to train on", plans.epoch(0)), ("held out", held_out.rows)):
-        if not len(pairs):
-            raise ValueError(f"{text.corpus_name}: no pair of segments in the text {what}; give more text")
-    return steps, held_out
+    length_pairing = pairing(run, run.max_seq_length)
+    micro_batch_size = run.micro_batch_size or DEFAULT_MICRO_BATCH
+    held_out = data.HeldOutPairs(
+        text.tokens, text.held_out_documents, length_pairing, make_batch, micro_batch_size, **ranks
+    )
+    if not len(held_out.rows):
+        raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
+    return held_out
 
 
-def decide_steps(run, steps, model, optimizer, train_on, evaluate_now) -> int:
+def pairing(run: PretrainConfig, length: int) -> dict:
+    """The arguments of `data.plan_pairs` for one length."""
+    arguments = {"pairing": run.pairing, "max_seq_length": length}
+    return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
+
+
+def decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now) -> int:
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
-    For `max_minutes` the first steps and one evaluation are timed, on weights that are put back afterwards; what was
-    decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
+    For `max_minutes` steps of every length and one evaluation are timed, on weights that are put back afterwards; what
+    was decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
     """
     if run.max_steps is not None:
         return run.max_steps
+    whole = 1000  # steps that stand for the run while its length is not known
+    phases = make_phases(run, text, whole)
     if run.num_train_epochs is not None:
-        return math.ceil(run.num_train_epochs * len(steps.plans.epoch(0)) / run.global_batch_size)
+        full = phases[-1]
+        return math.ceil(run.num_train_epochs * len(full.plans.epoch(0)) / full.global_batch_size)
+    steps = data.PretrainingSteps(phases, **ranks)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    train_on(steps[0], 0.0)  # the first step allocates and is slow
-    start, timed = time.monotonic(), 0
-    while timed < 3 or time.monotonic() - start < 5:
-        timed += 1
-        train_on(steps[timed], 0.0)
-    step_seconds = (time.monotonic() - start) / timed
+    step_seconds = 0.0
+    for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
+        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
+        start, timed = time.monotonic(), 0
+        while timed < 3 or time.monotonic() - start < 4:
+            timed += 1
+            train_on(steps[phase.first_step + timed], 0.0)
+        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / timed
     start = time.monotonic()
     evaluate_now()
     seconds = 60 * run.max_minutes - 10 * (time.monotonic() - start)

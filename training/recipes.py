@@ -26,8 +26,16 @@ def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
 
 def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
     """Minutes on a laptop's processor: 2 layers of 128."""
-    run = PretrainConfig(recipe="tiny", max_steps=3600, global_batch_size=32, learning_rate=3e-3)
-    return _miniature(2, 128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), run
+    run = PretrainConfig(
+        recipe="tiny",
+        max_steps=3600,
+        global_batch_size=32,
+        length_schedule=["32:0.4"],
+        learning_rate=3e-3,
+        warmup_ratio=0.05,
+    )
+    model = _miniature(2, 128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.05)
+    return model, run
 
 
 def mini() -> tuple[D2lBertConfig, PretrainConfig]:
