@@ -74,6 +74,9 @@ class PretrainConfig:
     short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
     mlm_probability: float = option(0.15, "share of tokens to predict", BATCHES)
 
+    attention_init: Literal["normal", "neighbours"] = option(
+        "normal", "BERT's random start, or heads that look at the tokens before and after", OPTIMIZER
+    )
     max_steps: int | None = option(None, "optimizer steps", LENGTH)
     num_train_epochs: float | None = option(None, "passes over the training text", LENGTH)
     max_minutes: float | None = option(None, "minutes of training; steps are timed first, then fixed", LENGTH)

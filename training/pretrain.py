@@ -16,6 +16,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
 from d2l_bert.training import checkpoint, data, evaluate
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import linear_schedule, make_adamw
 from d2l_bert.training.prepare import PreparedText, prepare
 from d2l_bert.training.run_folder import architecture_numbers, finish_folder, make_record, output_folder, start_folder
@@ -58,6 +59,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
 
     torch.manual_seed(run.seed)
     model = D2lBertForPreTraining._from_config(architecture, attn_implementation=run.attn_implementation)
+    if run.attention_init == "neighbours":
+        look_at_neighbours(model)
     if run.gradient_checkpointing:
         # The old name goes in Transformers 6, and the new one came with 5.23.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

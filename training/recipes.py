@@ -28,11 +28,12 @@ def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
     """Minutes on a laptop's processor: 2 layers of 128."""
     run = PretrainConfig(
         recipe="tiny",
-        max_steps=3600,
+        max_steps=3200,
         global_batch_size=32,
         length_schedule=["32:0.4"],
         learning_rate=3e-3,
         warmup_ratio=0.05,
+        attention_init="neighbours",
     )
     model = _miniature(2, 128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.05)
     return model, run
