@@ -57,6 +57,8 @@ class PretrainConfig:
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
+    max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
+
     tokenizer: str | None = option(None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER)
     vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
     lowercase: bool = option(True, "fold case", TOKENIZER)
@@ -128,7 +130,14 @@ class PretrainConfig:
             raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
         if not self.corpus and self.dataset is None:
             raise ValueError("corpus names no text; give files, folders or python-docs")
-        whole = ["vocab_size", "max_validation_characters", "max_steps", "global_batch_size", "micro_batch_size"]
+        whole = [
+            "vocab_size",
+            "max_validation_characters",
+            "max_eval_pairs",
+            "max_steps",
+            "global_batch_size",
+            "micro_batch_size",
+        ]
         whole += ["save_steps", "save_total_limit", "eval_steps", "logging_steps"]
         for name in whole:
             self._check_range(name, 1)

@@ -401,9 +401,9 @@ def by_length(rows: np.ndarray, keys: list[tuple], size: int) -> list[tuple[np.n
 class HeldOutPairs:
     """Held-out micro-batches of this process: always the same pairs and masks, each once over all processes."""
 
-    def __init__(self, tokens, documents, pairing, make_batch, micro_batch_size, world_size=1, rank=0):
+    def __init__(self, tokens, documents, pairing, make_batch, micro_batch_size, most=None, world_size=1, rank=0):
         rng = np.random.default_rng((_HELD_OUT_SEED, _PLAN, 0))
-        self.rows = plan_pairs(tokens, documents, rng=rng, **pairing)
+        self.rows = plan_pairs(tokens, documents, rng=rng, **pairing)[:most]
         self.keys = [(_HELD_OUT_SEED, _MASKS, 0, index) for index in range(len(self.rows))]
         self.make_batch, self.micro_batch_size = make_batch, micro_batch_size
         self.world_size, self.rank = world_size, rank

@@ -192,7 +192,7 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.Held
     length_pairing = pairing(run, run.max_seq_length)
     micro_batch_size = run.micro_batch_size or DEFAULT_MICRO_BATCH
     held_out = data.HeldOutPairs(
-        text.tokens, text.held_out_documents, length_pairing, make_batch, micro_batch_size, **ranks
+        text.tokens, text.held_out_documents, length_pairing, make_batch, micro_batch_size, run.max_eval_pairs, **ranks
     )
     if not len(held_out.rows):
         raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
