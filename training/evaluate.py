@@ -11,11 +11,11 @@ from d2l_bert.training.corpus import PYTHON_DOCS
 
 # What a newcomer can judge at a glance, for models of the embedded corpus.
 PYTHON_SENTENCES = [
-    "Return a new [MASK] containing the items of the iterable.",
-    "If the file does not exist, an [MASK] is raised.",
-    "The default [MASK] is None.",
-    "A dictionary maps keys to [MASK].",
-    "This function returns True if the object is an [MASK] of the class.",
+    "Open the [MASK] and return a file object.",
+    "If the file does not exist, an exception is [MASK].",
+    "Return [MASK] if the string starts with the given prefix.",
+    "Raise a ValueError [MASK] the value is not found.",
+    "Return True if the object is an [MASK] of the class.",
 ]
 
 COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "nsp_loss", "nsp_correct", "pairs")

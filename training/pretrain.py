@@ -83,7 +83,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
         state = resume(resumed, identity, model, optimizer)
     else:
         max_steps = decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now)
-        state = {"step": 0, "max_steps": max_steps, "train_seconds": 0.0, "train_tokens": 0.0}
+        state = {"step": 0, "max_steps": max_steps}
     start, max_steps = state["step"], state["max_steps"]
     warmup_steps = math.ceil(run.warmup_ratio * max_steps)
     record = make_record(run, max_steps, architecture, text, accelerator)
@@ -91,7 +91,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     accelerator.wait_for_everyone()
 
     progress = Progress(start, max_steps, visible=accelerator.is_main_process)
-    meter = Meter(state["train_seconds"], state["train_tokens"])
+    meter = Meter(state)
     log_every = run.logging_steps or math.ceil(max_steps / 100)
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or max_steps
@@ -116,8 +116,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
                 log.write({"step": step, **figures})
                 progress.show_held_out(figures)
         if saves and accelerator.is_main_process:
-            spent = {"train_seconds": meter.seconds, "train_tokens": meter.tokens}
-            state = {**spent, "max_steps": max_steps, "identity": identity}
+            state = {**meter.totals, "max_steps": max_steps, "identity": identity}
             checkpoint.save_checkpoint(folder, step, model, optimizer, state, run.save_total_limit)
         if evaluates or saves:
             meter.resume_clock()
@@ -125,8 +124,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     if start == max_steps:
         figures = evaluate_now()
     if accelerator.is_main_process:
-        metrics = {**figures, "train_seconds": meter.seconds, "train_tokens_per_second": meter.tokens / meter.seconds}
-        metrics["train_pairs_per_second"] = max_steps * run.global_batch_size / meter.seconds
+        metrics = {**figures, **meter.speed()}
         print(finish_folder(folder, model, text, record, metrics, log, held_out))
     accelerator.end_training()
     return folder
@@ -269,7 +267,7 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
     depend on how the step is split.
 
     Returns:
-        MLM loss (nats a masked token), NSP loss (nats a pair), real tokens, norm of the gradient; a tensor (4,).
+        MLM loss (nats a masked token), NSP loss (nats a pair), norm of the gradient, real tokens and pairs: (5,).
     """
     device = accelerator.device
     counts = torch.zeros(3)
@@ -295,7 +293,7 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    return torch.stack([*accelerator.reduce(losses, "sum"), tokens, norm])
+    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, pairs])
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

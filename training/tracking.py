@@ -77,8 +77,9 @@ def _clock(seconds):
 class Meter:
     """Averages of what `train_step` returns since the last row, and the time that training proper took."""
 
-    def __init__(self, seconds: float, tokens: float):
-        self.seconds, self.tokens = seconds, tokens
+    def __init__(self, state: dict):
+        """Go on from the totals in a checkpoint's state, or from nothing."""
+        self.totals = {name: state.get(name, 0.0) for name in ("train_seconds", "train_tokens", "train_pairs")}
         self.resume_clock()
         self.values = []
 
@@ -90,9 +91,10 @@ class Meter:
         """The figures of a row of the log; the next row starts from here."""
         values = torch.stack(self.values).double().cpu()
         seconds = time.monotonic() - self.since
-        mlm_loss, nsp_loss, _, norm = values.mean(0).tolist()
-        tokens = float(values[:, 2].sum())
-        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        mlm_loss, nsp_loss, norm = values[:, :3].mean(0).tolist()
+        tokens, pairs = values[:, 3:].sum(0).tolist()
+        for name, spent in (("train_seconds", seconds), ("train_tokens", tokens), ("train_pairs", pairs)):
+            self.totals[name] += spent
         row = {
             "loss": mlm_loss + nsp_loss,
             "mlm_loss": mlm_loss,
@@ -105,6 +107,15 @@ class Meter:
         self.values = []
         self.resume_clock()
         return row
+
+    def speed(self) -> dict[str, float]:
+        """Seconds, pairs and tokens a second over the whole run."""
+        seconds = self.totals["train_seconds"]
+        return {
+            "train_seconds": seconds,
+            "train_pairs_per_second": self.totals["train_pairs"] / seconds,
+            "train_tokens_per_second": self.totals["train_tokens"] / seconds,
+        }
 
     def resume_clock(self) -> None:
         """Training goes on from here: what came before, an evaluation or a save, does not count."""
