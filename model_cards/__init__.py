@@ -1,1 +1,1 @@
-"""The model card's template, and the cards of released models."""
+"""The model card's template."""

@@ -44,7 +44,6 @@ class D2lBertConfig(PreTrainedConfig):
         initializer_range: standard deviation of the normal distribution that weights start from, as in BERT.
         layer_norm_eps: epsilon of every LayerNorm; 1e-5 is the book's, 1e-12 is BERT's.
         pad_token_id: token whose embedding stays zero.
-        classifier_dropout: dropout before a fine-tuning head; `None` means `hidden_dropout_prob`.
 
     Raises:
         ValueError: a value out of its range, `hidden_size` not divisible by the heads, an activation other than the
@@ -68,7 +67,6 @@ class D2lBertConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
-    classifier_dropout: float | None = None
 
     def __post_init__(self, **kwargs):
         # Only a saved config.json brings its model_type along; a call written by hand is checked for misspellings.
@@ -98,10 +96,8 @@ class D2lBertConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             value = getattr(self, name)
-            if name == "classifier_dropout" and value is None:
-                continue
             if not _is_number(value) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):

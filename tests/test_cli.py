@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 from conftest import SMALL, write_books
 
 from d2l_bert.cli import main
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.run_folder import output_folder
 
 
 @pytest.fixture
@@ -35,11 +38,23 @@ def fails_to_pretrain(fails, tmp_path):
 
     def run(corpus, *options):
         folder = tmp_path / "out"
-        line = fails("pretrain", f"--corpus={corpus}", f"--output_dir={folder}", "--max_steps=2", *SMALL, *options)
+        source = [f"--corpus={corpus}"] if corpus else []
+        line = fails("pretrain", *source, f"--output_dir={folder}", "--max_steps=2", *SMALL, *options)
         assert not folder.exists()
         return line
 
     return run
+
+
+def test_utf_16_is_named(fails_to_pretrain, tmp_path):
+    (tmp_path / "wide.txt").write_text("Some text.", encoding="utf-16")
+    assert "UTF-16" in fails_to_pretrain(tmp_path / "wide.txt")
+
+
+def test_a_cache_that_cannot_be_written(fails_to_pretrain, books, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "file"))
+    assert "HF_HOME" in fails_to_pretrain(books)
 
 
 def test_an_empty_folder(fails_to_pretrain, tmp_path):
@@ -97,14 +112,18 @@ def test_sequences_beyond_the_positions(fails_to_pretrain, books):
     assert "max_seq_length (65)" in line and "64" in line
 
 
-def test_a_dataset_that_is_not_there(fails_to_pretrain, books, tmp_path):
-    assert "cannot be loaded" in fails_to_pretrain(books, f"--dataset={tmp_path / 'nowhere'}")
+def test_a_dataset_that_is_not_there(fails_to_pretrain, tmp_path):
+    assert "cannot be loaded" in fails_to_pretrain(None, f"--dataset={tmp_path / 'nowhere'}")
 
 
-def test_a_dataset_without_the_column(fails_to_pretrain, books, tmp_path):
+def test_two_sources_at_once(fails_to_pretrain, books, tmp_path):
+    assert "two sources" in fails_to_pretrain(books, f"--dataset={tmp_path}")
+
+
+def test_a_dataset_without_the_column(fails_to_pretrain, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"content": "Some text."}\n')
-    line = fails_to_pretrain(books, f"--dataset={tmp_path / 'data'}")
+    line = fails_to_pretrain(None, f"--dataset={tmp_path / 'data'}")
     assert "no column 'text'" in line and "content" in line and "--text_column" in line
 
 
@@ -120,6 +139,10 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--mlm_probability=0", "mlm_probability"),
         ("--learning_rate=-1", "learning_rate"),
         ("--max_steps=0", "max_steps"),
+        ("--seed=99999999999999999999999", "seed must be"),
+        ("--mlm_probability=nan", "mlm_probability must be"),
+        ("--type_vocab_size=1", "type_vocab_size must be at least 2"),
+        ("--learning_rate=1e30", "diverged"),
         ("--length_schedule 32", "LENGTH:SHARE"),
         ("--length_schedule 32:0.5 40:0.5", "must leave some steps"),
         ("--length_schedule 48:0.5", "between 8 and max_seq_length"),
@@ -129,7 +152,7 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
 def test_values_out_of_range(fails, books, tmp_path, option, mend):
     length = [] if "max_" in option else ["--max_steps=2"]
     line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *length, *option.split())
-    assert mend in line and not (tmp_path / "out").exists()
+    assert mend in line and not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +196,47 @@ def test_a_folder_that_cannot_be_written(fails, books, tmp_path):
     if os.geteuid():  # root may write anywhere
         (tmp_path / "locked").mkdir(mode=0o500)
         assert "cannot be written" in fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'locked'}")
+
+
+def test_a_folder_where_another_run_is_writing(fails, books, tmp_path):
+    with output_folder(PretrainConfig(output_dir=str(tmp_path / "out"))):
+        line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL)
+    assert "another run is writing there" in line and not (tmp_path / "out").exists()
+
+
+def test_resuming_does_not_overwrite_what_cannot_be_resumed(fails, books, trained, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    options = (f"--corpus={books}", f"--output_dir={other}", "--max_steps=40", "--mixed_precision=no", *SMALL)
+    line = fails("pretrain", *options, f"--resume_from_checkpoint={trained / 'checkpoint-20'}")
+    assert "holds another run" in line
+    for checkpoint in other.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert "no checkpoint to go on from" in fails("pretrain", *options, "--resume_from_checkpoint=latest")
+    assert (other / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training_state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(fails, books, trained, tmp_path, capsys, name):
+    folder = tmp_path / "out"
+    shutil.copytree(trained, folder)
+    damaged = folder / "checkpoint-40" / name
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    options = (f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20", *SMALL)
+    options = ["pretrain", *options, "--mixed_precision=no", "--license=apache-2.0"]
+    assert "checkpoint-40: damaged" in fails(*options, f"--resume_from_checkpoint={folder / 'checkpoint-40'}")
+    assert main([*options, "--resume_from_checkpoint=latest"]) == 0
+    assert "checkpoint-40: damaged" in (said := capsys.readouterr().err) and "going on from" in said
+    assert (folder / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+
+
+def test_a_damaged_model_folder(fails, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "cannot be loaded" in fails("fill-mask", tmp_path / "cut", "a [MASK]")
+    shutil.copytree(trained, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "vocab.txt"))
+    assert "cannot be loaded" in fails("next-sentence", tmp_path / "bare", "a", "b")
 
 
 def test_a_checkpoint_that_is_none(fails, books, tmp_path):

@@ -689,11 +689,11 @@ def test_the_default_configuration_is_the_books_small_bert():
 
 @every_setting
 def test_a_configuration_survives_its_file(setting, tmp_path):
-    config = make_config(setting, classifier_dropout=0.3, type_vocab_size=3)
+    config = make_config(setting, initializer_range=0.3, type_vocab_size=3)
     config.save_pretrained(tmp_path)
     loaded = D2lBertConfig.from_pretrained(tmp_path)
     assert loaded.to_diff_dict() == config.to_diff_dict()
-    assert loaded.classifier_dropout == 0.3 and loaded.type_vocab_size == 3
+    assert loaded.initializer_range == 0.3 and loaded.type_vocab_size == 3
 
 
 @pytest.mark.parametrize(
@@ -711,7 +711,6 @@ def test_a_configuration_survives_its_file(setting, tmp_path):
         ("hidden_dropout_prob", 1.0),
         ("hidden_dropout_prob", -0.1),
         ("attention_probs_dropout_prob", 1.5),
-        ("classifier_dropout", 1.0),
         ("initializer_range", 0.0),
         ("layer_norm_eps", -1e-5),
         ("embedding_layer_norm", "yes"),

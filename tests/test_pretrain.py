@@ -170,6 +170,22 @@ def test_minutes_become_steps_and_timing_leaves_no_trace(books, tmp_path):
     assert run(books, tmp_path / "counted", f"--max_steps={steps}") == timed
 
 
+def test_text_without_long_words_still_gets_its_card(tmp_path):
+    """Chinese has no words of four letters, and a model may have few positions: the card's examples must cope."""
+    sentences = [f"我在{place}看见了{n}个人。" for n, place in enumerate("山河海湖城村路桥" * 20)]
+    blocks = [" ".join(sentences[i : i + 8]) for i in range(0, len(sentences), 8)]
+    (tmp_path / "text.txt").write_text("\n\n".join(blocks))
+    options = ["--language=zh", "--max_steps=2", "--max_seq_length=16", "--max_position_embeddings=16"]
+    run(tmp_path / "text.txt", tmp_path / "out", *options)
+    assert "[MASK]" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_values_from_python_are_checked():
+    for changes in ({"pairing": "sentence"}, {"max_steps": 1.5}, {"corpus": "books"}, {"learning_rate": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            PretrainConfig(**{"max_steps": 1, **changes}).check()
+
+
 def test_epochs_become_steps(books, tmp_path):
     run(books, tmp_path / "out", "--num_train_epochs=0.5")
     record = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]

@@ -11,10 +11,14 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+
+from d2l_bert.training.tracking import say
 
 
 STATE_FILE = "training_state.json"
+WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
@@ -46,35 +50,64 @@ def save_checkpoint(folder: Path, step: int, model, optimizer, state: dict, keep
     return final
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's folder, oldest first."""
-    found = [(int(m[1]), path) for path in folder.glob("checkpoint-*") if (m := re.fullmatch(r".*-(\d+)", path.name))]
-    return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
+def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
+    """The checkpoints in a run's folder, oldest first; with those that were never finished if asked for."""
+    pattern = r"\.?checkpoint-\d+(\.part)?" if unfinished else r"checkpoint-\d+"
+    found = (path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir())
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(re.search(r"\d+", path.name).group())
 
 
 def find_checkpoint(wanted: str, folder: Path) -> Path | None:
     """
-    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, which may find none.
+    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole, if any is.
 
     Raises:
-        ValueError: a path that is no checkpoint.
+        ValueError: a path that is no checkpoint, or a damaged one.
     """
-    if wanted == "latest":
-        return next(reversed(checkpoints(folder)), None)
-    path = Path(wanted)
-    if not (path / STATE_FILE).is_file():
-        raise ValueError(f"{path}: not a checkpoint (no {STATE_FILE}); give a checkpoint-<step> folder, or latest")
-    return path
+    if wanted != "latest":
+        read_state(Path(wanted))
+        return Path(wanted)
+    for path in reversed(checkpoints(folder)):
+        try:
+            read_state(path)
+            return path
+        except ValueError as error:
+            say(f"{error}; trying the one before")
+    say(f"{folder}: no checkpoint yet, starting from the beginning")
+    return None
 
 
 def read_state(checkpoint: Path) -> dict:
-    """The JSON part of a checkpoint."""
-    return json.loads((checkpoint / STATE_FILE).read_text())
+    """
+    The JSON part of a checkpoint whose files are whole.
+
+    Raises:
+        ValueError: not a checkpoint, or a damaged one.
+    """
+    if not (checkpoint / STATE_FILE).is_file():
+        raise ValueError(
+            f"{checkpoint}: not a checkpoint (no {STATE_FILE}); give a checkpoint-<step> folder, or latest"
+        )
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text())
+        for name in ("step", "max_steps", "identity"):
+            state[name]
+        for name in (WEIGHTS_FILE, OPTIMIZER_FILE):
+            with safe_open(checkpoint / name, "pt"):
+                pass
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{checkpoint}: damaged ({type(error).__name__}: {error}); give another checkpoint") from None
+    return state
 
 
 def load_checkpoint(checkpoint: Path, model, optimizer) -> None:
     """Put a checkpoint's weights and moments into the bare model and its AdamW."""
-    weights = load_file(checkpoint / "model.safetensors")
+    weights = load_file(checkpoint / WEIGHTS_FILE)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     model.tie_weights()
     tied = set(model.all_tied_weights_keys)

@@ -1,7 +1,10 @@
 """The numbers of one pretraining run. They stay in `run_config.json`; the architecture's travel in `config.json`."""
 
 import dataclasses
+import math
 import re
+import types
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +27,8 @@ def option(default, help, group, *, how=False, metavar=None):
     Args:
         help: one line for `--help`.
         group: heading in `--help`.
-        how: the option says how the run is computed, watched or kept, not what it trains: it may change on resuming.
+        how: the option says how the run is computed, watched or kept, or where its text lies, not what it trains: it
+            may change on resuming.
     """
     metadata = {"help": help, "group": group, "how": how, "metavar": metavar}
     if isinstance(default, list):
@@ -47,19 +51,22 @@ class PretrainConfig:
         ["python-docs"],
         "text files and folders (.txt, .md, .gz), or python-docs, the documentation installed with Python",
         TEXT,
+        how=True,
         metavar="PATH",
     )
-    dataset: str | None = option(None, "dataset to read instead, a Hub id or a folder", TEXT, metavar="ID")
-    dataset_config: str | None = option(None, "its configuration", TEXT, metavar="NAME")
-    dataset_split: str = option("train", "its split", TEXT, metavar="NAME")
-    text_column: str = option("text", "its column of text", TEXT, metavar="NAME")
+    dataset: str | None = option(None, "dataset to read instead, a Hub id or a folder", TEXT, how=True, metavar="ID")
+    dataset_config: str | None = option(None, "its configuration", TEXT, how=True, metavar="NAME")
+    dataset_split: str = option("train", "its split", TEXT, how=True, metavar="NAME")
+    text_column: str = option("text", "its column of text", TEXT, how=True, metavar="NAME")
     language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
     max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
 
-    tokenizer: str | None = option(None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER)
+    tokenizer: str | None = option(
+        None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True
+    )
     vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
     lowercase: bool = option(True, "fold case", TOKENIZER)
 
@@ -94,7 +101,7 @@ class PretrainConfig:
     seed: int = option(42, "everything random follows from it", OPTIMIZER)
 
     micro_batch_size: int | None = option(
-        None, "most pairs computed at once; the default is the whole step, or 64", MACHINE, how=True
+        None, "most pairs of full length computed at once; the default is the step, or 64", MACHINE, how=True
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "the default is bf16 where the processor has it", MACHINE
@@ -112,9 +119,7 @@ class PretrainConfig:
     resume_from_checkpoint: str | None = option(
         None, "'latest', or a checkpoint folder, to go on from", OUTPUT, how=True, metavar="PATH"
     )
-    save_steps: int | None = option(
-        None, "steps between checkpoints; the default saves one at the end", OUTPUT, how=True
-    )
+    save_steps: int | None = option(None, "steps between checkpoints; the default makes ten", OUTPUT, how=True)
     save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, how=True)
     eval_steps: int | None = option(None, "steps between evaluations; the default makes ten", OUTPUT, how=True)
     logging_steps: int | None = option(
@@ -124,6 +129,7 @@ class PretrainConfig:
 
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
+        self._check_types()
         length = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         if len(length) != 1:
             given = " and ".join(length) or "none"
@@ -143,8 +149,9 @@ class PretrainConfig:
             self._check_range(name, 1)
         for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
             self._check_range(name, 0, above=True)
-        for name in ("weight_decay", "seed", "dataloader_num_workers"):
+        for name in ("weight_decay", "dataloader_num_workers"):
             self._check_range(name, 0)
+        self._check_range("seed", 0, 2**63 - 1)
         for name in ("mlm_probability", "validation_fraction", "adam_beta1", "adam_beta2"):
             self._check_range(name, 0, 1, above=name in ("mlm_probability", "validation_fraction"))
         for name in ("short_seq_prob", "warmup_ratio"):
@@ -152,11 +159,19 @@ class PretrainConfig:
         self._check_range("max_seq_length", 8)
         self.lengths(1)
 
+    def _check_types(self):
+        for name, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+            if not any(_is_a(value, kind) for kind in kinds):
+                wanted = " or ".join(str(getattr(kind, "__name__", kind)).removeprefix("typing.") for kind in kinds)
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
     def _check_range(self, name, least, most=None, above=False):
         value = getattr(self, name)
         if value is None:
             return
-        if value < least or (above and value == least) or (most is not None and value > most):
+        if not value >= least or (above and value == least) or (most is not None and value > most):
             limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
             raise ValueError(f"{name} must be {limits}, got {value}")
 
@@ -180,6 +195,18 @@ class PretrainConfig:
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
+
+
+def _is_a(value, kind):
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")

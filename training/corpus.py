@@ -16,6 +16,7 @@ import platform
 import re
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import sentencex
 
 
 PYTHON_DOCS = "python-docs"
-TEXT_SUFFIXES = (".txt", ".md", ".txt.gz", ".md.gz", ".gz")
+TEXT_SUFFIXES = (".txt", ".md", ".gz")
 
 # With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
 # documents are then cut into blocks of paragraphs that count as documents themselves.
@@ -121,7 +122,7 @@ def read_text(file: Path) -> str:
         data = file.read_bytes()
         if file.suffix == ".gz":
             data = gzip.decompress(data)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
@@ -159,7 +160,7 @@ def dataset_source(name: str, config: str | None = None, split: str = "train", t
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library has another class of exception for every way to miss
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"dataset {name}: cannot be loaded ({type(error).__name__}: {reason})") from None
     if text_column not in rows.column_names:
         columns = ", ".join(rows.column_names)

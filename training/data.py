@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,8 +52,13 @@ def fingerprint(*parts) -> str:
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
+        ) from None
     try:
         yield temporary
         try:
@@ -228,7 +234,7 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
     if len(sizes) < 4:
         raise ValueError(
             f"too little text: {len(sizes)} documents with sentences, and training and held-out part need two each; "
-            f"add text"
+            f"add text, or break one long sentence into several"
         )
     order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(sizes))
     wanted = min(fraction * sizes.sum(), most)

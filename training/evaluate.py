@@ -1,6 +1,8 @@
 """What a model has learnt: held-out figures, and predictions to look at."""
 
+import itertools
 import math
+import shlex
 
 import numpy as np
 import torch
@@ -158,12 +160,15 @@ def _join(tokens):
     return " ".join(words).replace(" ##", "").replace(" [##", "[##")
 
 
-def example_sentences(text, count: int = 5) -> list[str]:
-    """Sentences with one word masked: about Python for the embedded corpus, else out of the held-out documents."""
-    if text.corpus_name == PYTHON_DOCS:
+def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
+    """Sentences with one token masked: about Python for the embedded corpus, else out of the held-out documents.
+
+    At most `max_length` tokens each, the two special ones included. Whole words are masked where there are any.
+    """
+    if text.corpus_name == PYTHON_DOCS and max_length >= 40:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
-    tokenizer, sentences = text.tokenizer, []
+    tokenizer, sentences, unusual = text.tokenizer, [], []
     places = [(d, s) for d in text.held_out_documents.tolist() for s in range(len(text.tokens.sentence_ends(d)))]
     for document, sentence in rng.permutation(places).tolist():
         ends = text.tokens.sentence_ends(document)
@@ -174,12 +179,20 @@ def example_sentences(text, count: int = 5) -> list[str]:
             for place, token in enumerate(tokens)
             if token.isalpha() and len(token) > 3 and not "".join(tokens[place + 1 : place + 2]).startswith("##")
         ]
-        if whole and 8 <= len(tokens) <= 40:
-            ids[int(rng.choice(whole))] = tokenizer.mask_token_id
-            sentences.append(tokenizer.decode(ids))
+        usual = bool(whole) and 8 <= len(tokens) <= 40
+        ids = ids[: max_length - 4]
+        places = [place for place in whole if place < len(ids)] or range(len(ids))
+        ids[int(rng.choice(places))] = tokenizer.mask_token_id
+        (sentences if usual else unusual).append(tokenizer.decode(ids))
         if len(sentences) == count:
             break
-    return sentences
+    # What was decoded may fall apart into more tokens than before.
+    fitting = (
+        s
+        for s in sentences + unusual
+        if s.count(tokenizer.mask_token) == 1 and len(tokenizer(s)["input_ids"]) <= max_length
+    )
+    return list(itertools.islice(fitting, count))
 
 
 def report(folder, model, tokenizer, metrics: dict, pair: dict, predictions: list) -> str:
@@ -203,6 +216,5 @@ Masks filled in:
 {best}
 
 The model is in {folder}. To use it:
-  d2l-bert fill-mask {folder} "..."
-  python -c 'import d2l_bert; from transformers import pipeline; \
-print(pipeline("fill-mask", model="{folder}")("..."))'"""
+  d2l-bert fill-mask {shlex.quote(str(folder))} "..."
+  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})"""

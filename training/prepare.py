@@ -43,6 +43,7 @@ def prepare(run: PretrainConfig) -> PreparedText:
     Raises:
         ValueError: text that cannot be read, too little of it, or a tokenizer that cannot serve.
     """
+    tokenizer = load_tokenizer(run.tokenizer) if run.tokenizer is not None else None
     if run.dataset is not None:
         source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
     else:
@@ -52,9 +53,7 @@ def prepare(run: PretrainConfig) -> PreparedText:
     sizes = data.document_characters(text)
     try:
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
-        if run.tokenizer is not None:
-            tokenizer = load_tokenizer(run.tokenizer)
-        else:
+        if tokenizer is None:
             say(f"training a tokenizer of at most {run.vocab_size:,} pieces")
             sample = data.sentence_sample(text, train, sizes)
             tokenizer = train_wordpiece(sample, vocab_size=run.vocab_size, lowercase=run.lowercase)
@@ -90,4 +89,8 @@ def load_tokenizer(name: str) -> BertTokenizer:
     if not isinstance(tokenizer, BertTokenizer) or missing:
         what = f"no {missing[0]} token" if missing else type(tokenizer).__name__
         raise ValueError(f"tokenizer {name}: {what}; it must be a BertTokenizer with BERT's five special tokens")
+    if 2 * max(tokenizer.all_special_ids) > len(tokenizer):  # random tokens are drawn from those after them
+        raise ValueError(
+            f"tokenizer {name}: its special tokens stand among the last; they must come first, as in BERT"
+        )
     return tokenizer

@@ -26,6 +26,9 @@ from d2l_bert.training.tracking import Meter, Progress, say
 # Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
 DEFAULT_MICRO_BATCH = 64
 
+# Steps of each length that `max_minutes` is worked out from.
+TIMED_STEPS = 20
+
 
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     """
@@ -44,19 +47,27 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     """
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     run.check()
-    check_positions(architecture, run)
+    check_architecture(architecture, run)
     accelerator = make_accelerator(run)
     run = dataclasses.replace(
         run,
         mixed_precision=accelerator.mixed_precision,
         attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
     )
-    with output_folder(run) as folder:
+    if run.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
+        raise ValueError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
+    with output_folder(run, accelerator.is_main_process) as folder:
         resumed = run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
         with accelerator.main_process_first():
             text = prepare(run)
-    architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
+        architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
+        text.tokenizer.model_max_length = architecture.max_position_embeddings
+        train(architecture, run, text, accelerator, folder, resumed)
+    return folder
 
+
+def train(architecture, run, text: PreparedText, accelerator, folder: Path, resumed: Path | None) -> None:
+    """Build the model, go through the steps, and leave everything in `folder`."""
     torch.manual_seed(run.seed)
     model = D2lBertForPreTraining._from_config(architecture, attn_implementation=run.attn_implementation)
     if run.attention_init == "neighbours":
@@ -82,7 +93,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     if resumed:
         state = resume(resumed, identity, model, optimizer)
     else:
-        max_steps = decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now)
+        max_steps = decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, evaluate_now)
         state = {"step": 0, "max_steps": max_steps}
     start, max_steps = state["step"], state["max_steps"]
     warmup_steps = math.ceil(run.warmup_ratio * max_steps)
@@ -94,7 +105,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     meter = Meter(state)
     log_every = run.logging_steps or math.ceil(max_steps / 100)
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
-    save_every = run.save_steps or max_steps
+    save_every = run.save_steps or math.ceil(max_steps / 10)
     steps = data.PretrainingSteps(make_phases(run, text, max_steps), **ranks)
     loader = torch.utils.data.DataLoader(
         steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
@@ -107,6 +118,11 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
         evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
         if evaluates or saves or is_due(step, log_every, max_steps):
             row = {"step": step, **meter.row(rate, max_steps - step)}
+            if not math.isfinite(row["loss"]):
+                raise ValueError(
+                    f"the loss is {row['loss']} at step {step}: training has diverged; lower learning_rate "
+                    f"({run.learning_rate:g}) and start again"
+                )
             if accelerator.is_main_process:
                 log.write(row)
                 progress.show(row)
@@ -127,15 +143,16 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
         metrics = {**figures, **meter.speed()}
         print(finish_folder(folder, model, text, record, metrics, log, held_out))
     accelerator.end_training()
-    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Set up
 
 
-def check_positions(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """Refuse pairs longer than the model's positions."""
+def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """Refuse a model that the run's pairs do not fit into."""
+    if architecture.type_vocab_size < 2:
+        raise ValueError("type_vocab_size must be at least 2: a pair has two segments")
     if run.max_seq_length > architecture.max_position_embeddings:
         raise ValueError(
             f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
@@ -152,7 +169,7 @@ def make_accelerator(run: PretrainConfig) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
         raise ValueError(
-            f"{launched} processes were launched and Accelerate knows of {accelerator.num_processes}; "
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
             f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
         )
     return accelerator
@@ -203,12 +220,13 @@ def pairing(run: PretrainConfig, length: int) -> dict:
     return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
 
 
-def decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now) -> int:
+def decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, evaluate_now) -> int:
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
-    For `max_minutes` steps of every length and one evaluation are timed, on weights that are put back afterwards; what
-    was decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
+    For `max_minutes` some steps of every length and one evaluation are timed, on weights that are put back afterwards,
+    and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint, so that a
+    resumed run keeps its schedule.
     """
     if run.max_steps is not None:
         return run.max_steps
@@ -222,14 +240,15 @@ def decide_steps(run, text, ranks, model, optimizer, train_on, evaluate_now) -> 
     step_seconds = 0.0
     for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
         train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
-        start, timed = time.monotonic(), 0
-        while timed < 3 or time.monotonic() - start < 4:
-            timed += 1
+        start = time.monotonic()
+        for timed in range(1, TIMED_STEPS + 1):
             train_on(steps[phase.first_step + timed], 0.0)
-        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / timed
+        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / TIMED_STEPS
     start = time.monotonic()
     evaluate_now()
-    seconds = 60 * run.max_minutes - 10 * (time.monotonic() - start)
+    timings = torch.tensor([step_seconds, time.monotonic() - start], device=accelerator.device)
+    step_seconds, evaluation_seconds = accelerator.reduce(timings, "mean").tolist()
+    seconds = 60 * run.max_minutes - 10 * evaluation_seconds
     model.load_state_dict(weights)
     optimizer.state.clear()
     return max(1, int(seconds / step_seconds))

@@ -75,6 +75,7 @@ def render_card(
         config=model.config,
         corpus=corpus,
         run=run,
+        versions=record["versions"],
         data=data,
         metrics=metrics,
         examples=[

@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
-from d2l_bert.training import evaluate, publish
+from d2l_bert.training import checkpoint, evaluate, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.tracking import TrainingLog, plot_curves
 
@@ -20,43 +21,70 @@ RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 LOG_FILE = "training_log.jsonl"
 CURVES_FILE = "training_curves.png"
+LOCK_FILE = ".lock"
 
 
 @contextlib.contextmanager
-def output_folder(run: PretrainConfig):
+def output_folder(run: PretrainConfig, is_main_process: bool = True):
     """
-    Claim the run's folder; if the block fails and nothing was written, take it away again.
+    Hold the run's folder for as long as the block lasts; no second run can have it meanwhile. If the block fails and
+    nothing was written, a folder that was made for it goes again.
 
     Raises:
-        ValueError: it cannot be written, holds other things, or a run that was not asked to be resumed or replaced.
+        ValueError: it cannot be written, is in use, holds other things, or holds a run that was not asked to be
+            resumed or replaced.
     """
     folder = Path(run.output_dir or default_output_dir(run))
-    existed = folder.exists()
+    if not is_main_process:
+        yield folder
+        return
+    existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-        entries = {path.name for path in folder.iterdir()}
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
     except OSError as error:
         raise ValueError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
-    if RUN_FILE in entries:
-        if not (run.resume_from_checkpoint or run.overwrite_output_dir):
-            raise ValueError(
-                f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
-                f"--overwrite_output_dir, or name another folder"
-            )
-    elif entries:
-        raise ValueError(
-            f"output_dir {folder}: holds other things ({sorted(entries)[0]}) and no run; name a new or empty folder"
-        )
     try:
+        _refuse_what_is_there(run, folder)
         yield folder
-    except BaseException:
-        if not existed:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+    finally:
+        lock.release()
+        (folder / LOCK_FILE).unlink(missing_ok=True)
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _refuse_what_is_there(run, folder):
+    entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    if RUN_FILE not in entries:
+        if entries:
+            raise ValueError(
+                f"output_dir {folder}: holds other things ({sorted(entries)[0]}) and no run; "
+                f"name a new or empty folder"
+            )
+    elif run.overwrite_output_dir:
+        if run.resume_from_checkpoint:
+            raise ValueError(
+                "resume_from_checkpoint goes on with a run and overwrite_output_dir replaces it; give one"
+            )
+    elif not run.resume_from_checkpoint:
+        raise ValueError(
+            f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
+            f"--overwrite_output_dir, or name another folder"
+        )
+    elif run.resume_from_checkpoint != "latest":
+        if Path(run.resume_from_checkpoint).resolve().parent != folder.resolve():
+            raise ValueError(
+                f"output_dir {folder}: holds another run than the checkpoint {run.resume_from_checkpoint}; "
+                f"name a new folder"
+            )
+    elif "model.safetensors" in entries and not checkpoint.checkpoints(folder):
+        raise ValueError(
+            f"output_dir {folder}: holds a finished run and no checkpoint to go on from; replace it with "
+            f"--overwrite_output_dir, or name another folder"
+        )
 
 
 def default_output_dir(run: PretrainConfig) -> str:
@@ -92,9 +120,10 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
 
 def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     """Write the record and open the log; clear away what an earlier run left beyond the step this one starts from."""
-    if start == 0:
-        for old in folder.glob("*checkpoint-*"):
+    for old in checkpoint.checkpoints(folder, unfinished=True):
+        if checkpoint.step_of(old) > start or old.name.startswith("."):
             shutil.rmtree(old)
+    if start == 0:
         for name in (METRICS_FILE, CURVES_FILE, "README.md", "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
     log = TrainingLog(folder / LOG_FILE)
@@ -108,7 +137,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     publish.export_model(model, text.tokenizer, folder)
     publish.write_json(folder / METRICS_FILE, metrics)
     plot_curves(log.rows(), folder / CURVES_FILE)
-    sentences = evaluate.example_sentences(text)
+    sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
     # Out of the folder, as a reader will load it.
     filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(folder), text.tokenizer, sentences)
     predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]

@@ -1,8 +1,11 @@
 """The `d2l-bert` command. Options live in the dataclasses of the commands; this file turns them into flags."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import itertools
+import re
 import sys
 import types
 import typing
@@ -24,7 +27,10 @@ Each command explains itself: d2l-bert pretrain --help
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on stderr and exit code 2."""
-    argv = [_with_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    argv = _with_underscores(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another, and no error
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         arguments.parser.refuse(unknown[0].partition("=")[0])
@@ -55,6 +61,13 @@ def pretrain_command(arguments) -> None:
     run_changes = {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
     if any(name in run_changes for name in LENGTH_OPTIONS):  # the recipe's own length makes way
         run_changes = {**dict.fromkeys(LENGTH_OPTIONS), **run_changes}
+    if run_changes.get("length_schedule") == ["none"]:
+        run_changes["length_schedule"] = []
+    elif "length_schedule" not in run_changes:  # the recipe's own must fit
+        longest = run_changes.get("max_seq_length", run.max_seq_length)
+        run_changes["length_schedule"] = [e for e in run.length_schedule if int(e.partition(":")[0]) < longest]
+    if "corpus" in given and "dataset" in given:
+        raise ValueError("corpus and dataset are two sources of text; give one")
     run = replace(run, **run_changes)
     changes = {name: given[name] for name in architecture_options() if name in given}
     pretrain(type(architecture)(**{**architecture.to_dict(), **changes}), run)
@@ -97,9 +110,14 @@ def _load(model_class, name):
         config = AutoConfig.from_pretrained(name)
         if not isinstance(config, model_class.config_class):
             raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
-        return model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = error if Path(name).exists() else "no folder here has this name, and the Hub gave no model of it"
+        model, tokenizer = model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        if len(tokenizer) != config.vocab_size:
+            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+        return model, tokenizer
+    except Exception as error:  # the libraries have another class of exception for every way to miss
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if not Path(name).exists():
+            reason = "no folder here has this name, and the Hub gave no model of it"
         raise ValueError(f"{name}: cannot be loaded: {reason}") from None
 
 
@@ -119,6 +137,8 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, argument):
         """Stop at an argument that the command does not take."""
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
         known = [option for action in self._actions for option in action.option_strings]
         close = difflib.get_close_matches(argument, known, n=1)
         self.error(f"unknown option {argument}" + (f"; did you mean {close[0]}?" if close else ""))
@@ -163,11 +183,7 @@ def architecture_options() -> list[str]:
     """The fields of `D2lBertConfig` that are flags; vocabulary and padding follow the tokenizer."""
     from d2l_bert import D2lBertConfig
 
-    return [
-        name
-        for name in D2lBertConfig.__annotations__
-        if name not in ("vocab_size", "pad_token_id", "classifier_dropout")
-    ]
+    return [name for name in D2lBertConfig.__annotations__ if name not in ("vocab_size", "pad_token_id")]
 
 
 def _add_pretrain_options(parser, argv):
@@ -230,7 +246,8 @@ def _whole_number(text):
     return int(text)
 
 
-def _with_underscores(argument):
-    """`--max-steps` is `--max_steps`."""
-    name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
+def _with_underscores(argv):
+    """`--max-steps` is `--max_steps`; what stands behind a bare `--` is no option."""
+    options = itertools.takewhile(lambda argument: argument != "--", argv)
+    written = [re.sub(r"^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), option) for option in options]
+    return [*written, *argv[len(written) :]]
