@@ -73,7 +73,7 @@ class PretrainConfig:
     max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
     length_schedule: list[str] = option(
         [],
-        "shorter pairs first: 32:0.4 makes 40 % of the steps at 32 tokens, with as many more pairs in a step",
+        "shorter pairs first, as many more in a step: 32:0.4 has 32 tokens in 40 % of the steps; or none",
         BATCHES,
         metavar="LENGTH:SHARE",
     )

@@ -169,8 +169,9 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
     tokenizer, sentences, unusual = text.tokenizer, [], []
-    places = [(d, s) for d in text.held_out_documents.tolist() for s in range(len(text.tokens.sentence_ends(d)))]
-    for document, sentence in rng.permutation(places).tolist():
+    documents = text.held_out_documents.tolist()
+    everywhere = [(document, s) for document in documents for s in range(len(text.tokens.sentence_ends(document)))]
+    for document, sentence in rng.permutation(everywhere).tolist():
         ends = text.tokens.sentence_ends(document)
         ids = text.tokens.tokens(document)[ends[sentence - 1] if sentence else 0 : ends[sentence]].tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)
@@ -181,8 +182,8 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
         ]
         usual = bool(whole) and 8 <= len(tokens) <= 40
         ids = ids[: max_length - 4]
-        places = [place for place in whole if place < len(ids)] or range(len(ids))
-        ids[int(rng.choice(places))] = tokenizer.mask_token_id
+        maskable = [place for place in whole if place < len(ids)] or range(len(ids))
+        ids[int(rng.choice(maskable))] = tokenizer.mask_token_id
         (sentences if usual else unusual).append(tokenizer.decode(ids))
         if len(sentences) == count:
             break

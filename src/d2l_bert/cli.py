@@ -24,6 +24,11 @@ Raw text in, a BERT out.
 Each command explains itself: d2l-bert pretrain --help
 """
 
+PRETRAIN = """
+
+With no option at all it trains the recipe tiny on the documentation that is installed with Python, in some minutes.
+It leaves a folder with the model, its tokenizer, its card and the run's record."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on stderr and exit code 2."""
@@ -156,23 +161,26 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name, function, help):
+    def command(name, function, help, usage, description=""):
         added = commands.add_parser(
             name,
             help=help,
-            description=help[0].upper() + help[1:] + ".",
+            usage=f"d2l-bert {name} {usage}",
+            description=f"{help[0].upper()}{help[1:]}.{description}",
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
         added.set_defaults(command=function, name=name, parser=added)
         return added
 
-    _add_pretrain_options(command("pretrain", pretrain_command, "pretrain a BERT from text"), argv)
-    fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text")
+    _add_pretrain_options(
+        command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
+    )
+    fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
     fill.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
     fill.add_argument("text", metavar="TEXT", nargs="+", help='such as "Paris is the [MASK] of France."')
     fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for a mask (5)")
-    follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another")
+    follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another", "MODEL A B")
     follow.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
     follow.add_argument("first", metavar="A", help="a sentence")
     follow.add_argument("second", metavar="B", help="the sentence that may follow it")
@@ -199,7 +207,9 @@ def _add_pretrain_options(parser, argv):
 
     parser.set_defaults(recipe=found.recipe)
     recipes = parser.add_argument_group("recipe", "the options below show its numbers in brackets")
-    lines = ", ".join(f"{name} ({recipe.__doc__.split('.')[0].split(':')[0]})" for name, recipe in RECIPES.items())
+    lines = ", ".join(
+        f"{name} ({recipe.__doc__.splitlines()[0].partition(':')[0].rstrip('.')})" for name, recipe in RECIPES.items()
+    )
     recipes.add_argument("--recipe", choices=RECIPES, metavar="NAME", help=f"{lines}; the default is tiny")
     types_of = typing.get_type_hints(PretrainConfig)
     fields = [field for field in dataclasses.fields(PretrainConfig) if field.name != "recipe"]
