@@ -31,7 +31,7 @@ def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
     """Minutes on a laptop's processor: 2 layers of 128."""
     run = PretrainConfig(
         recipe="tiny",
-        max_steps=3200,
+        max_steps=3000,
         global_batch_size=32,
         length_schedule=["32:0.4"],
         learning_rate=3e-3,
