@@ -77,6 +77,14 @@ def test_pairs_grow_with_the_length_schedule(text, tmp_path):
     assert run.lengths(1000) == [(0, 32), (250, 64), (750, 128)]
 
 
+def test_each_length_uses_its_plan_from_the_first_pair_on(text, tmp_path):
+    steps = make_steps(text, tmp_path)
+    for phase in steps.phases:
+        first, second = phase.plans.slice(0, 16), phase.plans.slice(16, 32)
+        assert rows_of(steps[phase.first_step]) == rows_of([phase.make_batch(*first)])
+        assert rows_of(steps[phase.first_step + 1]) == rows_of([phase.make_batch(*second)])
+
+
 def test_each_epoch_visits_every_document_in_another_order_with_other_pairs(text, tmp_path):
     plans = make_steps(text, tmp_path).phases[1].plans
     first, second = plans.epoch(0), plans.epoch(1)

@@ -20,6 +20,7 @@ from d2l_bert.training import data, prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pretrain import make_accelerator, make_phases, train_step
+from d2l_bert.training.run_folder import start_folder
 
 
 LEFT_BEHIND = {
@@ -138,6 +139,16 @@ def test_a_resumed_run_ends_with_the_bytes_of_one_that_was_never_stopped(books, 
     assert run(books, stopped, *options, "--resume_from_checkpoint=latest") == whole
     steps = [row["step"] for row in log_rows(stopped) if "loss" in row]
     assert steps == list(range(1, 9))
+
+
+def test_going_back_to_a_checkpoint_clears_away_those_after_it(tmp_path):
+    """Left there, they would count as the latest, and push out what the resumed run saves."""
+    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-12", ".checkpoint-3.part"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-notes.txt").write_text("not one of ours")
+    start_folder(tmp_path, {}, 6)
+    left = {path.name for path in tmp_path.iterdir()} - {"run_config.json", "training_log.jsonl"}
+    assert left == {"checkpoint-3", "checkpoint-6", "checkpoint-notes.txt"}
 
 
 def test_resuming_another_run_names_the_first_difference(books, trained, tmp_path, capsys):
