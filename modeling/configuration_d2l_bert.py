@@ -39,6 +39,7 @@ class D2lBertConfig(PreTrainedConfig):
         tie_word_embeddings: let the MLM decoder share its matrix with the token embedding. The book does not.
         hidden_dropout_prob: dropout on each residual branch (and on the embeddings if they are normalised).
         attention_probs_dropout_prob: dropout on attention probabilities.
+        classifier_dropout: dropout before the layer of a fine-tuned head; `None` is `hidden_dropout_prob`.
         max_position_embeddings: longest sequence, in tokens. The book allows 1,000.
         type_vocab_size: segment embeddings; 2 for a pair of segments.
         initializer_range: standard deviation of the normal distribution that weights start from, as in BERT.
@@ -62,6 +63,7 @@ class D2lBertConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     hidden_dropout_prob: float = 0.2
     attention_probs_dropout_prob: float = 0.2
+    classifier_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     initializer_range: float = 0.02
@@ -96,8 +98,10 @@ class D2lBertConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             value = getattr(self, name)
+            if value is None and name == "classifier_dropout":
+                continue
             if not _is_number(value) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):

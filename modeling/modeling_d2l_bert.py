@@ -17,6 +17,7 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -28,13 +29,21 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     MaskedLMOutput,
     ModelOutput,
+    MultipleChoiceModelOutput,
     NextSentencePredictorOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_d2l_bert import D2lBertConfig
+
+
+NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT. In the book 1 is the next sentence.
 
 
 class D2lBertEmbeddings(nn.Module):
@@ -195,7 +204,7 @@ class MaskLM(nn.Module):
 
 
 class NextSentencePred(nn.Module):
-    """Does segment B follow segment A (section 15.8.5.2)? 0: it does, 1: it is random, as in Hugging Face's BERT."""
+    """Does segment B follow segment A (section 15.8.5.2)? Two scores, in the order of `NSP_LABELS`."""
 
     def __init__(self, config):
         super().__init__()
@@ -224,6 +233,23 @@ def cross_entropy(logits, labels, num_items=None):
     return loss if num_items is None else loss / num_items
 
 
+def loss_over(values, num_items=None):
+    """The mean of `values`, or, given `num_items`, their sum divided by it, as in `cross_entropy`."""
+    return values.mean() if num_items is None else values.sum() / num_items
+
+
+def positions_as_labels(positions, length):
+    """Positions (B,) in a row of `length` tokens; -100 for those that lie beyond it."""
+    positions = positions.reshape(-1).clamp(min=0)
+    return positions.masked_fill(positions >= length, -100)
+
+
+def head_dropout(config):
+    """Dropout before a classifier: `classifier_dropout`, or, if that is None, `hidden_dropout_prob`."""
+    given = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if given is None else given)
+
+
 class D2lBertPreTrainedModel(PreTrainedModel):
     """What every head shares: configuration, initialisation and the contract with Transformers.
 
@@ -239,7 +265,14 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     # One checkpoint serves every head: what another head left in it is no cause for a warning.
-    _keys_to_ignore_on_load_unexpected = [r"^mlm\.", r"^nsp\.", r"^bert\.pooler\."]
+    _keys_to_ignore_on_load_unexpected = [
+        r"^mlm\.",
+        r"^nsp\.",
+        r"^bert\.pooler\.",
+        r"^pooler\.",
+        r"^classifier\.",
+        r"^qa_outputs\.",
+    ]
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
 
@@ -263,15 +296,15 @@ class D2lBertModel(D2lBertPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        sequence_ids=None,
-        cls_positions=None,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        sequence_ids: torch.Tensor | None = None,
+        cls_positions: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | BaseModelOutputWithPooling:
         """
         Args:
             input_ids: token ids (B, T); or give `inputs_embeds` (B, T, H).
@@ -354,20 +387,20 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        masked_positions=None,
-        labels=None,
-        next_sentence_label=None,
-        sequence_ids=None,
-        cls_positions=None,
-        num_items_in_batch=None,
-        num_pairs_in_batch=None,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        masked_positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        next_sentence_label: torch.Tensor | None = None,
+        sequence_ids: torch.Tensor | None = None,
+        cls_positions: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        num_pairs_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | D2lBertForPreTrainingOutput:
         """
         Args (the others as in `D2lBertModel`):
             masked_positions: the positions to predict (B, P); the MLM head runs there only. Without it the head runs
@@ -382,12 +415,12 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         """
         outputs = self.bert(
             input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            sequence_ids=sequence_ids,
-            cls_positions=cls_positions,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            sequence_ids,
+            cls_positions,
             return_dict=True,
             **kwargs,
         )
@@ -433,16 +466,16 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        masked_positions=None,
-        labels=None,
-        num_items_in_batch=None,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        masked_positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | MaskedLMOutput:
         """
         Args (the others as in `D2lBertModel`):
             masked_positions, labels, num_items_in_batch: as in `D2lBertForPreTraining`.
@@ -451,13 +484,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
         """
         outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         hidden_states = outputs.last_hidden_state
         if masked_positions is not None:
@@ -470,10 +497,13 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
 
 
 class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
-    """The encoder with the NSP head (section 15.8.5.2)."""
+    """The encoder with the NSP head (section 15.8.5.2). Its labels are named in `config.id2label`."""
 
     def __init__(self, config):
         super().__init__(config)
+        if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
+            config.id2label = dict(enumerate(NSP_LABELS))
+            config.label2id = {label: index for index, label in enumerate(NSP_LABELS)}
         self.bert = D2lBertModel(config)
         self.nsp = NextSentencePred(config)
         self.post_init()
@@ -481,15 +511,15 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        num_items_in_batch=None,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | NextSentencePredictorOutput:
         """
         Args (the others as in `D2lBertModel`):
             labels: 0 if B follows A, 1 if B is random (B,).
@@ -498,13 +528,7 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
             `NextSentencePredictorOutput` with `logits` (B, 2); column 0 says that B follows A.
         """
         outputs = self.bert(
-            input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.nsp(outputs.pooler_output)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
@@ -513,11 +537,217 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
         )
 
 
+class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
+    """The encoder with a linear layer on the pooled [CLS] (section 16.6): a text or a pair, to classes or numbers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = D2lBertModel(config)
+        self.dropout = head_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | SequenceClassifierOutput:
+        """
+        Args (the others as in `D2lBertModel`), with C = `config.num_labels`:
+            labels: what `config.problem_type` says:
+                `"single_label_classification"` (cross-entropy): classes (B,), -100 for none;
+                `"multi_label_classification"` (binary cross-entropy): 0 or 1 for each class (B, C);
+                `"regression"` (squared error): numbers (B, C).
+                With one class (B,) will do for (B, 1). If `problem_type` is None the first labels settle it, as in
+                Transformers: one class is a regression, whole numbers are classes, others are multi-label.
+            num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
+
+        Returns:
+            `SequenceClassifierOutput` with `logits` (B, C).
+
+        Raises:
+            ValueError: labels of another shape.
+        """
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.pooler_output))
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def loss(self, logits, labels, num_items=None):
+        """The loss that `config.problem_type` names, of logits (B, C)."""
+        if self.config.problem_type is None:
+            if self.num_labels == 1:
+                self.config.problem_type = "regression"
+            elif labels.dtype in (torch.long, torch.int):
+                self.config.problem_type = "single_label_classification"
+            else:
+                self.config.problem_type = "multi_label_classification"
+        if self.config.problem_type == "single_label_classification":
+            return cross_entropy(logits, labels.squeeze(-1) if labels.dim() == 2 else labels, num_items)
+        if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
+            raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
+        logits, labels = logits.float(), labels.reshape(logits.shape).float()
+        if self.config.problem_type == "regression":
+            return loss_over((logits - labels) ** 2, num_items)
+        return loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
+
+
+class D2lBertForTokenClassification(D2lBertPreTrainedModel):
+    """The encoder with a linear layer on every token (section 16.6.3): tagging."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = D2lBertModel(config, add_pooling_layer=False)
+        self.dropout = head_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | TokenClassifierOutput:
+        """
+        Args (the others as in `D2lBertModel`), with C = `config.num_labels`:
+            labels: the class of each token (B, T), -100 for none.
+            num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
+
+        Returns:
+            `TokenClassifierOutput` with `logits` (B, T, C).
+        """
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
+    """The encoder with two scores a token (section 16.6.4): is it the first, is it the last of the answer?"""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = D2lBertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | QuestionAnsweringModelOutput:
+        """
+        Args (the others as in `D2lBertModel`):
+            start_positions, end_positions: where the answer starts and ends (B,). An end that was cut off, at T or
+                beyond, does not count.
+            num_items_in_batch: questions in the whole optimizer step, as in `cross_entropy`.
+
+        Returns:
+            `QuestionAnsweringModelOutput` with `start_logits` and `end_logits` (B, T); the loss is the mean of theirs.
+        """
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # (B, T) each
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            losses = [
+                cross_entropy(logits, positions_as_labels(positions, logits.shape[1]), num_items_in_batch)
+                for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
+            ]
+            loss = sum(losses) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits.contiguous(),
+            end_logits=end_logits.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
+    """The encoder with one score a text on the pooled [CLS]: which of the choices is it?"""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = D2lBertModel(config)
+        self.dropout = head_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | MultipleChoiceModelOutput:
+        """
+        Args (as in `D2lBertModel`, with C choices in each row: (B, C, T) for (B, T)):
+            labels: the choice that is right (B,), -100 for none.
+            num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
+
+        Returns:
+            `MultipleChoiceModelOutput` with `logits` (B, C).
+        """
+        rows_and_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        flat = [
+            None if given is None else given.flatten(0, 1)
+            for given in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        ]
+        outputs = self.bert(*flat, return_dict=True, **kwargs)
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(rows_and_choices)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 __all__ = [
     "D2lBertForMaskedLM",
+    "D2lBertForMultipleChoice",
     "D2lBertForNextSentencePrediction",
     "D2lBertForPreTraining",
     "D2lBertForPreTrainingOutput",
+    "D2lBertForQuestionAnswering",
+    "D2lBertForSequenceClassification",
+    "D2lBertForTokenClassification",
     "D2lBertModel",
     "D2lBertPreTrainedModel",
 ]

@@ -18,6 +18,10 @@ AUTO_MAP = {
     "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
     "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
     "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
+    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
 }
 
 

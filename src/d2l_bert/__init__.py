@@ -10,8 +10,12 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
     AutoModelForNextSentencePrediction,
     AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BertTokenizer,
 )
@@ -19,8 +23,12 @@ from transformers import (
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import (
     D2lBertForMaskedLM,
+    D2lBertForMultipleChoice,
     D2lBertForNextSentencePrediction,
     D2lBertForPreTraining,
+    D2lBertForQuestionAnswering,
+    D2lBertForSequenceClassification,
+    D2lBertForTokenClassification,
     D2lBertModel,
     D2lBertPreTrainedModel,
 )
@@ -33,6 +41,10 @@ for auto_class, model_class in (
     (AutoModelForPreTraining, D2lBertForPreTraining),
     (AutoModelForMaskedLM, D2lBertForMaskedLM),
     (AutoModelForNextSentencePrediction, D2lBertForNextSentencePrediction),
+    (AutoModelForSequenceClassification, D2lBertForSequenceClassification),
+    (AutoModelForTokenClassification, D2lBertForTokenClassification),
+    (AutoModelForQuestionAnswering, D2lBertForQuestionAnswering),
+    (AutoModelForMultipleChoice, D2lBertForMultipleChoice),
 ):
     auto_class.register(D2lBertConfig, model_class, exist_ok=True)
 
@@ -47,8 +59,12 @@ _LATER = {
 __all__ = [
     "D2lBertConfig",
     "D2lBertForMaskedLM",
+    "D2lBertForMultipleChoice",
     "D2lBertForNextSentencePrediction",
     "D2lBertForPreTraining",
+    "D2lBertForQuestionAnswering",
+    "D2lBertForSequenceClassification",
+    "D2lBertForTokenClassification",
     "D2lBertModel",
     "D2lBertPreTrainedModel",
     *_LATER,
