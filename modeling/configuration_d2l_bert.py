@@ -52,6 +52,7 @@ class D2lBertConfig(PreTrainedConfig):
     """
 
     model_type = "d2l-bert"
+    keys_to_ignore_at_inference = ["mlm_loss", "nsp_loss"]  # Trainer gathers the other outputs as predictions
 
     vocab_size: int = 20256
     hidden_size: int = 128

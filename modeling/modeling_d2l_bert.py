@@ -272,6 +272,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         r"^pooler\.",
         r"^classifier\.",
         r"^qa_outputs\.",
+        r"^scorer\.",
     ]
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
@@ -370,6 +371,9 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     """The encoder with both pretraining heads (section 15.8.6): what the training loop trains and saves."""
 
     _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
+    # Transformers' Trainer counts a step's labels but not its pairs. Given one count and not the other it would weigh
+    # the two losses differently for every accumulation split; `d2l_bert.PretrainingLoss` gives it both.
+    accepts_loss_kwargs = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -703,7 +707,8 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.dropout = head_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, 1)
+        # Not "classifier": a checkpoint of this head loads into those that have one for each class.
+        self.scorer = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
     @can_return_tuple
@@ -732,7 +737,7 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
             for given in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.bert(*flat, return_dict=True, **kwargs)
-        logits = self.classifier(self.dropout(outputs.pooler_output)).view(rows_and_choices)
+        logits = self.scorer(self.dropout(outputs.pooler_output)).view(rows_and_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
 
@@ -58,3 +59,12 @@ def trained(books, tmp_path_factory):
     arguments = [f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20"]
     assert main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *SMALL]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models too small to gain from threads, which cost seconds on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

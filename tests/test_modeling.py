@@ -40,16 +40,7 @@ SIZES = {
 }
 SEQUENCE_LENGTHS = (9, 14, 5, 11, 3, 12, 7, 10)
 
-
-# Nothing here is large enough to gain from threads, and on a busy machine they cost seconds.
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_setting = pytest.mark.parametrize("setting", SWITCHES)
 every_attention = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import BertTokenizer
+from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
@@ -82,12 +83,15 @@ def train_wordpiece(
     )
 
 
-def save_tokenizer(tokenizer: BertTokenizer, folder) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, which transformers 4 and 5 both load.
 
-    Transformers 5 no longer writes `vocab.txt`; version 4's slow class and many tools cannot do without it.
+    Transformers 5 no longer writes `vocab.txt`, which version 4's slow class and many tools cannot do without, and
+    calls a tokenizer without a class of its own by a name that version 4 does not know.
     """
     tokenizer.save_pretrained(folder)
+    config = Path(folder) / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
     vocabulary = tokenizer.get_vocab()
     with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(piece + "\n" for piece in sorted(vocabulary, key=vocabulary.get))

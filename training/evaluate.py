@@ -100,19 +100,6 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     return predictions
 
 
-@torch.no_grad()
-def next_sentence(model, tokenizer, first: str, second: str) -> float:
-    """The probability that `second` follows `first`.
-
-    Raises:
-        ValueError: together longer than the model's positions.
-    """
-    model.eval()
-    encoded = tokenizer(first, second, return_tensors="pt")
-    _check_length(f"{first} {second}", encoded, model)
-    return float(model(**encoded).logits[0].float().softmax(-1)[0])
-
-
 def _check_length(text, encoded, model):
     length, limit = encoded["input_ids"].shape[1], model.config.max_position_embeddings
     if length > limit:

@@ -1,7 +1,10 @@
 """The folder that a run leaves: model, tokenizer, the code that runs it, and the card."""
 
+import contextlib
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -30,9 +33,41 @@ def export_model(model, tokenizer, folder: Path) -> None:
     model.config.auto_map = AUTO_MAP
     model.save_pretrained(folder)
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read it
-    save_tokenizer(tokenizer, folder)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
     for module in (configuration_d2l_bert, modeling_d2l_bert):
         shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path):
+    """
+    A folder to write into, which takes the name `folder` when the block is done; if the block fails it goes again.
+
+    Raises:
+        ValueError: `folder` holds something already, or cannot be made.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: there is something already; name a new or empty folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_json(path: Path, content: dict) -> None:

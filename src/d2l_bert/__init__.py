@@ -1,7 +1,7 @@
 """d2l-bert: raw text in, a BERT out.
 
 Importing it registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained` and
-`pipeline("fill-mask")` know it.
+`pipeline("fill-mask")` know it, and the task `pipeline("next-sentence-prediction")`.
 """
 
 from importlib import import_module
@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     BertTokenizer,
 )
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import (
@@ -32,6 +33,7 @@ from d2l_bert.modeling.modeling_d2l_bert import (
     D2lBertModel,
     D2lBertPreTrainedModel,
 )
+from d2l_bert.next_sentence_pipeline import NextSentencePredictionPipeline
 
 
 AutoConfig.register(D2lBertConfig.model_type, D2lBertConfig, exist_ok=True)
@@ -48,9 +50,17 @@ for auto_class, model_class in (
 ):
     auto_class.register(D2lBertConfig, model_class, exist_ok=True)
 
+PIPELINE_REGISTRY.register_pipeline(
+    "next-sentence-prediction",
+    pipeline_class=NextSentencePredictionPipeline,
+    pt_model=AutoModelForNextSentencePrediction,
+    type="text",
+)
+
 # What only those need who train is imported when it is asked for.
 _LATER = {
     "PretrainConfig": "d2l_bert.training.config",
+    "PretrainingLoss": "d2l_bert.training.trainer_loss",
     "RECIPES": "d2l_bert.training.recipes",
     "pretrain": "d2l_bert.training.pretrain",
     "train_wordpiece": "d2l_bert.tokenization.wordpiece",
@@ -67,6 +77,7 @@ __all__ = [
     "D2lBertForTokenClassification",
     "D2lBertModel",
     "D2lBertPreTrainedModel",
+    "NextSentencePredictionPipeline",
     *_LATER,
 ]
 

@@ -20,6 +20,7 @@ Raw text in, a BERT out.
   d2l-bert pretrain --corpus books/ --output_dir out  one of your own text files
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
+  d2l-bert convert google-bert/bert-base-uncased out --from bert
 
 Each command explains itself: d2l-bert pretrain --help
 """
@@ -28,6 +29,15 @@ PRETRAIN = """
 
 With no option at all it trains the recipe tiny on the documentation that is installed with Python, in some minutes.
 It leaves a folder with the model, its tokenizer, its card and the run's record."""
+
+CONVERT = """
+
+  --from d2l   the state dict of the book's BERTModel, a file or a folder with pretrained.params and vocab.json
+  --from bert  any stock BERT, a folder or an id on the Hub
+  --to bert    ours as a stock BERT; ours must normalise its embeddings (embedding_layer_norm)
+  --to d2l     ours as pretrained.params and vocab.json for the book's BERTModel
+
+DST is a new folder. Weights stay the same numbers, and what the other model cannot express is refused."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,13 +107,64 @@ def fill_mask_command(arguments) -> None:
 
 def next_sentence_command(arguments) -> None:
     """Print whether the second sentence follows the first."""
-    from d2l_bert import D2lBertForNextSentencePrediction
-    from d2l_bert.training.evaluate import next_sentence
+    from d2l_bert import D2lBertForNextSentencePrediction, NextSentencePredictionPipeline
+    from d2l_bert.modeling.modeling_d2l_bert import NSP_LABELS
 
     model, tokenizer = _load(D2lBertForNextSentencePrediction, arguments.model)
-    probability = next_sentence(model, tokenizer, arguments.first, arguments.second)
-    for label, share in (("IsNext", probability), ("NotNext", 1 - probability)):
+    predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
+    answer = predict({"text": arguments.first, "text_pair": arguments.second})
+    for label in NSP_LABELS:
+        share = answer["score"] if label == answer["label"] else 1 - answer["score"]
         print(f"  {share:6.1%}  {label:<20} {_bar(share)}".rstrip())
+
+
+def convert_command(arguments) -> None:
+    """Turn a checkpoint of the book's or of stock BERT's into ours, or ours into one of theirs."""
+    from transformers.utils import logging
+
+    from d2l_bert.modeling import conversion
+    from d2l_bert.tokenization.wordpiece import save_tokenizer
+    from d2l_bert.training import publish
+
+    logging.disable_progress_bar()
+    source, target = arguments.source, Path(arguments.target)
+    if arguments.source_kind != "d2l" and (arguments.num_attention_heads or arguments.vocab):
+        raise ValueError("num_attention_heads and vocab are for --from d2l")
+    with publish.new_folder(target) as folder:
+        if arguments.source_kind == "d2l":
+            if not arguments.num_attention_heads:
+                raise ValueError("a d2l state dict does not tell its heads: give --num_attention_heads")
+            state = conversion.read_d2l(source)
+            beside = Path(source) / "vocab.json"
+            vocabulary = arguments.vocab or (beside if beside.exists() else None)
+            tokens = vocabulary and conversion.read_vocabulary(vocabulary)
+            model = conversion.from_d2l(state, arguments.num_attention_heads, tokens)
+            tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
+            publish.export_model(model, tokenizer, folder)
+        elif arguments.source_kind == "bert":
+            bert, unplaced = conversion.read_bert(source)
+            model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
+            publish.export_model(model, tokenizer, folder)
+            conversion.copy_sentence_transformer(source, folder)
+            if unplaced:
+                print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
+        else:
+            ours = conversion.read_ours(source)
+            tokenizer = conversion.read_tokenizer(source, ours.config)
+            if arguments.target_kind == "bert":
+                model = conversion.to_bert(ours)
+                model.save_pretrained(folder)
+                conversion.copy_sentence_transformer(source, folder)
+                if tokenizer is not None:
+                    save_tokenizer(tokenizer, folder)
+            else:
+                model = ours
+                conversion.write_d2l(ours, tokenizer, folder)
+    kind = "d2l BERTModel" if arguments.target_kind == "d2l" else type(model).__name__
+    print(f"{target}: a {kind} of {model.num_parameters():,} parameters")
+    if tokenizer is None:
+        mend = "; its vocabulary makes one: --vocab FILE" if arguments.source_kind == "d2l" else ""
+        print(f"{source} brings no tokenizer, so {target} has none{mend}")
 
 
 def _load(model_class, name):
@@ -184,6 +245,15 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     follow.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
     follow.add_argument("first", metavar="A", help="a sentence")
     follow.add_argument("second", metavar="B", help="the sentence that may follow it")
+    usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
+    convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
+    convert.add_argument("source", metavar="SRC", help="the checkpoint: a file, a folder, an id on the Hub")
+    convert.add_argument("target", metavar="DST", help="the folder to make")
+    kind = convert.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--from", dest="source_kind", choices=("d2l", "bert"), help="what SRC is; DST will be ours")
+    kind.add_argument("--to", dest="target_kind", choices=("d2l", "bert"), help="what DST shall be; SRC is ours")
+    convert.add_argument("--num_attention_heads", type=_whole_number, metavar="N", help="heads of the d2l model")
+    convert.add_argument("--vocab", metavar="FILE", help="its Vocab: idx_to_token as JSON, or a token a line")
     return parser
 
 

@@ -1,0 +1,522 @@
+"""Checkpoints of the book's `BERTModel` and of stock BERT <-> ours: the same numbers under other names.
+
+Three models compute the same thing where their settings meet. d2l 1.0's is `relu`, no embedding LayerNorm, untied;
+stock BERT's normalises its embeddings. What one of them cannot express is refused, never approximated.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch.nn.parameter import is_lazy
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertForPreTraining,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file, logging
+
+from . import modeling_d2l_bert
+from .configuration_d2l_bert import D2lBertConfig
+from .modeling_d2l_bert import D2lBertForMultipleChoice, D2lBertForPreTraining, D2lBertPreTrainedModel
+
+
+# Our modules, and the same ones elsewhere; {n} is the number of a block.
+D2L_NAMES = (
+    ("bert.embeddings.word_embeddings", "encoder.token_embedding"),
+    ("bert.embeddings.token_type_embeddings", "encoder.segment_embedding"),
+    ("bert.encoder.layer.{n}.attention.query", "encoder.blks.{n}.attention.W_q"),
+    ("bert.encoder.layer.{n}.attention.key", "encoder.blks.{n}.attention.W_k"),
+    ("bert.encoder.layer.{n}.attention.value", "encoder.blks.{n}.attention.W_v"),
+    ("bert.encoder.layer.{n}.attention.output", "encoder.blks.{n}.attention.W_o"),
+    ("bert.encoder.layer.{n}.addnorm1.LayerNorm", "encoder.blks.{n}.addnorm1.ln"),
+    ("bert.encoder.layer.{n}.ffn.dense1", "encoder.blks.{n}.ffn.dense1"),
+    ("bert.encoder.layer.{n}.ffn.dense2", "encoder.blks.{n}.ffn.dense2"),
+    ("bert.encoder.layer.{n}.addnorm2.LayerNorm", "encoder.blks.{n}.addnorm2.ln"),
+    ("bert.pooler.dense", "hidden.0"),
+    ("mlm.dense", "mlm.mlp.0"),
+    ("mlm.LayerNorm", "mlm.mlp.2"),
+    ("mlm.decoder", "mlm.mlp.3"),
+    ("nsp.output", "nsp.output"),
+)
+OUR_POSITIONS, D2L_POSITIONS = "bert.embeddings.position_embeddings.weight", "encoder.pos_embedding"
+BERT_NAMES = (
+    ("embeddings.word_embeddings", "embeddings.word_embeddings"),
+    ("embeddings.token_type_embeddings", "embeddings.token_type_embeddings"),
+    ("embeddings.position_embeddings", "embeddings.position_embeddings"),
+    ("embeddings.LayerNorm", "embeddings.LayerNorm"),
+    ("encoder.layer.{n}.attention.query", "encoder.layer.{n}.attention.self.query"),
+    ("encoder.layer.{n}.attention.key", "encoder.layer.{n}.attention.self.key"),
+    ("encoder.layer.{n}.attention.value", "encoder.layer.{n}.attention.self.value"),
+    ("encoder.layer.{n}.attention.output", "encoder.layer.{n}.attention.output.dense"),
+    ("encoder.layer.{n}.addnorm1.LayerNorm", "encoder.layer.{n}.attention.output.LayerNorm"),
+    ("encoder.layer.{n}.ffn.dense1", "encoder.layer.{n}.intermediate.dense"),
+    ("encoder.layer.{n}.ffn.dense2", "encoder.layer.{n}.output.dense"),
+    ("encoder.layer.{n}.addnorm2.LayerNorm", "encoder.layer.{n}.output.LayerNorm"),
+    ("pooler.dense", "pooler.dense"),
+    ("mlm.dense", "cls.predictions.transform.dense"),
+    ("mlm.LayerNorm", "cls.predictions.transform.LayerNorm"),
+    ("mlm.decoder", "cls.predictions.decoder"),
+    ("nsp.output", "cls.seq_relationship"),
+    ("classifier", "classifier"),
+    ("qa_outputs", "qa_outputs"),
+)
+LAZY = "a lazy layer has no weights yet; run the net on one batch before you save its state dict"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
+D2L_SPECIAL_TOKENS = {
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "cls_token": "<cls>",
+    "sep_token": "<sep>",
+    "mask_token": "<mask>",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The book's model
+
+
+def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
+    """
+    A state dict that `torch.save(net.state_dict(), path)` wrote, read without running what it may have pickled.
+
+    Args:
+        path: the file; or a folder with `pretrained.params`, as the book publishes its own.
+
+    Raises:
+        ValueError: no such file, or one that holds something else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "pretrained.params"
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file; give the file of the d2l state dict, or its folder")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle of code, a file cut short, MXNet's format: each has a class of its own
+        if "UninitializedParameter" in str(error):
+            raise ValueError(f"{path}: {LAZY}") from None
+        raise ValueError(
+            f"{path}: is no PyTorch state dict; save one with torch.save(net.state_dict(), path). "
+            f"Whole pickled models, MXNet and TensorFlow weights cannot be read"
+        ) from None
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{path}: holds no state dict; save one with torch.save(net.state_dict(), path)")
+    return state
+
+
+def from_d2l(
+    state_dict: dict[str, torch.Tensor], num_attention_heads: int, tokens: list[str] | None = None
+) -> D2lBertForPreTraining:
+    """
+    The book's `BERTModel` (section 15.8.6) as ours: same encodings, same MLM logits, NSP logits with their two
+    columns exchanged, since the book's label 1 means that B follows A and Hugging Face's means that it does not.
+
+    Args:
+        state_dict: of a d2l 1.0 `BERTModel`, or of an older edition with the same names. Wrapped in `DataParallel`
+            it will do; without biases in its attention, as older editions can be, too.
+        num_attention_heads: the one number that the weights do not tell.
+        tokens: its vocabulary in the order of the ids; it tells which one pads.
+
+    Raises:
+        ValueError: a name is missing or unknown, a shape does not fit, a lazy layer never saw a batch, or the
+            vocabulary is another model's.
+    """
+    state = {name.removeprefix("module."): value for name, value in state_dict.items()}
+    for name, value in state.items():
+        if is_lazy(value):
+            raise ValueError(f"{name}: {LAZY}")
+    layers = 1 + max(
+        (int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))), default=-1
+    )
+    theirs_of = _names(D2L_NAMES, layers)
+    without_bias = not any(re.search(r"attention\.W_.\.bias$", name) for name in state)
+    wanted = [f"{module}.{leaf}" for module in theirs_of.values() for leaf in _leaves(module)]
+    _refuse_other_names(state, [*wanted, D2L_POSITIONS], optional=r"attention\.W_.\.bias$" if without_bias else None)
+    if state[D2L_POSITIONS].dim() != 3:
+        raise ValueError(f"{D2L_POSITIONS}: shape {tuple(state[D2L_POSITIONS].shape)}; the book's is (1, max_len, H)")
+    vocab_size, hidden_size = state["encoder.token_embedding.weight"].shape
+    if tokens is not None and len(tokens) != vocab_size:
+        raise ValueError(f"the vocabulary has {len(tokens)} tokens and the model {vocab_size}: it is another model's")
+    config = D2lBertConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=num_attention_heads,
+        intermediate_size=state["encoder.blks.0.ffn.dense1.weight"].shape[0],
+        max_position_embeddings=state[D2L_POSITIONS].shape[1],
+        type_vocab_size=state["encoder.segment_embedding.weight"].shape[0],
+        pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
+    )
+    ours = {OUR_POSITIONS: state[D2L_POSITIONS].squeeze(0)}
+    for our_module, their_module in theirs_of.items():
+        for leaf in _leaves(their_module):
+            value = state.get(f"{their_module}.{leaf}")
+            ours[f"{our_module}.{leaf}"] = torch.zeros(hidden_size) if value is None else value
+    return _filled(D2lBertForPreTraining(config), _with_nsp_flipped(ours))
+
+
+def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
+    """
+    The state dict of the book's `BERTModel` that computes what `model` does; `from_d2l` the other way round.
+
+    Raises:
+        ValueError: the book's model cannot express this one; it says why.
+    """
+    config = model.config
+    reasons = {
+        "it has no next sentence and masked language model heads": not isinstance(model, D2lBertForPreTraining),
+        f"hidden_act is {config.hidden_act}, the book's is relu": config.hidden_act != "relu",
+        "it normalises its embeddings, the book does not": config.embedding_layer_norm,
+        f"layer_norm_eps is {config.layer_norm_eps}, the book's is 1e-05": config.layer_norm_eps != 1e-5,
+        f"it has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"d2l's BERTModel cannot express this model: {reason}")
+    state = _with_nsp_flipped(model.state_dict())
+    theirs = {D2L_POSITIONS: state[OUR_POSITIONS].unsqueeze(0)}
+    for our_module, their_module in _names(D2L_NAMES, config.num_hidden_layers).items():
+        for leaf in _leaves(their_module):
+            theirs[f"{their_module}.{leaf}"] = state[f"{our_module}.{leaf}"].clone()  # a tied matrix becomes two
+    return theirs
+
+
+def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
+    """Write `pretrained.params` and `vocab.json`, the two files that the book loads its own BERT from (16.7.1)."""
+    torch.save(to_d2l(model), folder / "pretrained.params")
+    if tokenizer is not None:
+        (folder / "vocab.json").write_text(json.dumps(d2l_vocabulary(tokenizer)))
+
+
+def read_vocabulary(path: str | Path) -> list[str]:
+    """
+    The tokens of a d2l `Vocab`, in the order of their ids.
+
+    Args:
+        path: `idx_to_token` as a JSON list, `token_to_idx` as a JSON object, or text with a token a line.
+
+    Raises:
+        ValueError: no such file, or one that holds something else.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
+    except OSError as error:
+        raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{path}: the vocabulary is neither JSON nor UTF-8 text") from None
+    if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
+        tokens = sorted(tokens, key=tokens.get)
+    if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
+        raise ValueError(f"{path}: a vocabulary is a list of tokens in the order of their ids, none of them empty")
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
+        raise ValueError(f"{path}: the token {twice!r} stands in the vocabulary twice")
+    return tokens
+
+
+def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast:
+    """
+    A tokenizer with the ids of a d2l `Vocab` (section 15.9): words between white space, lower case if all tokens are.
+
+    Args:
+        tokens: in the order of their ids. `<pad>`, `<unk>`, `<cls>`, `<sep>` and `<mask>` are found by name.
+        max_length: longest sequence, in tokens.
+
+    Raises:
+        ValueError: one of the five is not there.
+    """
+    for token in D2L_SPECIAL_TOKENS.values():
+        if token not in tokens:
+            raise ValueError(
+                f"the vocabulary makes no tokenizer, since it has no {token}; "
+                f"leave it out to convert the weights alone"
+            )
+    ids = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    if all(token == token.lower() for token in tokens):
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <sep>",
+        pair="<cls> $A <sep> $B:1 <sep>:1",
+        special_tokens=[(token, ids[token]) for token in ("<cls>", "<sep>")],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **D2L_SPECIAL_TOKENS,
+    )
+
+
+def d2l_vocabulary(tokenizer) -> list[str]:
+    """
+    The tokens of any of our tokenizers for a d2l `Vocab`: in the order of their ids, the special ones by d2l's names.
+
+    Raises:
+        ValueError: a token that is not special has the name of one of d2l's.
+    """
+    ids = tokenizer.get_vocab()
+    renamed = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
+    tokens = [renamed.get(token, token) for token in sorted(ids, key=ids.get)]
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(
+            f"the vocabulary has an ordinary token with one of d2l's names, {', '.join(renamed.values())}"
+        )
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stock BERT
+
+
+def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
+    """
+    A stock BERT with all the heads that its checkpoint holds.
+
+    Args:
+        name: a folder or an id on the Hub; `model.safetensors` or `pytorch_model.bin`, of which only tensors are read.
+
+    Returns:
+        The model, and the names in the checkpoint that it has no place for.
+
+    Raises:
+        ValueError: it is not a BERT, or holds no weights that PyTorch reads.
+        OSError: nothing there.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{name}: holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read"
+        )
+    config = AutoConfig.from_pretrained(name)
+    if not isinstance(config, BertConfig):
+        raise ValueError(f"{name}: is a {config.model_type} model, not a bert one")
+    _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
+    stated = (config.architectures or ["BertForPreTraining"])[0]
+    if stated in ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertLMHeadModel"):
+        stated = "BertForPreTraining"  # it shows which heads there are
+    model_class = getattr(transformers, stated, None)
+    if _our_class(model_class) is None:
+        raise ValueError(f"{name}: is a {stated}, which is none of the BERTs that d2l-bert has")
+    model, missing, unexpected = _load(model_class, name)
+    if model_class is BertForPreTraining and missing:
+        heads = {
+            head: any(key.startswith(head) for key in missing) for head in ("cls.predictions", "cls.seq_relation")
+        }
+        class_of = {(False, True): "ForMaskedLM", (True, False): "ForNextSentencePrediction", (True, True): "Model"}
+        model_class = getattr(transformers, "Bert" + class_of.get(tuple(heads.values()), "ForPreTraining"))
+        without_pooler = model_class.__name__ == "BertModel" and any("pooler" in key for key in missing)
+        options = {"add_pooling_layer": False} if without_pooler else {}
+        model, missing, unexpected = _load(model_class, name, **options)
+    if missing:
+        raise ValueError(f"{name}: has no weights for {sorted(missing)[0]}")
+    return model, sorted(key for key in unexpected if not key.endswith("position_ids"))
+
+
+def read_ours(name: str) -> D2lBertPreTrainedModel:
+    """
+    A model of ours with the heads that it was saved with.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        ValueError: it is another model.
+        OSError: nothing there.
+    """
+    config = AutoConfig.from_pretrained(name)
+    model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
+    if not isinstance(config, D2lBertConfig) or model_class is None:
+        raise ValueError(f"{name}: is a {config.model_type} model, not a d2l-bert one")
+    model, missing, _ = _load(model_class, name)
+    if missing:
+        raise ValueError(f"{name}: has no weights for {sorted(missing)[0]}")
+    return model
+
+
+def read_tokenizer(name: str, config):
+    """
+    The tokenizer beside a model, or None if there is none.
+
+    Raises:
+        ValueError: it has tokens that the model does not have.
+    """
+    files = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES]
+    if not any(files):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+    return tokenizer
+
+
+def copy_sentence_transformer(name: str, folder: Path) -> None:
+    """Copy what makes a sentence-transformers model of an encoder (pooling, lengths, prompts), if `name` brings it."""
+    modules = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
+    if modules is None:
+        return
+    parts = [module["path"] for module in json.loads(Path(modules).read_text()) if module["path"]]
+    patterns = ["modules.json", "*sentence*.json", *(f"{part}/*" for part in parts)]
+    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            (folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / file.relative_to(source))
+
+
+def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
+    """
+    A stock BERT as ours, with the same head; the weights are the same numbers, bit for bit.
+
+    Raises:
+        ValueError: a BERT that our switches cannot express; it says why.
+    """
+    our_class = _our_class(type(model))
+    if our_class is None:
+        raise ValueError(f"{type(model).__name__} is none of the BERTs that d2l-bert has")
+    config = D2lBertConfig(
+        **_bert_numbers(model.config),
+        embedding_layer_norm=True,
+        id2label=model.config.id2label,
+        label2id=model.config.label2id,
+        problem_type=model.config.problem_type,
+    )
+    ours = our_class(config, **_pooling(model))
+    return _filled(
+        ours,
+        _renamed(model, {theirs: our for our, theirs in _bert_names(our_class, config.num_hidden_layers).items()}),
+    )
+
+
+def to_bert(model: D2lBertPreTrainedModel) -> PreTrainedModel:
+    """
+    Ours as a stock BERT, usable where no code of ours is; the weights are the same numbers, bit for bit.
+
+    Raises:
+        ValueError: stock BERT cannot express this model.
+    """
+    if not model.config.embedding_layer_norm:
+        raise ValueError(
+            "stock BERT cannot express this model: it normalises the sum of the embeddings, which this one does not "
+            "(embedding_layer_norm is false); load it with d2l_bert or trust_remote_code=True"
+        )
+    shared = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
+    config = BertConfig(
+        **{name: getattr(model.config, name) for name in shared},
+        id2label=model.config.id2label,
+        label2id=model.config.label2id,
+        problem_type=model.config.problem_type,
+    )
+    bert = getattr(transformers, type(model).__name__.removeprefix("D2l"))(config, **_pooling(model))
+    state = _renamed(model, _bert_names(type(model), config.num_hidden_layers))
+    if "cls.predictions.decoder.bias" in state:  # stock BERT has it under two names
+        state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
+    return _filled(bert, state)
+
+
+def _our_class(bert_class):
+    if bert_class is None or not bert_class.__name__.startswith("Bert"):
+        return None
+    return getattr(modeling_d2l_bert, "D2l" + bert_class.__name__, None)
+
+
+def _bert_numbers(config):
+    """The fields of ours that a BertConfig has too, if ours mean the same."""
+    if config.is_decoder or config.add_cross_attention:
+        raise ValueError("this BERT is a decoder (is_decoder, add_cross_attention); d2l-bert has encoders only")
+    positions = getattr(config, "position_embedding_type", None) or "absolute"
+    if positions != "absolute":
+        raise ValueError(f"this BERT has {positions} position embeddings; d2l-bert has absolute ones only")
+    numbers = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
+    D2lBertConfig(**numbers)  # refuses other activations, by name
+    return numbers
+
+
+def _load(model_class, name, **options):
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing is looked at, not warned of
+    try:
+        model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+    return model, report["missing_keys"], report["unexpected_keys"]
+
+
+def _pooling(model):
+    has_none = getattr(model, "pooler", ...) is None
+    return {"add_pooling_layer": False} if has_none else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def _names(table, layers):
+    """Our module -> theirs, written out for every block."""
+    return {
+        ours.format(n=n): theirs.format(n=n)
+        for ours, theirs in table
+        for n in (range(layers) if "{n}" in ours else [""])
+    }
+
+
+def _bert_names(our_class, layers):
+    names = _names(BERT_NAMES, layers)
+    if our_class is D2lBertForMultipleChoice:
+        names["scorer"] = names.pop("classifier")
+    return names
+
+
+def _leaves(module):
+    return ("weight",) if module.endswith("embedding") else ("weight", "bias")
+
+
+def _renamed(model, names):
+    """The state dict of `model` under other names; the encoder's prefix `bert.` stays where it is."""
+    state = {}
+    for name, value in model.state_dict().items():
+        prefix = "bert." if name.startswith("bert.") else ""
+        module, leaf = name.removeprefix(prefix).rsplit(".", 1)
+        if module in names:
+            state[f"{prefix}{names[module]}.{leaf}"] = value
+        elif name != "cls.predictions.bias":  # the decoder's bias, once more
+            raise ValueError(f"{name}: no weight of this name is known")
+    return state
+
+
+def _refuse_other_names(state, wanted, optional=None):
+    for name in wanted:
+        if name not in state and not (optional and re.search(optional, name)):
+            raise ValueError(f"{name} is not in the state dict: it is not one of a d2l BERTModel")
+    for name in state:
+        if name not in wanted:
+            raise ValueError(f"{name}: a d2l BERTModel has no weight of this name")
+
+
+def _with_nsp_flipped(state):
+    return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
+
+
+def _filled(model, state):
+    """`model` with the weights of `state`, in its precision; every weight, and no other."""
+    for name, value in model.state_dict().items():
+        if name in state and state[name].shape != value.shape:
+            raise ValueError(f"{name}: has shape {tuple(state[name].shape)}, where {tuple(value.shape)} is wanted")
+    model.to(next(iter(state.values())).dtype)
+    model.load_state_dict(state, strict=True)
+    return model.eval()
