@@ -300,19 +300,17 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     """
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ValueError(
-            f"{name}: holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read"
-        )
+        raise ValueError("it holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read")
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BertConfig):
-        raise ValueError(f"{name}: is a {config.model_type} model, not a bert one")
+        raise ValueError(f"it is a {config.model_type} model, not a bert one")
     _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
     stated = (config.architectures or ["BertForPreTraining"])[0]
     if stated in ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertLMHeadModel"):
         stated = "BertForPreTraining"  # it shows which heads there are
     model_class = getattr(transformers, stated, None)
     if _our_class(model_class) is None:
-        raise ValueError(f"{name}: is a {stated}, which is none of the BERTs that d2l-bert has")
+        raise ValueError(f"it is a {stated}, which is none of the BERTs that d2l-bert has")
     model, missing, unexpected = _load(model_class, name)
     if model_class is BertForPreTraining and missing:
         heads = {
@@ -324,7 +322,7 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         options = {"add_pooling_layer": False} if without_pooler else {}
         model, missing, unexpected = _load(model_class, name, **options)
     if missing:
-        raise ValueError(f"{name}: has no weights for {sorted(missing)[0]}")
+        raise ValueError(f"it has no weights for {sorted(missing)[0]}")
     return model, sorted(key for key in unexpected if not key.endswith("position_ids"))
 
 
@@ -342,10 +340,10 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     config = AutoConfig.from_pretrained(name)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
-        raise ValueError(f"{name}: is a {config.model_type} model, not a d2l-bert one")
+        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
     model, missing, _ = _load(model_class, name)
     if missing:
-        raise ValueError(f"{name}: has no weights for {sorted(missing)[0]}")
+        raise ValueError(f"it has no weights for {sorted(missing)[0]}")
     return model
 
 
@@ -361,7 +359,7 @@ def read_tokenizer(name: str, config):
         return None
     tokenizer = AutoTokenizer.from_pretrained(name)
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+        raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
     return tokenizer
 
 

@@ -61,9 +61,9 @@ def trained(books, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_thread():
-    """For models too small to gain from threads, which cost seconds on a busy machine."""
+    """For models too small to gain from threads; what other tests share is made before, with all of them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -142,24 +142,26 @@ def convert_command(arguments) -> None:
             tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
             publish.export_model(model, tokenizer, folder)
         elif arguments.source_kind == "bert":
-            bert, unplaced = conversion.read_bert(source)
-            model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
+            with _reading(source):
+                bert, unplaced = conversion.read_bert(source)
+                tokenizer = conversion.read_tokenizer(source, bert.config)
+            model = conversion.from_bert(bert)
             publish.export_model(model, tokenizer, folder)
             conversion.copy_sentence_transformer(source, folder)
             if unplaced:
                 print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
         else:
-            ours = conversion.read_ours(source)
-            tokenizer = conversion.read_tokenizer(source, ours.config)
-            if arguments.target_kind == "bert":
-                model = conversion.to_bert(ours)
+            with _reading(source):
+                model = conversion.read_ours(source)
+                tokenizer = conversion.read_tokenizer(source, model.config)
+            if arguments.target_kind == "d2l":
+                conversion.write_d2l(model, tokenizer, folder)
+            else:
+                model = conversion.to_bert(model)
                 model.save_pretrained(folder)
                 conversion.copy_sentence_transformer(source, folder)
                 if tokenizer is not None:
                     save_tokenizer(tokenizer, folder)
-            else:
-                model = ours
-                conversion.write_d2l(ours, tokenizer, folder)
     kind = "d2l BERTModel" if arguments.target_kind == "d2l" else type(model).__name__
     print(f"{target}: a {kind} of {model.num_parameters():,} parameters")
     if tokenizer is None:
@@ -167,24 +169,31 @@ def convert_command(arguments) -> None:
         print(f"{source} brings no tokenizer, so {target} has none{mend}")
 
 
+@contextlib.contextmanager
+def _reading(name):
+    """Name the model that cannot be read: the libraries have another class of exception for every way to miss."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if not Path(name).exists():
+            reason = "no folder here has this name, and the Hub gave no model of it"
+        raise ValueError(f"{name}: cannot be loaded: {reason}") from None
+
+
 def _load(model_class, name):
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
+    with _reading(name):
         config = AutoConfig.from_pretrained(name)
         if not isinstance(config, model_class.config_class):
             raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
         model, tokenizer = model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
         if len(tokenizer) != config.vocab_size:
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
-        return model, tokenizer
-    except Exception as error:  # the libraries have another class of exception for every way to miss
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        if not Path(name).exists():
-            reason = "no folder here has this name, and the Hub gave no model of it"
-        raise ValueError(f"{name}: cannot be loaded: {reason}") from None
+    return model, tokenizer
 
 
 def _bar(share):

@@ -28,7 +28,13 @@ class NextSentencePredictionPipeline(Pipeline):
     def preprocess(self, inputs, **tokenizer_kwargs):
         if not isinstance(inputs, dict) or set(inputs) != {"text", "text_pair"}:
             raise ValueError('a pair is {"text": first, "text_pair": second}, got ' + repr(inputs))
-        return self.tokenizer(**inputs, return_tensors="pt", **tokenizer_kwargs)
+        encoded = self.tokenizer(**inputs, return_tensors="pt", **tokenizer_kwargs)
+        length, limit = encoded["input_ids"].shape[1], self.model.config.max_position_embeddings
+        if length > limit:
+            raise ValueError(
+                f"{inputs['text'][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it"
+            )
+        return encoded
 
     def _forward(self, model_inputs):
         return self.model(**model_inputs)
