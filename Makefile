@@ -1,15 +1,25 @@
-# make demo | test | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
+# make demo | test | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: demo test style quality clean
+SUITE := build/transformers
+
+.PHONY: demo test contract style quality clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# Transformers' own common model tests over our classes; they are in its source distribution only.
+contract: .venv/installed
+	rm -rf $(SUITE)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(SUITE) \
+	    transformers==$$($(BIN)/python -c 'import transformers; print(transformers.__version__)')
+	tar xzf $(SUITE)/*.tar.gz -C $(SUITE) --strip-components 1
+	TRANSFORMERS_TESTS=$(SUITE)/tests RUN_SLOW=1 $(BIN)/python -m pytest -o addopts= -q tests/test_transformers_suite.py
 
 style: .venv/installed
 	$(BIN)/ruff format .
