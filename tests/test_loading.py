@@ -1,5 +1,6 @@
 """The folder that a run leaves, loaded as its readers load it: with the package, without it, by stock classes."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, BertTokenizer, pipeline
+from transformers.dynamic_module_utils import get_relative_imports
 
 import d2l_bert.modeling.configuration_d2l_bert
 import d2l_bert.modeling.modeling_d2l_bert
@@ -83,6 +85,23 @@ def test_the_code_that_was_trained_is_the_code_in_the_folder(trained):
     for module in (d2l_bert.modeling.configuration_d2l_bert, d2l_bert.modeling.modeling_d2l_bert):
         with open(module.__file__) as file:
             assert (trained / file.name.rsplit("/", 1)[-1]).read_text() == file.read()
+
+
+def test_that_code_imports_nothing_that_its_readers_lack(trained):
+    files = {file.stem: file for file in trained.glob("*.py")}
+    assert set(files) == {"configuration_d2l_bert", "modeling_d2l_bert"}
+    for file in files.values():
+        siblings = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module in files, ast.unparse(node)  # `from .sibling import name`
+                siblings.add(node.module)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                for top in {name.partition(".")[0] for name in names}:
+                    assert top in {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub"}, top
+        # What Transformers copies for `trust_remote_code` it finds by pattern, in docstrings too.
+        assert set(get_relative_imports(file)) == siblings
 
 
 def test_fill_mask_pipeline_and_command_agree(trained, capsys):
