@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 
 ACTIVATIONS = ("relu", "gelu")
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 # Keyword arguments that every Transformers configuration takes although they are not dataclass fields.
 _COMMON_ARGUMENTS = {
@@ -114,6 +115,10 @@ class D2lBertConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+        if self.problem_type not in (None, *PROBLEM_TYPES):
+            raise ValueError(f"problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}")
+        if self.num_labels < 1:
+            raise ValueError(f"num_labels must be at least 1, got {self.num_labels!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "

@@ -70,6 +70,8 @@ BERT_NAMES = (
     ("classifier", "classifier"),
     ("qa_outputs", "qa_outputs"),
 )
+# Heads that one checkpoint may hold together, whichever of them it is named after.
+PRETRAINED = ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining")
 LAZY = "a lazy layer has no weights yet; run the net on one batch before you save its state dict"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 D2L_SPECIAL_TOKENS = {
@@ -301,16 +303,13 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ValueError("it holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read")
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
         raise ValueError(f"it is a {config.model_type} model, not a bert one")
     _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
-    stated = (config.architectures or ["BertForPreTraining"])[0]
-    if stated in ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertLMHeadModel"):
-        stated = "BertForPreTraining"  # it shows which heads there are
-    model_class = getattr(transformers, stated, None)
-    if _our_class(model_class) is None:
-        raise ValueError(f"it is a {stated}, which is none of the BERTs that d2l-bert has")
+    model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
+        model_class = BertForPreTraining  # it shows which heads there are
     model, missing, unexpected = _load(model_class, name)
     if model_class is BertForPreTraining and missing:
         heads = {
@@ -337,7 +336,7 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
         ValueError: it is another model.
         OSError: nothing there.
     """
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
         raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
@@ -373,7 +372,7 @@ def copy_sentence_transformer(name: str, folder: Path) -> None:
     source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     for pattern in patterns:
         for file in source.glob(pattern):
-            (folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
+            (folder / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / file.relative_to(source))
 
 

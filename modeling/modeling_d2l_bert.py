@@ -598,14 +598,17 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
                 self.config.problem_type = "single_label_classification"
             else:
                 self.config.problem_type = "multi_label_classification"
-        if self.config.problem_type == "single_label_classification":
+        problem_type = self.config.problem_type
+        if problem_type == "single_label_classification":
             return cross_entropy(logits, labels.squeeze(-1) if labels.dim() == 2 else labels, num_items)
         if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
             raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
         logits, labels = logits.float(), labels.reshape(logits.shape).float()
-        if self.config.problem_type == "regression":
+        if problem_type == "regression":
             return loss_over((logits - labels) ** 2, num_items)
-        return loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
+        if problem_type == "multi_label_classification":
+            return loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
+        raise ValueError(f"config.problem_type is none that there is a loss for: {problem_type!r}")
 
 
 class D2lBertForTokenClassification(D2lBertPreTrainedModel):
@@ -731,12 +734,12 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
         Returns:
             `MultipleChoiceModelOutput` with `logits` (B, C).
         """
-        rows_and_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         flat = [
             None if given is None else given.flatten(0, 1)
             for given in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.bert(*flat, return_dict=True, **kwargs)
+        rows_and_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         logits = self.scorer(self.dropout(outputs.pooler_output)).view(rows_and_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return MultipleChoiceModelOutput(

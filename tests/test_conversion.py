@@ -292,6 +292,19 @@ def test_a_checkpoint_keeps_the_heads_it_has_whatever_it_calls_itself(head, drop
             assert torch.equal(value, state[name])
 
 
+def test_a_head_that_nobody_knows_is_left_behind_and_said(tmp_path, capsys):
+    bert = stock("Model")
+    bert.save_pretrained(tmp_path / "bert")
+    bert.config.architectures = ["SomebodysBert"]
+    bert.config.save_pretrained(tmp_path / "bert")
+    state = {**bert.state_dict(), "linear.weight": torch.zeros(3, 24)}
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "bert" / "pytorch_model.bin")
+    assert main(["convert", str(tmp_path / "bert"), str(tmp_path / "ours"), "--from", "bert"]) == 0
+    assert "left behind, having no place in a D2lBertModel: linear.weight" in capsys.readouterr().out
+    assert_same_outputs(bert, D2lBertModel.from_pretrained(tmp_path / "ours"))
+
+
 def test_an_encoder_without_a_pooler_stays_without(tmp_path):
     bert = transformers.BertModel(stock("Model").config, add_pooling_layer=False).eval()
     bert.save_pretrained(tmp_path / "bert")

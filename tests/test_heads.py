@@ -140,6 +140,18 @@ def test_labels_of_another_shape_than_the_classes_are_refused(shape):
         model(torch.arange(30).view(3, 10), labels=torch.zeros(shape))
 
 
+@every_head
+def test_every_head_wants_exactly_one_of_input_ids_and_inputs_embeds(head):
+    ids = torch.arange(12).view((2, 2, 3) if head == "ForMultipleChoice" else (4, 3))
+    model = ours(head)
+    for given in ({}, {"input_ids": ids, "inputs_embeds": torch.zeros(*ids.shape, 24)}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**given)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(ids))
+    for name, value in model(ids).items():
+        assert torch.equal(embedded[name], value), name
+
+
 def test_an_answer_that_was_cut_off_does_not_count():
     model = ours("ForQuestionAnswering")
     ids, starts, ends = torch.arange(20).view(2, 10), torch.tensor([3, 10]), torch.tensor([4, 99])

@@ -710,6 +710,9 @@ def test_a_configuration_survives_its_file(setting, tmp_path):
         ("pad_token_id", -1),
         ("hidden_act", "gelu_new"),
         ("hidden_act", "swish"),
+        ("classifier_dropout", 1.2),
+        ("problem_type", "ranking"),
+        ("num_labels", 0),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_field(field, value):
