@@ -140,6 +140,18 @@ def test_labels_of_another_shape_than_the_classes_are_refused(shape):
         model(torch.arange(30).view(3, 10), labels=torch.zeros(shape))
 
 
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice"])
+@pytest.mark.parametrize(("classifier_dropout", "share"), [(None, 0.4), (0.7, 0.7), (0.0, 0.0)])
+def test_classifiers_drop_out_what_they_see(head, classifier_dropout, share):
+    model = ours(head, hidden_dropout_prob=0.4, classifier_dropout=classifier_dropout, hidden_size=96).train()
+    seen = []
+    last = model.scorer if head == "ForMultipleChoice" else model.classifier
+    last.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    shape = (4, 2, 16) if head == "ForMultipleChoice" else (4, 16)
+    model(torch.randint(0, 40, shape))
+    assert (seen[0] == 0).float().mean().item() == pytest.approx(share, abs=0.1)
+
+
 @every_head
 def test_every_head_wants_exactly_one_of_input_ids_and_inputs_embeds(head):
     ids = torch.arange(12).view((2, 2, 3) if head == "ForMultipleChoice" else (4, 3))
@@ -170,7 +182,7 @@ def test_the_nsp_head_names_its_labels_and_no_other_head_inherits_them(tmp_path)
 # Trainer
 
 
-def trained_once(head, rows, batch_size, accumulation, folder, **options):
+def trained_once(head, rows, batch_size, accumulation, folder, own_loss=True, **options):
     """Loss and gradient of one optimizer step on `rows` under Trainer."""
     model, gradient = ours(head, **options), {}
 
@@ -191,7 +203,7 @@ def trained_once(head, rows, batch_size, accumulation, folder, **options):
     )
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Catch()])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
-    if head == "ForPreTraining":
+    if head == "ForPreTraining" and own_loss:
         trainer.compute_loss_func = PretrainingLoss(trainer)
     return trainer.train().training_loss, gradient
 
@@ -232,6 +244,14 @@ def test_every_accumulation_split_has_one_gradient_under_trainer(head, options, 
         assert loss == pytest.approx(whole_loss, rel=1e-5)
         for name, value in whole.items():
             torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-4)
+
+
+def test_without_the_loss_function_trainer_takes_the_mean_of_the_pretraining_models_micro_batches(tmp_path):
+    model, rows = ours("ForPreTraining"), make_rows("ForPreTraining")
+    rows = rows[:3] + rows[4:8]  # the one without a label for its pair has no loss of its own
+    loss, _ = trained_once("ForPreTraining", rows, 1, 7, tmp_path, own_loss=False)
+    means = [model(**stacked([row])).loss.item() for row in rows]
+    assert loss == pytest.approx(sum(means) / 7, rel=1e-5)
 
 
 def test_trainer_evaluates_the_pretraining_model(tmp_path):
