@@ -76,8 +76,10 @@ class D2lBertConfig(PreTrainedConfig):
         # Only a saved config.json brings its model_type along; a call written by hand is checked for misspellings.
         if "model_type" not in kwargs:
             self._refuse_unknown_arguments(kwargs)
+        if not _is_whole(kwargs.get("num_labels") or 1):
+            raise ValueError(f"num_labels must be a whole number of at least 1, got {kwargs['num_labels']!r}")
         super().__post_init__(**kwargs)
-        self._check_values()
+        self.check()
 
     def _refuse_unknown_arguments(self, kwargs):
         known = {field.name for field in dataclasses.fields(self)} | _COMMON_ARGUMENTS
@@ -87,7 +89,8 @@ class D2lBertConfig(PreTrainedConfig):
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"D2lBertConfig has no argument {name!r}{hint}")
 
-    def _check_values(self):
+    def check(self) -> None:
+        """Refuse a value out of its range, and values that contradict each other, with a ValueError."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -98,7 +101,7 @@ class D2lBertConfig(PreTrainedConfig):
             "type_vocab_size",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             value = getattr(self, name)
@@ -126,6 +129,10 @@ class D2lBertConfig(PreTrainedConfig):
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id ({self.pad_token_id}) must lie within the vocabulary ({self.vocab_size})")
+
+
+def _is_whole(value):
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value):

@@ -4,9 +4,12 @@ Three models compute the same thing where their settings meet. d2l 1.0's is `rel
 stock BERT's normalises its embeddings. What one of them cannot express is refused, never approximated.
 """
 
+import functools
 import json
 import re
 import shutil
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,7 +30,7 @@ from transformers.utils import cached_file, logging
 
 from . import modeling_d2l_bert
 from .configuration_d2l_bert import D2lBertConfig
-from .modeling_d2l_bert import D2lBertForMultipleChoice, D2lBertForPreTraining, D2lBertPreTrainedModel
+from .modeling_d2l_bert import D2lBertForMultipleChoice, D2lBertForPreTraining, D2lBertModel, D2lBertPreTrainedModel
 
 
 # Our modules, and the same ones elsewhere; {n} is the number of a block.
@@ -70,6 +73,8 @@ BERT_NAMES = (
     ("classifier", "classifier"),
     ("qa_outputs", "qa_outputs"),
 )
+BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
+SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 # Heads that one checkpoint may hold together, whichever of them it is named after.
 PRETRAINED = ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining")
 LAZY = "a lazy layer has no weights yet; run the net on one batch before you save its state dict"
@@ -101,20 +106,22 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
         path = path / "pretrained.params"
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; give the file of the d2l state dict, or its folder")
+        raise ValueError(f"there is no file {path}; give the file of the d2l state dict, or its folder")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle's protocol: it is read or refused below
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle of code, a file cut short, MXNet's format: each has a class of its own
         if "UninitializedParameter" in str(error):
-            raise ValueError(f"{path}: {LAZY}") from None
+            raise ValueError(LAZY) from None
         raise ValueError(
-            f"{path}: is no PyTorch state dict; save one with torch.save(net.state_dict(), path). "
-            f"Whole pickled models, MXNet and TensorFlow weights cannot be read"
+            "it is no PyTorch state dict; save one with torch.save(net.state_dict(), path). "
+            "Whole pickled models, MXNet and TensorFlow weights cannot be read"
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{path}: holds no state dict; save one with torch.save(net.state_dict(), path)")
+        raise ValueError("it holds no state dict; save one with torch.save(net.state_dict(), path)")
     return state
 
 
@@ -135,30 +142,31 @@ def from_d2l(
         ValueError: a name is missing or unknown, a shape does not fit, a lazy layer never saw a batch, or the
             vocabulary is another model's.
     """
-    state = {name.removeprefix("module."): value for name, value in state_dict.items()}
+    state = {str(name).removeprefix("module."): value for name, value in state_dict.items()}
     for name, value in state.items():
         if is_lazy(value):
             raise ValueError(f"{name}: {LAZY}")
-    layers = 1 + max(
-        (int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))), default=-1
-    )
-    theirs_of = _names(D2L_NAMES, layers)
+        if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"{name}: holds no plain numbers but {value.dtype}, {value.layout}, {value.device}")
+    blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
+    theirs_of = _names(D2L_NAMES, max(blocks, default=-1) + 1)
     without_bias = not any(re.search(r"attention\.W_.\.bias$", name) for name in state)
     wanted = [f"{module}.{leaf}" for module in theirs_of.values() for leaf in _leaves(module)]
     _refuse_other_names(state, [*wanted, D2L_POSITIONS], optional=r"attention\.W_.\.bias$" if without_bias else None)
-    if state[D2L_POSITIONS].dim() != 3:
-        raise ValueError(f"{D2L_POSITIONS}: shape {tuple(state[D2L_POSITIONS].shape)}; the book's is (1, max_len, H)")
-    vocab_size, hidden_size = state["encoder.token_embedding.weight"].shape
+    vocab_size, hidden_size = _sizes(state, "encoder.token_embedding.weight", 2)
+    intermediate_size, _ = _sizes(state, "encoder.blks.0.ffn.dense1.weight", 2)
+    type_vocab_size, _ = _sizes(state, "encoder.segment_embedding.weight", 2)
+    _, max_length, _ = _sizes(state, D2L_POSITIONS, 3)
     if tokens is not None and len(tokens) != vocab_size:
         raise ValueError(f"the vocabulary has {len(tokens)} tokens and the model {vocab_size}: it is another model's")
     config = D2lBertConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_hidden_layers=layers,
+        num_hidden_layers=len(set(blocks)),
         num_attention_heads=num_attention_heads,
-        intermediate_size=state["encoder.blks.0.ffn.dense1.weight"].shape[0],
-        max_position_embeddings=state[D2L_POSITIONS].shape[1],
-        type_vocab_size=state["encoder.segment_embedding.weight"].shape[0],
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_length,
+        type_vocab_size=type_vocab_size,
         pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
     )
     ours = {OUR_POSITIONS: state[D2L_POSITIONS].squeeze(0)}
@@ -199,7 +207,9 @@ def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
     """Write `pretrained.params` and `vocab.json`, the two files that the book loads its own BERT from (16.7.1)."""
     torch.save(to_d2l(model), folder / "pretrained.params")
     if tokenizer is not None:
-        (folder / "vocab.json").write_text(json.dumps(d2l_vocabulary(tokenizer)))
+        tokens = d2l_vocabulary(tokenizer)
+        tokens += [f"<unused-{index}>" for index in range(len(tokens), model.config.vocab_size)]
+        (folder / "vocab.json").write_text(json.dumps(tokens))
 
 
 def read_vocabulary(path: str | Path) -> list[str]:
@@ -214,19 +224,21 @@ def read_vocabulary(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except OSError as error:
         raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path}: the vocabulary is neither JSON nor UTF-8 text") from None
     if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
         tokens = sorted(tokens, key=tokens.get)
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
         raise ValueError(f"{path}: a vocabulary is a list of tokens in the order of their ids, none of them empty")
-    if len(set(tokens)) < len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
-        raise ValueError(f"{path}: the token {twice!r} stands in the vocabulary twice")
+    if any("\ud800" <= character <= "\udfff" for token in tokens for character in token):
+        raise ValueError(f"{path}: a token holds half of a character (a surrogate)")
+    twice = [token for token, count in Counter(tokens).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path}: the token {twice[0]!r} stands in the vocabulary twice")
     return tokens
 
 
@@ -301,6 +313,8 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         OSError: nothing there.
     """
     folder = Path(name)
+    if folder.is_file():
+        raise ValueError("it is a file; give the folder that holds it and its config.json")
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ValueError("it holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -310,19 +324,28 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
         model_class = BertForPreTraining  # it shows which heads there are
-    model, missing, unexpected = _load(model_class, name)
-    if model_class is BertForPreTraining and missing:
-        heads = {
-            head: any(key.startswith(head) for key in missing) for head in ("cls.predictions", "cls.seq_relation")
-        }
-        class_of = {(False, True): "ForMaskedLM", (True, False): "ForNextSentencePrediction", (True, True): "Model"}
-        model_class = getattr(transformers, "Bert" + class_of.get(tuple(heads.values()), "ForPreTraining"))
-        without_pooler = model_class.__name__ == "BertModel" and any("pooler" in key for key in missing)
-        options = {"add_pooling_layer": False} if without_pooler else {}
-        model, missing, unexpected = _load(model_class, name, **options)
+    model, missing, unexpected = load_and_compare(model_class, name)
+    if model_class is BertForPreTraining and missing - BIASES:
+        absent = [head for head in ("cls.predictions", "cls.seq_relationship") if _lacks(model, missing, head)]
+        heads = {"cls.predictions": "ForNextSentencePrediction", "cls.seq_relationship": "ForMaskedLM"}
+        model_class = getattr(transformers, "Bert" + (heads[absent[0]] if len(absent) == 1 else "Model"))
+        without_pooler = len(absent) == 2 and _lacks(model, missing, "bert.pooler")
+        if absent:
+            options = {"add_pooling_layer": False} if without_pooler else {}
+            model, missing, unexpected = load_and_compare(model_class, name, **options)
+    if BIASES <= set(dict(model.named_parameters(remove_duplicate=False))) and len(missing & BIASES) == 1:
+        # One bias under two names, of which only one was saved.
+        predictions = model.cls.predictions
+        kept = predictions.bias if "cls.predictions.decoder.bias" in missing else predictions.decoder.bias
+        predictions.bias = predictions.decoder.bias = kept
+        missing -= BIASES
     if missing:
         raise ValueError(f"it has no weights for {sorted(missing)[0]}")
-    return model, sorted(key for key in unexpected if not key.endswith("position_ids"))
+    unplaced = sorted(key for key in unexpected if not key.endswith("position_ids"))
+    for key in unplaced:
+        if re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", key):
+            raise ValueError(f"its config.json has no place for {key}: it is another model's")
+    return model, unplaced
 
 
 def read_ours(name: str) -> D2lBertPreTrainedModel:
@@ -340,7 +363,9 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
         raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
-    model, missing, _ = _load(model_class, name)
+    model, missing, _ = load_and_compare(model_class, name)
+    if model_class is D2lBertModel and _lacks(model, missing, "pooler"):
+        model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
     if missing:
         raise ValueError(f"it has no weights for {sorted(missing)[0]}")
     return model
@@ -356,24 +381,40 @@ def read_tokenizer(name: str, config):
     files = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES]
     if not any(files):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # each kind of damage has a class of its own
+        raise ValueError(f"its tokenizer cannot be read ({error})") from None
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
     return tokenizer
 
 
 def copy_sentence_transformer(name: str, folder: Path) -> None:
-    """Copy what makes a sentence-transformers model of an encoder (pooling, lengths, prompts), if `name` brings it."""
-    modules = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
-    if modules is None:
+    """
+    Copy what makes a sentence-transformers model of an encoder (pooling, lengths, prompts), if `name` brings it.
+
+    Raises:
+        ValueError: its list of modules is damaged, or names a place that is not below it.
+    """
+    listed = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
+    if listed is None:
         return
-    parts = [module["path"] for module in json.loads(Path(modules).read_text()) if module["path"]]
-    patterns = ["modules.json", "*sentence*.json", *(f"{part}/*" for part in parts)]
+    try:
+        parts = [module["path"] for module in json.loads(Path(listed).read_text(encoding="utf-8")) if module["path"]]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError("its modules.json is no list of sentence-transformers modules") from None
+    for part in parts:
+        if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", part):
+            raise ValueError(f"its modules.json names {part!r}, which is no folder below it")
+    patterns = [*SENTENCE_TRANSFORMER_FILES, *(f"{part}/*" for part in parts)]
     source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            (folder / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / file.relative_to(source))
+    for file in SENTENCE_TRANSFORMER_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, folder / file)
+    for part in parts:
+        if (source / part).is_dir():  # a module without numbers of its own, such as Normalize, need not have one
+            shutil.copytree(source / part, folder / part, dirs_exist_ok=True)
 
 
 def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
@@ -387,7 +428,7 @@ def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
     if our_class is None:
         raise ValueError(f"{type(model).__name__} is none of the BERTs that d2l-bert has")
     config = D2lBertConfig(
-        **_bert_numbers(model.config),
+        **{**_bert_numbers(model.config), "tie_word_embeddings": _is_tied(model)},
         embedding_layer_norm=True,
         id2label=model.config.id2label,
         label2id=model.config.label2id,
@@ -414,7 +455,7 @@ def to_bert(model: D2lBertPreTrainedModel) -> PreTrainedModel:
         )
     shared = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
     config = BertConfig(
-        **{name: getattr(model.config, name) for name in shared},
+        **{**{name: getattr(model.config, name) for name in shared}, "tie_word_embeddings": _is_tied(model)},
         id2label=model.config.id2label,
         label2id=model.config.label2id,
         problem_type=model.config.problem_type,
@@ -444,14 +485,39 @@ def _bert_numbers(config):
     return numbers
 
 
-def _load(model_class, name, **options):
+def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
+    """
+    `from_pretrained` without its report: the model, the names that the checkpoint lacks, and those it has too many.
+
+    Raises:
+        ValueError: a weight of another shape than the configuration says.
+    """
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is missing is looked at, not warned of
+    logging.set_verbosity(logging.CRITICAL)
     try:
         model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError("a weight has another shape than its config.json says") from None
     finally:
         logging.set_verbosity(verbosity)
-    return model, report["missing_keys"], report["unexpected_keys"]
+    return model, set(report["missing_keys"]), set(report["unexpected_keys"])
+
+
+def _lacks(model, missing, part):
+    """Whether all weights of a part are missing."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{part}.")}
+    tied = {name for name in names if name.endswith("decoder.weight")} if _is_tied(model) else set()
+    return names - tied <= missing
+
+
+def _is_tied(model):
+    """Whether the decoder is the embedding; where there is no decoder, whether the configuration says so."""
+    decoder = model.get_output_embeddings()
+    if decoder is None:
+        return model.config.tie_word_embeddings
+    return decoder.weight is model.get_input_embeddings().weight
 
 
 def _pooling(model):
@@ -509,11 +575,20 @@ def _with_nsp_flipped(state):
     return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
 
 
+def _sizes(state, name, dimensions):
+    shape = tuple(state[name].shape)
+    if len(shape) != dimensions:
+        raise ValueError(f"{name}: has shape {shape}; in a d2l BERTModel it has {dimensions} dimensions")
+    return shape
+
+
 def _filled(model, state):
     """`model` with the weights of `state`, in its precision; every weight, and no other."""
     for name, value in model.state_dict().items():
         if name in state and state[name].shape != value.shape:
             raise ValueError(f"{name}: has shape {tuple(state[name].shape)}, where {tuple(value.shape)} is wanted")
-    model.to(next(iter(state.values())).dtype)
+    model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
     model.load_state_dict(state, strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name].to(value.dtype)), name
     return model.eval()

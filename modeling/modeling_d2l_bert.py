@@ -16,6 +16,7 @@ With x the token ids, s the segment ids and t the positions:
     NSP = W_n tanh(W_c h_[CLS])
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -216,19 +217,23 @@ class NextSentencePred(nn.Module):
 
 def states_at(hidden_states, positions):
     """Gather hidden states (B, T, H) at positions (B, P) -> (B, P, H)."""
+    if positions.dim() != 2:
+        raise ValueError(f"positions are (B, P), got the shape {tuple(positions.shape)}")
     return hidden_states.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1]))
 
 
 def cross_entropy(logits, labels, num_items=None):
-    """Cross-entropy of logits (..., C) over the labels (...) that are not -100.
+    """Cross-entropy of logits (..., C) over the labels (...), or (..., 1), that are not -100.
 
     The mean over this batch, or, given `num_items`, the sum divided by it: with the count of a whole optimizer step
     the losses of its micro-batches add up to the step's mean, however it was split.
     """
+    if labels.shape == (*logits.shape[:-1], 1):
+        labels = labels.squeeze(-1)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
     loss = F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), reduction="mean" if num_items is None else "sum"
+        logits.flatten(0, -2).float(), labels.flatten().long(), reduction="mean" if num_items is None else "sum"
     )
     return loss if num_items is None else loss / num_items
 
@@ -276,6 +281,10 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     ]
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
+    def __init__(self, config, *inputs, **kwargs):
+        config.check()  # `from_pretrained(..., hidden_act=...)` changes a configuration after it was made
+        super().__init__(config, *inputs, **kwargs)
+
 
 class D2lBertModel(D2lBertPreTrainedModel):
     """The encoder alone (section 15.8.4), with the hidden layer for [CLS] on top unless `add_pooling_layer=False`."""
@@ -293,7 +302,6 @@ class D2lBertModel(D2lBertPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embeddings.word_embeddings = value
 
-    @can_return_tuple
     @capture_outputs
     def forward(
         self,
@@ -504,10 +512,11 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
     """The encoder with the NSP head (section 15.8.5.2). Its labels are named in `config.id2label`."""
 
     def __init__(self, config):
-        super().__init__(config)
         if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
+            config = copy.deepcopy(config)
             config.id2label = dict(enumerate(NSP_LABELS))
             config.label2id = {label: index for index, label in enumerate(NSP_LABELS)}
+        super().__init__(config)
         self.bert = D2lBertModel(config)
         self.nsp = NextSentencePred(config)
         self.post_init()
@@ -591,24 +600,28 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
 
     def loss(self, logits, labels, num_items=None):
         """The loss that `config.problem_type` names, of logits (B, C)."""
-        if self.config.problem_type is None:
-            if self.num_labels == 1:
-                self.config.problem_type = "regression"
-            elif labels.dtype in (torch.long, torch.int):
-                self.config.problem_type = "single_label_classification"
-            else:
-                self.config.problem_type = "multi_label_classification"
         problem_type = self.config.problem_type
+        if problem_type is None:
+            if self.num_labels == 1:
+                problem_type = "regression"
+            elif labels.dtype in (torch.long, torch.int):
+                problem_type = "single_label_classification"
+            else:
+                problem_type = "multi_label_classification"
         if problem_type == "single_label_classification":
-            return cross_entropy(logits, labels.squeeze(-1) if labels.dim() == 2 else labels, num_items)
-        if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
-            raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
-        logits, labels = logits.float(), labels.reshape(logits.shape).float()
-        if problem_type == "regression":
-            return loss_over((logits - labels) ** 2, num_items)
-        if problem_type == "multi_label_classification":
-            return loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
-        raise ValueError(f"config.problem_type is none that there is a loss for: {problem_type!r}")
+            loss = cross_entropy(logits, labels, num_items)
+        else:
+            if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
+                raise ValueError(
+                    f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}"
+                )
+            logits, labels = logits.float(), labels.reshape(logits.shape).float()
+            if problem_type == "regression":
+                loss = loss_over((logits - labels) ** 2, num_items)
+            else:
+                loss = loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
+        self.config.problem_type = problem_type
+        return loss
 
 
 class D2lBertForTokenClassification(D2lBertPreTrainedModel):
@@ -678,7 +691,8 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
         Args (the others as in `D2lBertModel`):
             start_positions, end_positions: where the answer starts and ends (B,). An end that was cut off, at T or
                 beyond, does not count.
-            num_items_in_batch: questions in the whole optimizer step, as in `cross_entropy`.
+            num_items_in_batch: questions in the whole optimizer step, as in `cross_entropy`. Trainer does not count
+                them: under it micro-batches should be of one size.
 
         Returns:
             `QuestionAnsweringModelOutput` with `start_logits` and `end_logits` (B, T); the loss is the mean of theirs.

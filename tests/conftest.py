@@ -16,6 +16,17 @@ import torch  # noqa: E402
 from d2l_bert.cli import main  # noqa: E402
 
 
+HEADS = (
+    "Model",
+    "ForPreTraining",
+    "ForMaskedLM",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+
 # A model small enough to train in a second or two.
 SMALL = (
     "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 "

@@ -10,27 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import HEADS
 from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoTokenizer, BertConfig, BertTokenizer, pipeline
 
 import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
 from d2l_bert.cli import main
-from d2l_bert.modeling.conversion import d2l_tokenizer, from_bert, from_d2l, read_bert, to_bert, to_d2l
+from d2l_bert.modeling.conversion import d2l_tokenizer, from_bert, from_d2l, read_bert, read_ours, to_bert, to_d2l
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForNextSentencePrediction",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 WORDS = ["a", "came", "crane", "driver", "flying", "he", "is", "just", "left", "the", ".", "@-@", "'s"]
 VOCABULARY = sorted([*WORDS, "<pad>", "<unk>", "<cls>", "<sep>", "<mask>"])
 
@@ -276,12 +267,12 @@ def test_every_head_of_stock_bert_goes_there_and_back_bit_for_bit(head, options,
         ("ForPreTraining", "cls.", "Model"),
     ],
 )
-def test_a_checkpoint_keeps_the_heads_it_has_whatever_it_calls_itself(head, drop, becomes, tmp_path, capsys):
+def test_a_checkpoint_keeps_the_heads_it_has_whatever_it_calls_itself(head, drop, becomes, tmp_path):
     bert = stock(head)
     state = {name: value for name, value in bert.state_dict().items() if not name.startswith(drop)}
     bert.config.architectures = ["BertForMaskedLM"]  # as google-bert/bert-base-uncased says, which has both heads
     bert.config.save_pretrained(tmp_path)
-    torch.save(state, tmp_path / "pytorch_model.bin")
+    torch.save({**state, "bert.embeddings.position_ids": torch.arange(32)[None]}, tmp_path / "pytorch_model.bin")
     model, unplaced = read_bert(str(tmp_path))
     assert type(model).__name__ == f"Bert{becomes}"
     ours = from_bert(model)
@@ -308,10 +299,44 @@ def test_a_head_that_nobody_knows_is_left_behind_and_said(tmp_path, capsys):
 def test_an_encoder_without_a_pooler_stays_without(tmp_path):
     bert = transformers.BertModel(stock("Model").config, add_pooling_layer=False).eval()
     bert.save_pretrained(tmp_path / "bert")
-    model, _ = read_bert(str(tmp_path / "bert"))
-    ours = from_bert(model)
-    assert ours.pooler is None and to_bert(ours).pooler is None
+    assert main(["convert", str(tmp_path / "bert"), str(tmp_path / "ours"), "--from", "bert"]) == 0
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "bert"]) == 0
+    ours, back = read_ours(str(tmp_path / "ours")).eval(), read_bert(str(tmp_path / "back"))[0]
+    assert ours.pooler is None and back.pooler is None
     assert_same_outputs(bert, ours)
+    assert_same_outputs(bert, back)
+
+
+def test_a_classifiers_labels_and_problem_come_along(tmp_path):
+    names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    bert = stock("ForSequenceClassification", problem_type="multi_label_classification", **names)
+    ours = from_bert(bert)
+    back = to_bert(ours)
+    for config in (ours.config, back.config):
+        assert config.problem_type == "multi_label_classification"
+        assert config.id2label == names["id2label"] and config.label2id == names["label2id"]
+
+
+def test_a_decoder_apart_stays_apart_whatever_the_configuration_says(tmp_path):
+    bert = stock("ForMaskedLM", tie_word_embeddings=False)
+    bert.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    ours = from_bert(read_bert(str(tmp_path))[0])
+    assert ours.config.tie_word_embeddings is False
+    assert_same_outputs(bert, ours)
+
+
+def test_one_bias_under_one_name_will_do(tmp_path):
+    bert = stock("ForPreTraining", tie_word_embeddings=False)
+    bert.cls.predictions.bias = bert.cls.predictions.decoder.bias
+    for lost in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
+        folder = tmp_path / lost
+        bert.config.save_pretrained(folder)
+        torch.save({n: v for n, v in bert.state_dict().items() if n != lost}, folder / "pytorch_model.bin")
+        ours = from_bert(read_bert(str(folder))[0])
+        assert type(ours) is D2lBertForPreTraining
+        assert_same_outputs(bert, ours)
 
 
 def test_shards_old_norm_names_and_half_precision_are_read(tmp_path):
@@ -364,6 +389,24 @@ def test_pooling_of_a_sentence_transformer_comes_along(tmp_path):
             assert (tmp_path / end / name).read_text() == (source / name).read_text()
 
 
+def test_written_weights_are_for_everybody_to_read(tmp_path):
+    stock("Model").save_pretrained(tmp_path / "bert")
+    for start, end, way in (("bert", "ours", "--from"), ("ours", "back", "--to")):
+        assert main(["convert", str(tmp_path / start), str(tmp_path / end), way, "bert"]) == 0
+        assert oct((tmp_path / end / "model.safetensors").stat().st_mode)[-3:] == "644"
+
+
+def test_a_vocabulary_below_the_models_is_filled_up_for_the_book(tmp_path, trained):
+    model = D2lBertForPreTraining(D2lBertConfig(vocab_size=len(AutoTokenizer.from_pretrained(trained)) + 3))
+    model.save_pretrained(tmp_path / "ours")
+    AutoTokenizer.from_pretrained(trained).save_pretrained(tmp_path / "ours")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "book"), "--to", "d2l"]) == 0
+    back = ["convert", str(tmp_path / "book"), str(tmp_path / "back"), "--from", "d2l", "--num_attention_heads", "2"]
+    assert main(back) == 0
+    tokens = json.loads((tmp_path / "book" / "vocab.json").read_text())
+    assert len(tokens) == model.config.vocab_size and tokens[:5] == ["<pad>", "<unk>", "<cls>", "<sep>", "<mask>"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused: one line, exit code 2, nothing written
 
@@ -404,6 +447,11 @@ def changed(**changes):
         ({"layer.weight": torch.zeros(2)}, ["not one of a d2l BERTModel"]),
         ({}, ["not one of a d2l BERTModel"]),
         ([torch.zeros(2)], ["no state dict"]),
+        ({0: torch.zeros(2)}, ["not one of a d2l BERTModel"]),
+        ({name: value.to(torch.int8) for name, value in book_state().items()}, ["int8"]),
+        (changed(encoder__segment_embedding__weight=torch.tensor(1.0)), ["segment_embedding", "2 dimensions"]),
+        (changed(encoder__token_embedding__weight=torch.zeros(18)), ["token_embedding", "2 dimensions"]),
+        (changed(hidden__0__weight=torch.eye(12).to_sparse()), ["hidden.0.weight", "sparse"]),
     ],
 )
 def test_a_state_dict_of_another_model_is_refused_by_name(state, words, tmp_path, capsys):
@@ -443,6 +491,8 @@ def test_files_that_are_no_state_dict_are_refused_and_never_run(name, tmp_path, 
         (json.dumps([*VOCABULARY[:-1], ""]), ["none of them empty"]),
         (json.dumps([t.replace("<mask>", "mask") for t in VOCABULARY]), ["<mask>", "leave it out"]),
         (json.dumps(3), ["list of tokens"]),
+        (json.dumps([*VOCABULARY[:-1], "\ud800"]), ["half of a character"]),
+        ("[" * 100_000, ["neither JSON nor UTF-8"]),
         ("{", ["neither JSON nor UTF-8"]),
     ],
 )
@@ -474,13 +524,69 @@ def test_a_bert_that_we_cannot_be_is_refused_by_name(options, words, tmp_path, c
     assert os.listdir(tmp_path) == ["bert"]
 
 
+@pytest.mark.parametrize(
+    ("state", "config", "words"),
+    [
+        (lambda state: {n: v for n, v in state.items() if "transform.dense" not in n}, {}, ["transform.dense.bias"]),
+        (lambda state: {n: v for n, v in state.items() if "layer.1.output" not in n}, {}, ["encoder.layer.1.output"]),
+        (lambda state: state, {"num_hidden_layers": 1}, ["encoder.layer.1", "another model's"]),
+        (lambda state: state, {"hidden_size": 48}, ["another shape", "config.json"]),
+    ],
+)
+def test_weights_that_do_not_fit_their_configuration_are_refused(state, config, words, tmp_path, capsys):
+    bert = stock("ForPreTraining")
+    bert.config.save_pretrained(tmp_path / "bert")
+    torch.save(state(bert.state_dict()), tmp_path / "bert" / "pytorch_model.bin")
+    written = json.loads((tmp_path / "bert" / "config.json").read_text())
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({**written, **config}))
+    said = refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("path", ["../victim", "/tmp", ".", "**", "a/../../victim", 3, None])
+def test_modules_that_are_not_below_the_folder_are_refused_and_nothing_is_overwritten(path, tmp_path, capsys):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").write_text("mine")
+    stock("Model").save_pretrained(tmp_path / "bert")
+    entry = {"idx": 1} if path is None else {"idx": 1, "path": path}
+    (tmp_path / "bert" / "modules.json").write_text(json.dumps([entry]))
+    said = refusal(capsys, tmp_path / "bert", tmp_path / "new" / "out", "--from=bert")
+    assert "modules.json" in said
+    assert (tmp_path / "victim" / "file").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["bert", "victim"]
+
+
+def test_a_refusal_of_a_model_on_the_hub_says_why(tmp_path, capsys):
+    repository = Path(HF_HUB_CACHE) / "models--someone--tanh-bert"
+    snapshot = repository / "snapshots" / ("b" * 40)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("b" * 40)
+    bert = stock("Model")
+    bert.config.hidden_act = "gelu_new"
+    bert.save_pretrained(snapshot)
+    assert "gelu_new" in refusal(capsys, "someone/tanh-bert", tmp_path / "out", "--from=bert")
+
+
+def test_a_head_that_a_folder_lacks_gives_no_answer(tmp_path, trained, capsys):
+    D2lBertForMaskedLM.from_pretrained(trained).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(tmp_path)
+    assert main(["next-sentence", str(tmp_path), "anna", "hugo"]) == 2
+    assert "no weights for bert.pooler.dense.bias" in capsys.readouterr().err
+    D2lBertModel.from_pretrained(trained).save_pretrained(tmp_path)
+    assert main(["fill-mask", str(tmp_path), "anna [MASK]"]) == 2
+    assert "no weights for mlm." in capsys.readouterr().err
+
+
 def test_other_models_and_empty_folders_are_refused(tmp_path, trained, capsys):
     (tmp_path / "empty").mkdir()
     assert "TensorFlow" in refusal(capsys, tmp_path / "empty", tmp_path / "out", "--from=bert")
     assert "d2l-bert model, not a bert one" in refusal(capsys, trained, tmp_path / "out", "--from=bert")
     stock("Model").save_pretrained(tmp_path / "bert")
     assert "bert model, not a d2l-bert one" in refusal(capsys, tmp_path / "bert", tmp_path / "out", "--to=bert")
-    assert "nobody/nothing" in refusal(capsys, "nobody/nothing", tmp_path / "out", "--from=bert")
+    assert "it is a file" in refusal(capsys, tmp_path / "bert" / "config.json", tmp_path / "out", "--from=bert")
+    assert "nobody/nothing: cannot be loaded: no folder here" in refusal(
+        capsys, "nobody/nothing", tmp_path / "out", "--from=bert"
+    )
     (tmp_path / "bert" / "model.safetensors").unlink()
     (tmp_path / "bert" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Trap(tmp_path / "sprung")}))
     refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
@@ -514,6 +620,11 @@ def test_wrong_options_and_folders_in_use_are_refused(tmp_path, capsys):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "note").write_text("mine")
     options = ("--from=d2l", "--num_attention_heads=3")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "something already" in refusal(capsys, tmp_path / "state.pt", tmp_path / "link", *options)
+    refusal(capsys, tmp_path / "nothing.pt", tmp_path / "a" / "b" / "out", *options)
+    refusal(capsys, tmp_path / "state.pt", tmp_path / "state.pt" / "out", *options)
+    assert sorted(os.listdir(tmp_path)) == ["kept", "link", "state.pt"]
     assert "something already" in refusal(capsys, tmp_path / "state.pt", tmp_path / "kept", *options)
     assert (tmp_path / "kept" / "note").read_text() == "mine"
     with pytest.raises(SystemExit) as stopped:

@@ -10,7 +10,6 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from d2l_bert import model_cards
-from d2l_bert.modeling import configuration_d2l_bert, modeling_d2l_bert
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -30,13 +29,17 @@ AUTO_MAP = {
 
 def export_model(model, tokenizer, folder: Path) -> None:
     """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
-    model.config.auto_map = AUTO_MAP
+    model.config.auto_map = dict(AUTO_MAP)
+    save_model(model, tokenizer, folder)
+
+
+def save_model(model, tokenizer, folder: Path) -> None:
+    """Write weights, configuration and, unless it is None, the tokenizer of any model, for everybody to read."""
     model.save_pretrained(folder)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read it
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)  # safetensors lets only the owner read it
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-    for module in (configuration_d2l_bert, modeling_d2l_bert):
-        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
 
 
 @contextlib.contextmanager
@@ -47,19 +50,22 @@ def new_folder(folder: Path):
     Raises:
         ValueError: `folder` holds something already, or cannot be made.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = folder.absolute()
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"{folder}: there is something already; name a new or empty folder")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        beside = next(parent for parent in folder.parents if parent.exists())
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=beside))
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
         yield partial
         partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(folder)  # an empty folder of this name makes way
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -35,10 +35,14 @@ class PretrainingLoss:
     def fetch_and_count(self, epoch_iterator, num_batches, device):
         """`Trainer.get_batch_samples`, with the step's number of pairs in each batch as the model's argument."""
         batches, num_items = self.fetch(epoch_iterator, num_batches, device)
-        labels = [batch["next_sentence_label"] for batch in batches]
-        pairs = sum((label != -100).sum() for label in labels)
+        for batch in batches:
+            for name in ("labels", "next_sentence_label"):
+                if name not in batch:
+                    raise ValueError(f"PretrainingLoss needs {name} in every batch, which has {', '.join(batch)}")
+        pairs = sum((batch["next_sentence_label"] != -100).sum() for batch in batches)
         if self.trainer.args.average_tokens_across_devices and self.trainer.args.world_size > 1:
             pairs = self.trainer.accelerator.gather(torch.as_tensor(pairs, device=device)).sum()
+        pairs = torch.as_tensor(pairs).clamp(min=1)  # a step without a pair adds nothing
         return [{**batch, "num_pairs_in_batch": pairs} for batch in batches], num_items
 
     def __call__(self, outputs, labels, num_items_in_batch=None):

@@ -49,6 +49,9 @@ for auto_class, model_class in (
     (AutoModelForMultipleChoice, D2lBertForMultipleChoice),
 ):
     auto_class.register(D2lBertConfig, model_class, exist_ok=True)
+    # Whatever saves a model leaves its code beside it, for those who load it with `trust_remote_code=True`.
+    model_class.register_for_auto_class(auto_class.__name__)
+D2lBertConfig.register_for_auto_class()
 
 PIPELINE_REGISTRY.register_pipeline(
     "next-sentence-prediction",

@@ -108,12 +108,11 @@ def fill_mask_command(arguments) -> None:
 def next_sentence_command(arguments) -> None:
     """Print whether the second sentence follows the first."""
     from d2l_bert import D2lBertForNextSentencePrediction, NextSentencePredictionPipeline
-    from d2l_bert.modeling.modeling_d2l_bert import NSP_LABELS
 
     model, tokenizer = _load(D2lBertForNextSentencePrediction, arguments.model)
     predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
     answer = predict({"text": arguments.first, "text_pair": arguments.second})
-    for label in NSP_LABELS:
+    for label in predict.labels:
         share = answer["score"] if label == answer["label"] else 1 - answer["score"]
         print(f"  {share:6.1%}  {label:<20} {_bar(share)}".rstrip())
 
@@ -122,51 +121,75 @@ def convert_command(arguments) -> None:
     """Turn a checkpoint of the book's or of stock BERT's into ours, or ours into one of theirs."""
     from transformers.utils import logging
 
-    from d2l_bert.modeling import conversion
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
     from d2l_bert.training import publish
 
     logging.disable_progress_bar()
-    source, target = arguments.source, Path(arguments.target)
-    if arguments.source_kind != "d2l" and (arguments.num_attention_heads or arguments.vocab):
+    from_d2l = arguments.source_kind == "d2l"
+    if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
         raise ValueError("num_attention_heads and vocab are for --from d2l")
+    if from_d2l and not arguments.num_attention_heads:
+        raise ValueError("a d2l state dict does not tell its heads: give --num_attention_heads")
+    source, target = arguments.source, Path(arguments.target)
     with publish.new_folder(target) as folder:
-        if arguments.source_kind == "d2l":
-            if not arguments.num_attention_heads:
-                raise ValueError("a d2l state dict does not tell its heads: give --num_attention_heads")
-            state = conversion.read_d2l(source)
-            beside = Path(source) / "vocab.json"
-            vocabulary = arguments.vocab or (beside if beside.exists() else None)
-            tokens = vocabulary and conversion.read_vocabulary(vocabulary)
-            model = conversion.from_d2l(state, arguments.num_attention_heads, tokens)
-            tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
-            publish.export_model(model, tokenizer, folder)
+        if from_d2l:
+            made, tokenizer = _convert_from_d2l(source, arguments.num_attention_heads, arguments.vocab, folder)
         elif arguments.source_kind == "bert":
-            with _reading(source):
-                bert, unplaced = conversion.read_bert(source)
-                tokenizer = conversion.read_tokenizer(source, bert.config)
-            model = conversion.from_bert(bert)
-            publish.export_model(model, tokenizer, folder)
-            conversion.copy_sentence_transformer(source, folder)
-            if unplaced:
-                print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
+            made, tokenizer = _convert_from_bert(source, folder)
         else:
-            with _reading(source):
-                model = conversion.read_ours(source)
-                tokenizer = conversion.read_tokenizer(source, model.config)
-            if arguments.target_kind == "d2l":
-                conversion.write_d2l(model, tokenizer, folder)
-            else:
-                model = conversion.to_bert(model)
-                model.save_pretrained(folder)
-                conversion.copy_sentence_transformer(source, folder)
-                if tokenizer is not None:
-                    save_tokenizer(tokenizer, folder)
-    kind = "d2l BERTModel" if arguments.target_kind == "d2l" else type(model).__name__
-    print(f"{target}: a {kind} of {model.num_parameters():,} parameters")
+            made, tokenizer = _convert_ours(source, arguments.target_kind, folder)
+    print(f"{target}: {made}")
     if tokenizer is None:
-        mend = "; its vocabulary makes one: --vocab FILE" if arguments.source_kind == "d2l" else ""
+        mend = "; its vocabulary makes one: --vocab FILE" if from_d2l else ""
         print(f"{source} brings no tokenizer, so {target} has none{mend}")
+
+
+def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
+    from d2l_bert.modeling import conversion
+    from d2l_bert.training import publish
+
+    beside = Path(source) / "vocab.json"
+    vocabulary = vocabulary or (beside if beside.exists() else None)
+    tokens = vocabulary and conversion.read_vocabulary(vocabulary)
+    with _reading(source):
+        model = conversion.from_d2l(conversion.read_d2l(source), num_attention_heads, tokens)
+    tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
+    publish.export_model(model, tokenizer, folder)
+    return _what(model), tokenizer
+
+
+def _convert_from_bert(source, folder):
+    from d2l_bert.modeling import conversion
+    from d2l_bert.training import publish
+
+    with _reading(source):
+        bert, unplaced = conversion.read_bert(source)
+        model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
+        publish.export_model(model, tokenizer, folder)
+        conversion.copy_sentence_transformer(source, folder)
+    if unplaced:
+        print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
+    return _what(model), tokenizer
+
+
+def _convert_ours(source, target_kind, folder):
+    from d2l_bert.modeling import conversion
+    from d2l_bert.training import publish
+
+    with _reading(source):
+        model = conversion.read_ours(source)
+        tokenizer = conversion.read_tokenizer(source, model.config)
+    if target_kind == "d2l":
+        conversion.write_d2l(model, tokenizer, folder)
+        return _what(model, "d2l BERTModel"), tokenizer
+    model = conversion.to_bert(model)
+    publish.save_model(model, tokenizer, folder)
+    with _reading(source):
+        conversion.copy_sentence_transformer(source, folder)
+    return _what(model), tokenizer
+
+
+def _what(model, name=None):
+    return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
 
 
 @contextlib.contextmanager
@@ -175,22 +198,28 @@ def _reading(name):
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        if not Path(name).exists():
+        reason = " ".join(str(error).split()) or type(error).__name__
+        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
+        if not Path(name).exists() and any(words in reason for words in unknown):
             reason = "no folder here has this name, and the Hub gave no model of it"
-        raise ValueError(f"{name}: cannot be loaded: {reason}") from None
+        raise ValueError(f"{name}: cannot be loaded: {reason:.300}") from None
 
 
 def _load(model_class, name):
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
+    from d2l_bert.modeling.conversion import load_and_compare
+
     logging.disable_progress_bar()
     with _reading(name):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, model_class.config_class):
             raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
-        model, tokenizer = model_class.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        model, missing, _ = load_and_compare(model_class, name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if missing:
+            raise ValueError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
         if len(tokenizer) != config.vocab_size:
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
     return model, tokenizer

@@ -2,6 +2,8 @@
 
 from transformers import Pipeline
 
+from d2l_bert.modeling.modeling_d2l_bert import NSP_LABELS
+
 
 class NextSentencePredictionPipeline(Pipeline):
     """
@@ -11,10 +13,15 @@ class NextSentencePredictionPipeline(Pipeline):
         follows({"text": "A crane is flying.", "text_pair": "It spreads its wings."})
 
     The answer is `{"label": ..., "score": ...}`, the likelier label, `IsNext` or `NotNext`, and its probability; for
-    a list of pairs a list of answers. Other keyword arguments, such as `truncation=True`, go to the tokenizer.
+    a list of pairs a list of answers, for a generator of pairs an iterator. Columns of a dataset are wrapped in
+    `transformers.pipelines.pt_utils.KeyPairDataset(dataset, "first", "second")`.
+
+    Args:
+        truncation: cut a pair that is too long, as `tokenizer(..., truncation=)` does.
+        max_length: most tokens of a pair to keep; the default is the model's positions.
 
     Raises:
-        ValueError: a pair without its two texts, or one longer than the model's positions.
+        ValueError: a model without this head, a pair without its two texts, or one longer than the positions.
     """
 
     _load_processor = False
@@ -22,18 +29,29 @@ class NextSentencePredictionPipeline(Pipeline):
     _load_feature_extractor = False
     _load_tokenizer = True
 
-    def _sanitize_parameters(self, **tokenizer_kwargs):
-        return tokenizer_kwargs, {}, {}
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        name = type(self.model).__name__
+        if not name.endswith("ForNextSentencePrediction"):
+            raise ValueError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
+        labels = self.model.config.id2label
+        self.labels = [labels[0], labels[1]] if set(labels) == {0, 1} else list(NSP_LABELS)
 
-    def preprocess(self, inputs, **tokenizer_kwargs):
-        if not isinstance(inputs, dict) or set(inputs) != {"text", "text_pair"}:
-            raise ValueError('a pair is {"text": first, "text_pair": second}, got ' + repr(inputs))
-        encoded = self.tokenizer(**inputs, return_tensors="pt", **tokenizer_kwargs)
-        length, limit = encoded["input_ids"].shape[1], self.model.config.max_position_embeddings
+    def _sanitize_parameters(self, truncation=None, max_length=None):
+        given = {"truncation": truncation, "max_length": max_length}
+        return {name: value for name, value in given.items() if value is not None}, {}, {}
+
+    def preprocess(self, inputs, truncation=False, max_length=None):
+        texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
+        limit = self.model.config.max_position_embeddings
+        if truncation:
+            max_length = min(max_length or limit, limit)
+        encoded = self.tokenizer(*texts, return_tensors="pt", truncation=truncation, max_length=max_length)
+        length = encoded["input_ids"].shape[1]
         if length > limit:
-            raise ValueError(
-                f"{inputs['text'][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it"
-            )
+            raise ValueError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
         return encoded
 
     def _forward(self, model_inputs):
@@ -42,4 +60,4 @@ class NextSentencePredictionPipeline(Pipeline):
     def postprocess(self, model_outputs):
         probabilities = model_outputs.logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
-        return {"label": self.model.config.id2label[best], "score": float(probabilities[best])}
+        return {"label": self.labels[best], "score": float(probabilities[best])}
