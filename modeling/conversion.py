@@ -341,11 +341,10 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         missing -= BIASES
     if missing:
         raise ValueError(f"it has no weights for {sorted(missing)[0]}")
-    unplaced = sorted(key for key in unexpected if not key.endswith("position_ids"))
-    for key in unplaced:
+    for key in sorted(unexpected):
         if re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", key):
             raise ValueError(f"its config.json has no place for {key}: it is another model's")
-    return model, unplaced
+    return model, sorted(unexpected)
 
 
 def read_ours(name: str) -> D2lBertPreTrainedModel:

@@ -556,6 +556,12 @@ def test_modules_that_are_not_below_the_folder_are_refused_and_nothing_is_overwr
     assert sorted(os.listdir(tmp_path)) == ["bert", "victim"]
 
 
+def test_a_tokenizer_that_is_another_models_is_refused(tmp_path, trained, capsys):
+    stock("Model").save_pretrained(tmp_path / "bert")  # of 60 tokens
+    BertTokenizer.from_pretrained(trained).save_pretrained(tmp_path / "bert")
+    assert "tokens and the model 60" in refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
+
+
 def test_a_refusal_of_a_model_on_the_hub_says_why(tmp_path, capsys):
     repository = Path(HF_HUB_CACHE) / "models--someone--tanh-bert"
     snapshot = repository / "snapshots" / ("b" * 40)

@@ -283,6 +283,14 @@ def test_without_the_loss_function_trainer_takes_the_mean_of_the_pretraining_mod
     assert loss == pytest.approx(sum(means) / 7, rel=1e-5)
 
 
+def test_a_step_without_a_labelled_pair_trains_on_its_masked_tokens(tmp_path):
+    rows = [{**row, "next_sentence_label": torch.tensor(-100)} for row in make_rows("ForPreTraining")]
+    loss, gradient = trained_once("ForPreTraining", rows, 2, 4, tmp_path)
+    batch = {name: value for name, value in stacked(rows).items() if name != "next_sentence_label"}
+    assert loss == pytest.approx(ours("ForPreTraining")(**batch).loss.item(), rel=1e-5)
+    assert all(value.isfinite().all() for value in gradient.values())
+
+
 @pytest.mark.parametrize("name", ["labels", "next_sentence_label"])
 def test_the_loss_of_both_heads_says_which_labels_it_lacks(name, tmp_path):
     rows = [{key: value for key, value in row.items() if key != name} for row in make_rows("ForPreTraining")]

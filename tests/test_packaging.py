@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,17 +52,16 @@ def test_site_packages_get_d2l_bert_and_its_metadata_alone(installed):
 
 def test_it_runs_from_the_repositorys_root(installed):
     python, _, root = installed
-    origin = run(
-        [python, "-c", "import d2l_bert, d2l_bert.modeling as m; print(d2l_bert.__file__, m.__file__)"], cwd=ROOT
-    )
-    assert origin.returncode == 0, origin.stderr
-    helped = run([python, "-m", "d2l_bert", "--help"], cwd=root)
-    assert helped.returncode == 0 and "pretrain" in helped.stdout, helped.stderr
-    launch = [python, "-m", "accelerate.commands.launch", "--cpu", "-m", "d2l_bert", "--help"]
-    launched = run(launch, cwd=root)
-    assert launched.returncode == 0 and "pretrain" in launched.stdout, launched.stderr
-    collected = run([python, "-m", "pytest", "--collect-only", "-q", "tests/test_masking.py"], cwd=root)
-    assert collected.returncode == 0, collected.stdout
+    commands = {  # and what each of them prints
+        ("-c", "import d2l_bert, d2l_bert.modeling as m; print(d2l_bert.__file__, m.__file__)"): "__init__.py",
+        ("-m", "d2l_bert", "--help"): "pretrain",
+        ("-m", "accelerate.commands.launch", "--cpu", "-m", "d2l_bert", "--help"): "pretrain",
+        ("-m", "pytest", "--collect-only", "-q", "tests/test_masking.py"): "test_masking.py",
+    }
+    with ThreadPoolExecutor(2) as two_at_a_time:
+        processes = two_at_a_time.map(lambda command: run([python, *command], cwd=root), commands)
+        for (command, printed), process in zip(commands.items(), processes, strict=True):
+            assert process.returncode == 0 and printed in process.stdout, (command, process.stdout + process.stderr)
 
 
 def test_a_wheel_works_without_the_repository(installed, tmp_path):
