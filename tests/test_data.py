@@ -1,5 +1,6 @@
 """Documents to batches: what a step holds depends on the run alone, and a batch is what one would build by hand."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.training import corpus, data, prepare
+from d2l_bert.training import corpus, data, masking, prepare
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -168,3 +169,25 @@ def test_writing_that_fails_leaves_nothing(tmp_path):
         (folder / "half").write_text("a")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(text, tmp_path):
+    make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.1, 48, "whole_word")
+    plans = data.EpochPlans(
+        text.tokens, text.train_documents, {"pairing": "segments", "max_seq_length": 48}, 1, tmp_path
+    )
+    share_at = functools.partial(masking.share_at, first=0.6, last=0.1, max_steps=11)
+    steps = data.PretrainingSteps([data.Phase(0, plans, make_batch, 32, 32)], share_at)
+    shares = []
+    for step in (0, 5, 10):
+        (batch,) = steps[step]
+        shares.append(((batch["labels"] != -100).sum() / (batch["attention_mask"].sum() - 3 * 32)).item())
+        for ids, positions, labels in zip(batch["input_ids"], batch["masked_positions"], batch["labels"], strict=True):
+            known = labels != -100
+            ids[positions[known]] = labels[known]
+            chosen = set(positions[known].tolist())
+            goes_on = [piece.startswith("##") for piece in text.tokenizer.convert_ids_to_tokens(ids)]
+            for position in range(1, len(ids)):
+                if goes_on[position] and ids[position - 1] > text.tokenizer.mask_token_id:
+                    assert (position in chosen) is (position - 1 in chosen)
+    assert shares == pytest.approx([0.6, 0.35, 0.1], abs=0.05)

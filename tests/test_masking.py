@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2l_bert.training.masking import mask_tokens
+from d2l_bert.training.masking import mask_tokens, share_at
 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
@@ -139,3 +139,109 @@ def test_a_probability_of_one_chooses_every_candidate():
     candidates = np.array([1, 3, 4])
     _, positions, _ = mask(np.arange(1000, 1006), candidates, np.random.default_rng(0), 1.0)
     assert positions.tolist() == [1, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole words and spans of them
+
+
+def pieces(lengths, rng):
+    """Tokens of words of so many pieces: the first of each below 1000, the others from 1000 on."""
+    lengths = np.asarray(lengths)
+    first = np.zeros(lengths.sum(), dtype=bool)
+    first[np.cumsum(lengths) - lengths] = True
+    return np.where(first, rng.integers(5, 1000, len(first)), rng.integers(1000, 2000, len(first)))
+
+
+def mask_words(tokens, candidates, rng, masking, mlm_probability=0.15):
+    goes_on = np.arange(2000) >= 1000
+    return mask_tokens(tokens, candidates, rng, MASK, FIRST_ORDINARY, VOCAB_SIZE, mlm_probability, masking, goes_on)
+
+
+@st.composite
+def texts(draw):
+    """Words of one to nine pieces in two segments, [CLS] A [SEP] B [SEP]; B may start in the middle of a word."""
+    a, b = (draw(st.lists(st.integers(1, 9), min_size=1, max_size=20)) for _ in range(2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    second = pieces(b, rng)
+    if draw(st.booleans()):
+        second[0] = 1500
+    tokens = np.concatenate(([2], pieces(a, rng), [3], second, [3]))
+    b_start = sum(a) + 2
+    candidates = np.concatenate((np.arange(1, b_start - 1), np.arange(b_start, len(tokens) - 1)))
+    words = np.concatenate((np.repeat(np.arange(len(a)), a), len(a) + np.repeat(np.arange(len(b)), b)))
+    return tokens, candidates, words, rng, draw(st.floats(0, 1, exclude_min=True))
+
+
+@settings(deadline=None)
+@given(texts(), st.sampled_from(["whole_word", "span"]))
+def test_whole_words_go_together_as_many_as_they_should(text, masking):
+    tokens, candidates, words, rng, probability = text
+    masked, positions, labels = mask_words(tokens, candidates, rng, masking, probability)
+    chosen = np.isin(candidates, positions)
+    assert chosen.sum() == len(positions) > 0
+    for word in range(words[-1] + 1):
+        assert chosen[words == word].all() or not chosen[words == word].any()
+    count = len(set(words[chosen].tolist()))
+    assert count == 1 or abs(count - probability * (words[-1] + 1)) < 1
+    np.testing.assert_array_equal(labels, tokens[positions])
+    np.testing.assert_array_equal(np.delete(masked, positions), np.delete(tokens, positions))
+
+
+@pytest.fixture(scope="module", params=["whole_word", "span"])
+def many_words(request):
+    """20,000 masked sequences of 60 words of one to four pieces: (tokens, masked, positions, words) each."""
+    rng = np.random.default_rng(2)
+    results = []
+    for _ in range(SEQUENCES):
+        lengths = rng.integers(1, 5, 60)
+        tokens = pieces(lengths, rng)
+        masked, positions, _ = mask_words(tokens, np.arange(len(tokens)), rng, request.param)
+        results.append((tokens, masked, positions, np.repeat(np.arange(60), lengths)))
+    return request.param, results
+
+
+def test_fifteen_percent_of_the_tokens_are_chosen_with_their_words(many_words):
+    _, results = many_words
+    surplus = np.array([len(positions) - 0.15 * len(tokens) for tokens, _, positions, _ in results])
+    assert abs(surplus.mean()) < 3 * surplus.std() / np.sqrt(len(surplus))
+
+
+def test_every_word_is_as_likely(many_words):
+    _, results = many_words
+    counts = sum(np.bincount(np.unique(words[positions]), minlength=60) for _, _, positions, words in results)
+    assert counts.sum() == 9 * SEQUENCES  # 15 % of 60
+    assert np.abs(standard_errors(counts, SEQUENCES, 0.15)).max() < 4
+
+
+def test_eighty_ten_ten_holds_for_words_too(many_words):
+    _, results = many_words
+    before = np.concatenate([tokens[positions] for tokens, _, positions, _ in results])
+    after = np.concatenate([masked[positions] for _, masked, positions, _ in results])
+    became_mask, stayed = (after == MASK).sum(), (after == before).sum()
+    assert abs(standard_errors(became_mask, len(after), 0.8)) < 3
+    # A random token, one of 40, is the one it stands for in 1 of 40 cases, if that is among them at all.
+    same = (before < VOCAB_SIZE).mean() / (VOCAB_SIZE - FIRST_ORDINARY)
+    assert abs(standard_errors(stayed, len(after), 0.1 + 0.1 * same)) < 3
+
+
+def test_spans_have_spanberts_lengths():
+    rng = np.random.default_rng(3)
+    lengths = []
+    for _ in range(5000):
+        _, positions, _ = mask_words(pieces(np.ones(2000, dtype=int), rng), np.arange(2000), rng, "span", 0.1)
+        ends = np.flatnonzero(np.diff(positions) > 1) + 1
+        lengths.extend(map(len, np.split(positions, ends)))
+    counts = np.bincount(lengths, minlength=12)
+    wanted = 0.2 * 0.8 ** np.arange(10) / (1 - 0.8**10)
+    # One span in fifty is cut to fit the count, or goes around the end.
+    np.testing.assert_allclose(counts[1:11] / counts.sum(), wanted, atol=0.01)
+    assert counts[11:].sum() == 0 and np.mean(lengths) == pytest.approx(3.8, abs=0.1)
+
+
+def test_the_share_runs_on_a_straight_line():
+    shares = [share_at(step, 0.3, 0.15, 101) for step in range(101)]
+    assert (
+        shares[0] == pytest.approx(0.3) and shares[50] == pytest.approx(0.225) and shares[100] == pytest.approx(0.15)
+    )
+    assert share_at(0, 0.3, 0.15, 1) == 0.3

@@ -69,6 +69,13 @@ def test_training_lowers_the_held_out_loss_below_that_of_unigrams(books, tmp_pat
     assert metrics["eval_mlm_loss"] < unigrams - 0.5
 
 
+def test_spans_on_a_schedule_train_and_the_card_says_so(books, tmp_path):
+    run(books, tmp_path / "out", "--max_steps=10", "--masking=span", "--mlm_probability=0.30->0.15")
+    written = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]
+    assert (written["masking"], written["mlm_probability"]) == ("span", "0.30->0.15")
+    assert "0.30->0.15 of the tokens, spans of whole words" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_batch_can_be_learnt_by_heart(books):
     """Both losses of one step's pairs go to nothing when it is repeated: every gradient arrives where it should."""
     config = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, global_batch_size=8, max_steps=1)

@@ -8,6 +8,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+from d2l_bert.training.masking import Masking
+
 
 TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
     "text",
@@ -81,7 +83,12 @@ class PretrainConfig:
         "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
     )
     short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
-    mlm_probability: float = option(0.15, "share of tokens to predict", BATCHES)
+    mlm_probability: float | str = option(
+        0.15, "share of tokens to predict; 0.30->0.15 goes from one to the other over the run", BATCHES
+    )
+    masking: Masking = option(
+        "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
+    )
 
     attention_init: Literal["normal", "neighbours"] = option(
         "normal", "BERT's random start, or heads that look at the tokens before and after", OPTIMIZER
@@ -152,8 +159,11 @@ class PretrainConfig:
         for name in ("weight_decay", "dataloader_num_workers"):
             self._check_range(name, 0)
         self._check_range("seed", 0, 2**63 - 1)
-        for name in ("mlm_probability", "validation_fraction", "adam_beta1", "adam_beta2"):
-            self._check_range(name, 0, 1, above=name in ("mlm_probability", "validation_fraction"))
+        for name in ("validation_fraction", "adam_beta1", "adam_beta2"):
+            self._check_range(name, 0, 1, above=name == "validation_fraction")
+        for share in self.mlm_probabilities():
+            if not 0 < share <= 1:
+                raise ValueError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_range("max_seq_length", 8)
@@ -191,6 +201,16 @@ class PretrainConfig:
         if share >= 1:
             raise ValueError("length_schedule: its shares must leave some steps for max_seq_length")
         return [*phases, (round(share * max_steps), self.max_seq_length)]
+
+    def mlm_probabilities(self) -> tuple[float, float]:
+        """The share to predict in the first step and in the last; evaluation takes the last."""
+        if not isinstance(self.mlm_probability, str):
+            return self.mlm_probability, self.mlm_probability
+        number = r"(\d*\.?\d+)"
+        found = re.fullmatch(f"{number}->{number}", self.mlm_probability)
+        if not found:
+            raise ValueError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
+        return float(found[1]), float(found[2])
 
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from datasets.arrow_writer import ArrowWriter
 from huggingface_hub import constants
 
+from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import corpus, masking, pairs
 from d2l_bert.training.tracking import watched
 
@@ -250,7 +251,14 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
 class BatchMaker:
     """Pairs to the model's arguments: cut out, join with special tokens, mask, pad."""
 
-    def __init__(self, tokens: TokenizedCorpus, tokenizer, mlm_probability: float, max_seq_length: int):
+    def __init__(
+        self,
+        tokens: TokenizedCorpus,
+        tokenizer,
+        mlm_probability: float,
+        max_seq_length: int,
+        how: masking.Masking = "token",
+    ):
         self.tokens = tokens
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
         self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
@@ -258,18 +266,25 @@ class BatchMaker:
         self.first_ordinary_id = max(tokenizer.all_special_ids) + 1
         self.mlm_probability = mlm_probability
         self.max_seq_length = max_seq_length
+        self.how = how
+        pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
+        self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
 
-    def __call__(self, rows: np.ndarray, keys: Iterable[tuple]) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, rows: np.ndarray, keys: Iterable[tuple], mlm_probability: float | None = None
+    ) -> dict[str, torch.Tensor]:
         """
         Args:
             rows: array of `pairs.PAIR` (B,).
             keys: for each row the key of its own random generator, so that its masks do not depend on its neighbours.
+            mlm_probability: share to predict, if it is another than usual.
 
         Returns:
             `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P) and
             `next_sentence_label` (B,), int64.
         """
-        examples = [self._example(row, np.random.default_rng(key)) for row, key in zip(rows, keys, strict=True)]
+        share = mlm_probability or self.mlm_probability
+        examples = [self._example(row, np.random.default_rng(key), share) for row, key in zip(rows, keys, strict=True)]
         width = max(len(ids) for ids, *_ in examples)
         width = min(-(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_seq_length)
         slots = max(len(positions) for _, _, positions, _ in examples)
@@ -302,14 +317,22 @@ class BatchMaker:
             "next_sentence_label": nothing[0],
         }
 
-    def _example(self, pair, rng):
+    def _example(self, pair, rng, share):
         a = self.tokens.tokens(pair["a_document"])[pair["a_start"] : pair["a_end"]]
         b = self.tokens.tokens(pair["b_document"])[pair["b_start"] : pair["b_end"]]
         ids = np.concatenate(([self.cls], a, [self.sep], b, [self.sep]))
         b_start = len(a) + 2
         candidates = np.concatenate((np.arange(1, b_start - 1), np.arange(b_start, len(ids) - 1)))
         masked, positions, labels = masking.mask_tokens(
-            ids, candidates, rng, self.mask, self.first_ordinary_id, self.vocab_size, self.mlm_probability
+            ids,
+            candidates,
+            rng,
+            self.mask,
+            self.first_ordinary_id,
+            self.vocab_size,
+            share,
+            self.how,
+            self.is_continuation,
         )
         return masked, b_start, positions, labels
 
@@ -383,10 +406,19 @@ class PretrainingSteps(torch.utils.data.Dataset):
 
     The step's pairs are sorted by length and cut into micro-batches, which go to the processes in turn. Every process
     gets equally many; where they run out, one that counts for nothing.
+
+    Args:
+        share_at: the share to predict in a step, if it changes from step to step.
     """
 
-    def __init__(self, phases: Sequence[Phase], world_size: int = 1, rank: int = 0):
-        self.phases, self.world_size, self.rank = phases, world_size, rank
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        share_at: Callable[[int], float] | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+    ):
+        self.phases, self.share_at, self.world_size, self.rank = phases, share_at, world_size, rank
 
     def __getitem__(self, step: int) -> list[dict[str, torch.Tensor]]:
         phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
@@ -394,7 +426,8 @@ class PretrainingSteps(torch.utils.data.Dataset):
         rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
         micro_batches = by_length(rows, keys, phase.micro_batch_size)
         rounds = -(-len(micro_batches) // self.world_size)
-        mine = [phase.make_batch(*micro_batch) for micro_batch in micro_batches[self.rank :: self.world_size]]
+        share = self.share_at and self.share_at(step)
+        mine = [phase.make_batch(*micro_batch, share) for micro_batch in micro_batches[self.rank :: self.world_size]]
         return mine + [phase.make_batch.empty()] * (rounds - len(mine))
 
 

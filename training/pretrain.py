@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
-from d2l_bert.training import checkpoint, data, evaluate
+from d2l_bert.training import checkpoint, data, evaluate, masking
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import linear_schedule, make_adamw
@@ -106,7 +107,7 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     log_every = run.logging_steps or math.ceil(max_steps / 100)
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or math.ceil(max_steps / 10)
-    steps = data.PretrainingSteps(make_phases(run, text, max_steps), **ranks)
+    steps = make_steps(run, text, max_steps, **ranks)
     loader = torch.utils.data.DataLoader(
         steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
     )
@@ -194,16 +195,28 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
     for first_step, length in run.lengths(max_steps):
         more = run.max_seq_length // length
         plans = data.EpochPlans(text.tokens, text.train_documents, pairing(run, length), run.seed, data.cache_folder())
-        make_batch = data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probability, length)
+        make_batch = make_batch_maker(run, text, length)
         phases.append(data.Phase(first_step, plans, make_batch, run.global_batch_size * more, micro_batch_size * more))
         if not len(plans.epoch(0)):
             raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
     return phases
 
 
+def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
+    """What makes batches of one length, with the share to predict that the run ends with."""
+    return data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probabilities()[1], length, run.masking)
+
+
+def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **ranks) -> data.PretrainingSteps:
+    """What every step of the run holds."""
+    first, last = run.mlm_probabilities()
+    share_at = functools.partial(masking.share_at, first=first, last=last, max_steps=max_steps)
+    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **ranks)
+
+
 def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.HeldOutPairs:
     """The held-out pairs, at the run's full length."""
-    make_batch = data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probability, run.max_seq_length)
+    make_batch = make_batch_maker(run, text, run.max_seq_length)
     length_pairing = pairing(run, run.max_seq_length)
     micro_batch_size = run.micro_batch_size or DEFAULT_MICRO_BATCH
     held_out = data.HeldOutPairs(
@@ -235,7 +248,7 @@ def decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, eval
     if run.num_train_epochs is not None:
         full = phases[-1]
         return math.ceil(run.num_train_epochs * len(full.plans.epoch(0)) / full.global_batch_size)
-    steps = data.PretrainingSteps(phases, **ranks)
+    steps = make_steps(run, text, whole, **ranks)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step_seconds = 0.0
     for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):

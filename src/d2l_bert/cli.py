@@ -334,6 +334,7 @@ def _add_pretrain_options(parser, argv):
 
 def _add_option(group, name, kind, default, help="", metavar=None):
     options = {"default": argparse.SUPPRESS}
+    parse = _number_or_text if kind == float | str else None
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is list:
@@ -343,7 +344,7 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     elif kind is bool:
         options |= {"type": _true_or_false, "nargs": "?", "const": True, "metavar": "true|false"}
     else:
-        options |= {"type": kind, "metavar": metavar or {int: "N", float: "X", str: "NAME"}[kind]}
+        options |= {"type": parse or kind, "metavar": metavar or {int: "N", float: "X", str: "NAME"}[kind]}
     if isinstance(default, list):
         default = " ".join(default)
     elif isinstance(default, bool):
@@ -356,6 +357,13 @@ def _true_or_false(text):
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"true or false, not {text!r}")
     return text.lower() == "true"
+
+
+def _number_or_text(text):
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _whole_number(text):
