@@ -171,14 +171,15 @@ def test_writing_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(text, tmp_path):
+def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(books, tmp_path):
+    text = prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=100, max_steps=1))  # words of many pieces
     make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.1, 48, "whole_word")
     plans = data.EpochPlans(
         text.tokens, text.train_documents, {"pairing": "segments", "max_seq_length": 48}, 1, tmp_path
     )
     share_at = functools.partial(masking.share_at, first=0.6, last=0.1, max_steps=11)
     steps = data.PretrainingSteps([data.Phase(0, plans, make_batch, 32, 32)], share_at)
-    shares = []
+    shares, words_of_pieces = [], 0
     for step in (0, 5, 10):
         (batch,) = steps[step]
         shares.append(((batch["labels"] != -100).sum() / (batch["attention_mask"].sum() - 3 * 32)).item())
@@ -190,4 +191,6 @@ def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(text, tm
             for position in range(1, len(ids)):
                 if goes_on[position] and ids[position - 1] > text.tokenizer.mask_token_id:
                     assert (position in chosen) is (position - 1 in chosen)
+                    words_of_pieces += position in chosen
+    assert words_of_pieces > 100
     assert shares == pytest.approx([0.6, 0.35, 0.1], abs=0.05)
