@@ -1,11 +1,15 @@
 """Sources of text: what is read, what is left out, and how it becomes documents."""
 
+import csv
 import gzip
+import io
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from d2l_bert.training import corpus
+from d2l_bert.training import corpus, tables
 
 
 def texts(source):
@@ -18,7 +22,7 @@ def test_files_and_folders_in_order_a_blank_line_between_paragraphs(tmp_path):
     (tmp_path / "sub" / "a.md").write_text("\ufeff# Title\r\n\r\nText.\r\n")
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress("Gezippt – naïve.".encode()))
     (tmp_path / ".hidden.txt").write_text("Not this.")
-    (tmp_path / "table.csv").write_text("not,this")
+    (tmp_path / "picture.png").write_text("nor this")
     assert texts(corpus.file_source([tmp_path])) == [
         ("b.txt", ["One line and the next.", "Second paragraph."]),
         ("c.txt.gz", ["Gezippt – naïve."]),
@@ -41,10 +45,96 @@ def test_a_dataset_row_is_a_document(tmp_path):
     assert [paragraphs for _, paragraphs in found] == [["First paragraph.", "Second."], ["Another document."], []]
 
 
-def test_rows_of_single_lines_are_paragraphs_of_one_document(tmp_path):
+def test_rows_of_single_lines_are_paragraphs_of_blocks(tmp_path):
     rows = ["", " = Title = ", "A paragraph.", "", "Another one."]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    assert texts(corpus.dataset_source(str(tmp_path))) == [("rows", ["= Title =", "A paragraph.", "Another one."])]
+    found = texts(corpus.dataset_source(str(tmp_path)))
+    assert [paragraphs for _, paragraphs in found] == [["= Title =", "A paragraph.", "Another one."]]
+    blocks = list(corpus.row_documents("rows", (f"Line {number}." for number in range(5000))))
+    assert [len(block.paragraphs) for block in blocks] == [corpus.BLOCK_ROWS] * 78 + [8]
+    assert [line for block in blocks for line in block.paragraphs] == [f"Line {number}." for number in range(5000)]
+
+
+TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nIn two lines."]
+
+
+def write_table(file, rows):
+    """Rows of dicts as the file's suffix says; a missing value stays out."""
+    kind = tables.kind_of(file)
+    if kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+        return
+    text = io.StringIO()
+    if kind == ".jsonl":
+        text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    else:
+        writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    data = text.getvalue().encode()
+    pack = {".gz": gzip.compress, ".zst": lambda data: bytes(pa.compress(data, "zstd"))}.get(file.suffix, bytes)
+    file.write_bytes(pack(data))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.zst", "a.tsv", "a.parquet"])
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_a_row_of_a_table_is_a_document(name, column, tmp_path):
+    write_table(
+        tmp_path / name, [{"id": "1", column: TEXTS[0]}, {"id": "2", column: None}, {"id": "3", column: TEXTS[1]}]
+    )
+    for path in (tmp_path / name, tmp_path):  # named, and found in its folder
+        found = texts(corpus.file_source([path], column))
+        assert [paragraphs for _, paragraphs in found] == [
+            ["First, with a comma.", "Second – naïve."],
+            ["Another document. In two lines."],
+        ]
+
+
+def test_packed_text_and_lines_of_bare_texts_are_read(tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(bytes(pa.compress("One.\n\nTwo – naïve.".encode(), "zstd")))
+    (tmp_path / "b.jsonl").write_text('"A bare text.\\nOf two lines."\n\n"Another."\n')
+    found = [paragraphs for _, paragraphs in texts(corpus.file_source([tmp_path]))]
+    assert found == [["One.", "Two – naïve."], ["A bare text. Of two lines."], ["Another."]]
+
+
+def test_a_line_of_a_megabyte_is_one_row(tmp_path):
+    write_table(tmp_path / "a.csv", [{"text": "word " * 200_000 + "\nend."}])
+    ((_, (paragraph,)),) = texts(corpus.file_source([tmp_path]))
+    assert len(paragraph) == 1_000_004
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "fine"}\n{"text": 3}\n', ["line 2", "holds no text but int"]),
+        ("a.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', ["line 2", "no column 'text'", "it has body"]),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "cut\n', ["line 2", "no JSON"]),
+        ("a.jsonl", b'{"text": "fine"}\n[1, 2]\n', ["line 2", "holds no text but list"]),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', ["line 1", "not UTF-8"]),
+        ("a.jsonl", b"[" * 100_000, ["line 1", "no JSON"]),
+        ("a.csv", b"id,body\n1,x\n", ["no column 'text'", "it has id, body"]),
+        ("a.csv", b"", ["no column 'text'", "it has none"]),
+        ("a.csv", b"text\nfine\ncaf\xe9\n", ["not UTF-8 text"]),
+        ("a.csv", b'text\nfine\n"never closed\n', ["no CSV"]),
+        ("a.csv", b'text\nfine\n"closed" and on\n', ["line 3", "no CSV"]),
+        ("a.parquet", b"PAR1 no more", ["cannot be read"]),
+        ("a.txt.zst", b"not packed at all", ["cannot be read"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 1000)[:-20], ["cannot be read"]),
+        ("a.txt.zst", bytes(pa.compress(b"fine. " * 100_000, "zstd"))[:-20], ["cannot be read"]),
+        ("a.json", b'[{"text": "fine"}]', [".jsonl"]),
+    ],
+)
+def test_a_damaged_table_is_named_with_the_place(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        texts(corpus.file_source([tmp_path / name]))
+    assert all(word in str(refused.value) for word in [name, *words]), refused.value
+
+
+def test_a_parquet_column_of_numbers_is_refused(tmp_path):
+    write_table(tmp_path / "a.parquet", [{"text": 1}])
+    with pytest.raises(ValueError, match="holds no text but int64"):
+        texts(corpus.file_source([tmp_path]))
 
 
 def test_a_column_of_numbers_is_refused(tmp_path):

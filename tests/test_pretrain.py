@@ -76,6 +76,15 @@ def test_spans_on_a_schedule_train_and_the_card_says_so(books, tmp_path):
     assert "0.30->0.15 of the tokens, spans of whole words" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_table_trains_as_the_files_it_was_made_of_do(books, tmp_path):
+    rows = [{"body": book.read_text()} for book in sorted(books.iterdir())]
+    (tmp_path / "books.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(books, tmp_path / "files", "--max_steps=3")
+    run(tmp_path / "books.jsonl", tmp_path / "table", "--max_steps=3", "--text_column=body")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("files", "table")]
+    assert weights[0] == weights[1]
+
+
 def test_a_batch_can_be_learnt_by_heart(books):
     """Both losses of one step's pairs go to nothing when it is repeated: every gradient arrives where it should."""
     config = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, global_batch_size=8, max_steps=1)

@@ -51,7 +51,8 @@ class PretrainConfig:
 
     corpus: list[str] = option(
         ["python-docs"],
-        "text files and folders (.txt, .md, .gz), or python-docs, the documentation installed with Python",
+        "files and folders of text (.txt, .md, .jsonl, .csv, .tsv, .parquet, packed as .gz or .zst or not), or "
+        "python-docs, the documentation installed with Python",
         TEXT,
         how=True,
         metavar="PATH",
@@ -59,7 +60,7 @@ class PretrainConfig:
     dataset: str | None = option(None, "dataset to read instead, a Hub id or a folder", TEXT, how=True, metavar="ID")
     dataset_config: str | None = option(None, "its configuration", TEXT, how=True, metavar="NAME")
     dataset_split: str = option("train", "its split", TEXT, how=True, metavar="NAME")
-    text_column: str = option("text", "its column of text", TEXT, how=True, metavar="NAME")
+    text_column: str = option("text", "column of text in a dataset or a table", TEXT, how=True, metavar="NAME")
     language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)

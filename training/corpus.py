@@ -7,7 +7,6 @@ import ast
 import codecs
 import dataclasses
 import gc
-import gzip
 import hashlib
 import importlib.metadata
 import inspect
@@ -16,20 +15,24 @@ import platform
 import re
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import sentencex
 
+from d2l_bert.training import tables
+
 
 PYTHON_DOCS = "python-docs"
-TEXT_SUFFIXES = (".txt", ".md", ".gz")
+READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
 # With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
 # documents are then cut into blocks of paragraphs that count as documents themselves.
 FEWEST_DOCUMENTS = 20
 BLOCK_SENTENCES = 64
+
+# Where the rows of a table or a dataset are single lines, so many make a document.
+BLOCK_ROWS = 64
 
 
 @dataclasses.dataclass
@@ -50,16 +53,20 @@ class Source:
     is_on_hub: bool = False
 
 
-def file_source(paths: Sequence[str]) -> Source:
+def file_source(paths: Sequence[str], text_column: str = "text") -> Source:
     """
-    Text files and folders, in sorted order; `python-docs` names the embedded corpus.
+    Text files, tables and folders of them, in sorted order; `python-docs` names the embedded corpus.
 
-    A file is a document, a blank line ends a paragraph. Folders are searched for `.txt`, `.md` and their `.gz`;
-    hidden files and folders are passed over.
+    A text file is a document, a blank line ends a paragraph; of a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each
+    row is one. Any of them but Parquet may be packed (`.gz`, `.zst`). A file of another name is read as text if it is
+    named; folders are searched for the known ones, hidden files and folders passed over.
+
+    Args:
+        text_column: column of text in the tables.
 
     Raises:
-        ValueError: a path that does not exist or a folder without text files; while it is read, a file that is not
-            UTF-8 text.
+        ValueError: a path that does not exist or a folder without texts; while it is read, a file that is not UTF-8
+            text, or a table without texts in that column.
     """
     sources = [PYTHON_DOCS if str(path) == PYTHON_DOCS else text_files(path) for path in paths]
     identity = []
@@ -68,18 +75,21 @@ def file_source(paths: Sequence[str]) -> Source:
             versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
             identity.append([PYTHON_DOCS, platform.python_version(), versions])
         else:
-            identity.append([[file.name, _content_hash(file)] for file in source])
+            identity.append([[file.name, _content_hash(file), text_column] for file in source])
     names = [str(path) if str(path) == PYTHON_DOCS else Path(path).resolve().name for path in paths]
-    return Source(", ".join(names), identity, _documents(sources))
+    return Source(", ".join(names), identity, _documents(sources, text_column))
 
 
-def _documents(sources):
+def _documents(sources, text_column):
     for source in sources:
         if source == PYTHON_DOCS:
             yield from python_docs()
         else:
             for file in source:
-                yield Document(file.name, split_paragraphs(read_text(file)))
+                if tables.kind_of(file) in tables.TABLE_SUFFIXES:
+                    yield from row_documents(file.name, tables.text_rows(file, text_column))
+                else:
+                    yield Document(file.name, split_paragraphs(read_text(file)))
 
 
 def _content_hash(file):
@@ -94,36 +104,37 @@ def _content_hash(file):
 
 
 def text_files(path: str | Path) -> list[Path]:
-    """The text files that `path`, a file or a folder, stands for, sorted."""
+    """The files of text that `path`, a file or a folder, stands for, sorted."""
     path = Path(path)
     if path.is_file():
+        if tables.kind_of(path) == ".json":
+            raise ValueError(f"{path}: a JSON file is no text; write its texts as lines of JSON (.jsonl)")
         return [path]
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
     files = sorted(
         file
         for file in path.rglob("*")
-        if file.name.endswith(TEXT_SUFFIXES)
+        if tables.kind_of(file) in READ_SUFFIXES
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
-        raise ValueError(f"{path}: no text file in this folder; it reads {', '.join(TEXT_SUFFIXES)}")
+        raise ValueError(
+            f"{path}: no text file in this folder; what is read is {', '.join(READ_SUFFIXES)}, "
+            f"and {' and '.join(tables.PACKED_SUFFIXES)} of them"
+        )
     return files
 
 
 def read_text(file: Path) -> str:
-    """The text of one UTF-8 file, unpacked if its name ends in `.gz`.
+    """The text of one UTF-8 file, unpacked if its name ends in `.gz` or `.zst`.
 
     Raises:
         ValueError: unreadable, cut short, binary, or in another encoding.
     """
-    try:
-        data = file.read_bytes()
-        if file.suffix == ".gz":
-            data = gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+    with tables.opened(file) as stream:
+        data = stream.read()
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
             f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
@@ -149,8 +160,7 @@ def dataset_source(name: str, config: str | None = None, split: str = "train", t
     """
     A dataset that `datasets.load_dataset` finds, on the Hub or in a local folder.
 
-    A row is a document. Where rows are single lines, as in WikiText, they are the paragraphs of one document, which
-    `enough_documents` then cuts into blocks.
+    A row is a document. Where rows are single lines, as in WikiText, blocks of them are.
 
     Raises:
         ValueError: no such dataset, configuration, split or column, or a column that does not hold text.
@@ -171,15 +181,24 @@ def dataset_source(name: str, config: str | None = None, split: str = "train", t
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else Path(name).resolve().name
     identity = [shown, config, split, text_column, rows._fingerprint]
-    return Source(shown, identity, _rows(rows[text_column]), is_on_hub)
+    return Source(shown, identity, row_documents(shown, rows[text_column]), is_on_hub)
 
 
-def _rows(texts):
-    if not any(text and "\n" in text.strip() for text in texts[:1000]):
-        yield Document("rows", [line for text in texts if text and (line := " ".join(text.split()))])
+def row_documents(name: str, texts: Iterable[str | None]) -> Iterator[Document]:
+    """Rows of texts as documents, one each; where they are single lines, `BLOCK_ROWS` of them make one."""
+    texts = iter(texts)
+    first = list(itertools.islice(texts, 1000))
+    rows = itertools.chain(first, texts)
+    if any(text and "\n" in text.strip() for text in first):
+        for number, text in enumerate(rows):
+            yield Document(f"{name} row {number}", split_paragraphs(text or ""))
         return
-    for index, text in enumerate(texts):
-        yield Document(f"row {index}", split_paragraphs(text or ""))
+    lines = (line for text in rows if text and (line := " ".join(text.split())))
+    for number in itertools.count():
+        block = list(itertools.islice(lines, BLOCK_ROWS))
+        if not block:
+            return
+        yield Document(f"{name} block {number}", block)
 
 
 @dataclasses.dataclass

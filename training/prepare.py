@@ -47,7 +47,7 @@ def prepare(run: PretrainConfig) -> PreparedText:
     if run.dataset is not None:
         source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
     else:
-        source = corpus.file_source(run.corpus)
+        source = corpus.file_source(run.corpus, run.text_column)
     folder = data.cache_folder()
     text = data.prepare_text(source, run.language, folder)
     sizes = data.document_characters(text)

@@ -1,0 +1,125 @@
+"""Texts in the rows of JSONL, CSV, TSV and Parquet files, read row by row; and files packed with gzip or zstd."""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+PACKED_SUFFIXES = (".gz", ".zst")
+
+
+def kind_of(file: Path) -> str:
+    """The suffix that says what a file holds, the one of its packing apart: `.jsonl` for `rows.jsonl.gz`."""
+    name = file.name.lower()
+    for suffix in PACKED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return Path(name).suffix
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """
+    The bytes of a file, unpacked if its name ends in `.gz` or `.zst`.
+
+    Raises:
+        ValueError: in the block too: it cannot be read, or is cut short or damaged.
+    """
+    try:
+        if file.suffix.lower() == ".gz":
+            stream = gzip.open(file, "rb")
+        elif file.suffix.lower() == ".zst":
+            stream = io.BufferedReader(pa.input_stream(str(file), compression="zstd"))
+        else:
+            stream = file.open("rb")
+        with stream:
+            yield stream
+    except (OSError, EOFError, zlib.error, pa.ArrowInvalid) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+
+
+def text_rows(file: Path, column: str) -> Iterator[str]:
+    """
+    The texts in `column` of a table, in order; rows without one are left out.
+
+    Args:
+        file: its suffix says how to read it: `.jsonl` (objects, or texts alone), `.csv` and `.tsv` with a first line
+            of names, `.parquet`.
+        column: name of the column.
+
+    Raises:
+        ValueError: damaged, not UTF-8, no such column, or one that does not hold text. File and line are named.
+    """
+    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(kind_of(file), _csv_rows)
+    for line, text in read(file, column):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}")
+        if text:
+            yield text
+
+
+def _json_rows(file, column):
+    with opened(file) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                row = json.loads(line) if line.strip() else ""
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
+            except (ValueError, RecursionError):
+                raise ValueError(f"{file}, line {number}: no JSON; repair the line or take it out") from None
+            if isinstance(row, dict):
+                _check_column(f"{file}, line {number}", column, row)
+                row = row[column]
+            yield number, row
+
+
+def _csv_rows(file, column):
+    csv.field_size_limit(2**31 - 1)  # a whole document may stand in one field
+    with opened(file) as stream:
+        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        rows = csv.DictReader(lines, dialect="excel-tab" if kind_of(file) == ".tsv" else "excel", strict=True)
+        try:
+            _check_column(file, column, rows.fieldnames or [])
+            for row in rows:
+                yield rows.line_num, row[column]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file}: not UTF-8 text after line {rows.line_num} ({error.reason}); convert it"
+            ) from None
+        except csv.Error as error:
+            raise ValueError(
+                f"{file}, line {rows.reader.line_num}: no CSV ({error}); repair it or leave it out"
+            ) from None
+
+
+def _parquet_rows(file, column):
+    try:
+        with pq.ParquetFile(file) as table:
+            _check_column(file, column, table.schema_arrow.names)
+            kind = table.schema_arrow.field(column).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ValueError(f"{file}: column {column!r} holds no text but {kind}; name another")
+            row = 0
+            for batch in table.iter_batches(batch_size=1000, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield row, text
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{file}: cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
+        ) from None
+
+
+def _check_column(where, column, names):
+    if column not in names:
+        listed = ", ".join(map(str, names)) or "none"
+        raise ValueError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")
