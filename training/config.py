@@ -39,15 +39,13 @@ def option(default, help, group, *, how=False, metavar=None):
 
 
 @dataclass(kw_only=True)
-class PretrainConfig:
+class TextConfig:
     """
-    What one run does. Every field is an option of `d2l-bert pretrain`; recipes start from here.
+    What text, and what tokenizer. Every field is an option of `d2l-bert prepare` and of `d2l-bert pretrain`.
 
     Raises:
         ValueError: from `check`, for a value out of its range or values that contradict each other.
     """
-
-    recipe: str = option("tiny", "named starting point for everything below", OUTPUT)
 
     corpus: list[str] = option(
         ["python-docs"],
@@ -65,13 +63,54 @@ class PretrainConfig:
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
-    max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
-
     tokenizer: str | None = option(
         None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True
     )
     vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
     lowercase: bool = option(True, "fold case", TOKENIZER)
+
+    def check(self) -> None:
+        """Refuse what cannot be read, before anything is."""
+        self._check_types()
+        if not self.corpus and self.dataset is None:
+            raise ValueError("corpus names no text; give files, folders or python-docs")
+        for name in ("vocab_size", "max_validation_characters"):
+            self._check_range(name, 1)
+        self._check_range("validation_fraction", 0, 1, above=True)
+
+    def settled(self) -> dict:
+        """The options that the tokens on disk follow from."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if not f.metadata["how"]}
+
+    def _check_types(self):
+        for name, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+            if not any(_is_a(value, kind) for kind in kinds):
+                wanted = " or ".join(str(getattr(kind, "__name__", kind)).removeprefix("typing.") for kind in kinds)
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+    def _check_range(self, name, least, most=None, above=False):
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not value >= least or (above and value == least) or (most is not None and value > most):
+            limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
+            raise ValueError(f"{name} must be {limits}, got {value}")
+
+
+@dataclass(kw_only=True)
+class PretrainConfig(TextConfig):
+    """
+    What one run does. Every field is an option of `d2l-bert pretrain`; recipes start from here.
+
+    Raises:
+        ValueError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    recipe: str = option("tiny", "named starting point for everything below", OUTPUT)
+
+    max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
 
     max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
     length_schedule: list[str] = option(
@@ -137,16 +176,12 @@ class PretrainConfig:
 
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
-        self._check_types()
+        super().check()
         length = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         if len(length) != 1:
             given = " and ".join(length) or "none"
             raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
-        if not self.corpus and self.dataset is None:
-            raise ValueError("corpus names no text; give files, folders or python-docs")
         whole = [
-            "vocab_size",
-            "max_validation_characters",
             "max_eval_pairs",
             "max_steps",
             "global_batch_size",
@@ -160,8 +195,8 @@ class PretrainConfig:
         for name in ("weight_decay", "dataloader_num_workers"):
             self._check_range(name, 0)
         self._check_range("seed", 0, 2**63 - 1)
-        for name in ("validation_fraction", "adam_beta1", "adam_beta2"):
-            self._check_range(name, 0, 1, above=name == "validation_fraction")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._check_range(name, 0, 1)
         for share in self.mlm_probabilities():
             if not 0 < share <= 1:
                 raise ValueError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
@@ -169,22 +204,6 @@ class PretrainConfig:
             self._check_range(name, 0, 1)
         self._check_range("max_seq_length", 8)
         self.lengths(1)
-
-    def _check_types(self):
-        for name, kind in typing.get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-            if not any(_is_a(value, kind) for kind in kinds):
-                wanted = " or ".join(str(getattr(kind, "__name__", kind)).removeprefix("typing.") for kind in kinds)
-                raise ValueError(f"{name} must be {wanted}, got {value!r}")
-
-    def _check_range(self, name, least, most=None, above=False):
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not value >= least or (above and value == least) or (most is not None and value > most):
-            limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
-            raise ValueError(f"{name} must be {limits}, got {value}")
 
     def lengths(self, max_steps: int) -> list[tuple[int, int]]:
         """The first step, counted from 0, of each length of pairs, and the length; `max_seq_length` comes last."""

@@ -1,26 +1,45 @@
 """Text to tokenizer and tokens, once for many runs: what has to be there before the first step."""
 
+import json
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
 
-from d2l_bert.tokenization.wordpiece import train_wordpiece
+from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
 from d2l_bert.training import corpus, data
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.config import TextConfig
 from d2l_bert.training.tracking import say
+
+
+# A prepared folder: this record, the tokenizer, the tokens, and these two lists of document numbers.
+PREPARED_FILE = "prepared.json"
+SPLIT_FILES = {"train_documents": "train_documents.npy", "held_out_documents": "held_out_documents.npy"}
 
 
 @dataclass
 class PreparedText:
-    """A tokenized corpus, split by document."""
+    """A tokenized corpus, split by document, and the options that it follows from."""
 
+    settled: dict
     corpus_name: str
     dataset_is_on_hub: bool
     tokenizer: BertTokenizer
     tokens: data.TokenizedCorpus
     train_documents: np.ndarray
     held_out_documents: np.ndarray
+
+    def summary(self) -> str:
+        """One line of its numbers."""
+        counts = self.counts()
+        return (
+            f"{self.corpus_name}: {counts['train_documents']:,} documents, {counts['train_tokens']:,} tokens to train "
+            f"on; {counts['held_out_documents']:,} documents, {counts['held_out_tokens']:,} tokens held out; "
+            f"vocabulary {len(self.tokenizer):,}"
+        )
 
     def counts(self) -> dict:
         """What the run's record says of it."""
@@ -36,13 +55,16 @@ class PreparedText:
         }
 
 
-def prepare(run: PretrainConfig) -> PreparedText:
+def prepare(run: TextConfig) -> PreparedText:
     """
     Read the text, hold out a part, train or load the tokenizer, and tokenize; what was done before is found again.
+    A corpus that is a prepared folder has all of it.
 
     Raises:
         ValueError: text that cannot be read, too little of it, or a tokenizer that cannot serve.
     """
+    if is_prepared(run):
+        return read_prepared(Path(run.corpus[0]))
     tokenizer = load_tokenizer(run.tokenizer) if run.tokenizer is not None else None
     if run.dataset is not None:
         source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
@@ -64,12 +86,76 @@ def prepare(run: PretrainConfig) -> PreparedText:
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
         raise ValueError(f"{source.name}: its text holds no token that the tokenizer knows; give more text")
-    say(
-        f"{source.name}: {len(train):,} documents, {int(tokens.sizes()[train].sum()):,} tokens to train on; "
-        f"{len(held_out):,} documents, {int(tokens.sizes()[held_out].sum()):,} tokens held out; "
-        f"vocabulary {len(tokenizer):,}"
-    )
-    return PreparedText(source.name, source.is_on_hub, tokenizer, tokens, train, held_out)
+    text = PreparedText(run.settled(), source.name, source.is_on_hub, tokenizer, tokens, train, held_out)
+    say(text.summary())
+    return text
+
+
+def is_prepared(run: TextConfig) -> bool:
+    """Whether the corpus is a folder that `write_prepared` left."""
+    return run.dataset is None and len(run.corpus) == 1 and (Path(run.corpus[0]) / PREPARED_FILE).is_file()
+
+
+def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
+    """
+    Prepare a text in a folder of its own, for runs that give it as their corpus.
+
+    Args:
+        folder: an empty one.
+
+    Raises:
+        ValueError: as `prepare`; or the corpus is prepared already.
+    """
+    run.check()
+    if is_prepared(run):
+        raise ValueError(f"corpus {run.corpus[0]}: is prepared already; give its text")
+    text = prepare(run)
+    save_tokenizer(text.tokenizer, folder)
+    shutil.copytree(text.tokens.path, folder / text.tokens.path.name, copy_function=_link_or_copy)
+    for name, file in SPLIT_FILES.items():
+        np.save(folder / file, getattr(text, name))
+    record = {
+        "settled": text.settled,
+        "corpus_name": text.corpus_name,
+        "dataset_is_on_hub": text.dataset_is_on_hub,
+        "tokens": text.tokens.path.name,
+        "counts": text.counts(),
+    }
+    (folder / PREPARED_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    return text
+
+
+def read_prepared(folder: Path) -> PreparedText:
+    """
+    What `write_prepared` left.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        record = json.loads((folder / PREPARED_FILE).read_text())
+        text = PreparedText(
+            record["settled"],
+            record["corpus_name"],
+            record["dataset_is_on_hub"],
+            load_tokenizer(str(folder)),
+            data.TokenizedCorpus(folder / record["tokens"]),
+            **{name: np.load(folder / file) for name, file in SPLIT_FILES.items()},
+        )
+        damaged = None if text.counts() == record["counts"] else "its counts are others than its record says"
+    except Exception as error:  # each part of it has a class of its own
+        damaged = " ".join(str(error).split())
+    if damaged:
+        raise ValueError(f"corpus {folder}: a damaged prepared folder ({damaged}); prepare the text again")
+    say(text.summary())
+    return text
+
+
+def _link_or_copy(source, target):
+    try:
+        os.link(source, target)
+    except OSError:  # on another disk
+        shutil.copyfile(source, target)
 
 
 def load_tokenizer(name: str) -> BertTokenizer:

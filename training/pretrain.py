@@ -61,6 +61,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
         resumed = run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
         with accelerator.main_process_first():
             text = prepare(run)
+        run = dataclasses.replace(run, **text.settled)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         train(architecture, run, text, accelerator, folder, resumed)

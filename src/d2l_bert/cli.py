@@ -18,6 +18,7 @@ Raw text in, a BERT out.
 
   d2l-bert pretrain                                   a small BERT of Python's documentation, in some minutes
   d2l-bert pretrain --corpus books/ --output_dir out  one of your own text files
+  d2l-bert prepare --corpus books/ --output_dir tokens   once for many runs: pretrain --corpus tokens
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert convert google-bert/bert-base-uncased out --from bert
@@ -29,6 +30,11 @@ PRETRAIN = """
 
 With no option at all it trains the recipe tiny on the documentation that is installed with Python, in some minutes.
 It leaves a folder with the model, its tokenizer, its card and the run's record."""
+
+PREPARE = """
+
+It leaves a folder with a tokenizer and the tokens in memory-mapped Arrow: the corpus of any number of runs,
+d2l-bert pretrain --corpus DIR, wherever it is copied to."""
 
 CONVERT = """
 
@@ -67,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def pretrain_command(arguments) -> None:
     """Start from a recipe, change what was given, and train."""
-    from d2l_bert.training.config import LENGTH_OPTIONS
+    from d2l_bert.training.config import LENGTH_OPTIONS, TextConfig
+    from d2l_bert.training.prepare import is_prepared
     from d2l_bert.training.pretrain import pretrain
     from d2l_bert.training.recipes import RECIPES
 
@@ -81,11 +88,37 @@ def pretrain_command(arguments) -> None:
     elif "length_schedule" not in run_changes:  # the recipe's own must fit
         longest = run_changes.get("max_seq_length", run.max_seq_length)
         run_changes["length_schedule"] = [e for e in run.length_schedule if int(e.partition(":")[0]) < longest]
-    if "corpus" in given and "dataset" in given:
-        raise ValueError("corpus and dataset are two sources of text; give one")
+    _refuse_two_sources(given)
     run = replace(run, **run_changes)
+    for field in dataclasses.fields(TextConfig):
+        if field.name in given and field.name != "corpus" and is_prepared(run):
+            raise ValueError(
+                f"{field.name} is settled in the prepared folder {run.corpus[0]}; leave it out, or prepare anew"
+            )
     changes = {name: given[name] for name in architecture_options() if name in given}
     pretrain(type(architecture)(**{**architecture.to_dict(), **changes}), run)
+
+
+def prepare_command(arguments) -> None:
+    """Train a tokenizer and tokenize a text, once for many runs."""
+    from d2l_bert.training.config import TextConfig
+    from d2l_bert.training.prepare import write_prepared
+    from d2l_bert.training.publish import new_folder
+
+    given = vars(arguments)
+    _refuse_two_sources(given)
+    run = TextConfig(
+        **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
+    )
+    with new_folder(Path(arguments.output_dir)) as folder:
+        text = write_prepared(run, folder)
+    print(text.summary())
+    print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+
+
+def _refuse_two_sources(given):
+    if "corpus" in given and "dataset" in given:
+        raise ValueError("corpus and dataset are two sources of text; give one")
 
 
 def fill_mask_command(arguments) -> None:
@@ -272,6 +305,13 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
         added.set_defaults(command=function, name=name, parser=added)
         return added
 
+    from d2l_bert.training.config import TextConfig
+
+    prepare = command(
+        "prepare", prepare_command, "tokenize a text once for many runs", "--output_dir DIR [OPTIONS]", PREPARE
+    )
+    prepare.add_argument("--output_dir", required=True, metavar="DIR", help="the folder to make")
+    _add_options(prepare, TextConfig())
     _add_pretrain_options(
         command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
     )
@@ -304,7 +344,6 @@ def architecture_options() -> list[str]:
 
 def _add_pretrain_options(parser, argv):
     from d2l_bert import D2lBertConfig
-    from d2l_bert.training.config import PretrainConfig
     from d2l_bert.training.recipes import RECIPES
 
     recipe_finder = Parser(add_help=False, allow_abbrev=False)
@@ -319,17 +358,22 @@ def _add_pretrain_options(parser, argv):
         f"{name} ({recipe.__doc__.splitlines()[0].partition(':')[0].rstrip('.')})" for name, recipe in RECIPES.items()
     )
     recipes.add_argument("--recipe", choices=RECIPES, metavar="NAME", help=f"{lines}; the default is tiny")
-    types_of = typing.get_type_hints(PretrainConfig)
-    fields = [field for field in dataclasses.fields(PretrainConfig) if field.name != "recipe"]
+    _add_options(parser, run)
+    group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
+    for name in architecture_options():
+        _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name))
+
+
+def _add_options(parser, config):
+    """A flag for every field of a configuration but `recipe`, with its value as the default, under its heading."""
+    types_of = typing.get_type_hints(type(config))
+    fields = [field for field in dataclasses.fields(config) if field.name != "recipe"]
     for title in dict.fromkeys(field.metadata["group"] for field in fields):
         group = parser.add_argument_group(title)
         for field in fields:
             if field.metadata["group"] == title:
                 help, metavar = field.metadata["help"], field.metadata["metavar"]
-                _add_option(group, field.name, types_of[field.name], getattr(run, field.name), help, metavar)
-    group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
-    for name in architecture_options():
-        _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name))
+                _add_option(group, field.name, types_of[field.name], getattr(config, field.name), help, metavar)
 
 
 def _add_option(group, name, kind, default, help="", metavar=None):

@@ -1,0 +1,91 @@
+"""A text prepared once serves many runs, and they learn from it what they would have learnt from the text."""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import SMALL
+
+from d2l_bert.cli import main
+
+
+@pytest.fixture(scope="module")
+def prepared(books, tmp_path_factory):
+    """The folder that `d2l-bert prepare` leaves of the books."""
+    folder = tmp_path_factory.mktemp("prepared") / "tokens"
+    assert (
+        main(["prepare", f"--corpus={books}", f"--output_dir={folder}", "--vocab_size=400", "--lowercase=false"]) == 0
+    )
+    return folder
+
+
+def options(*changes):
+    """The small model's options that a prepared text leaves open."""
+    return [*(option for option in SMALL if not option.startswith("--vocab_size")), *changes]
+
+
+def test_a_run_on_prepared_text_ends_with_the_bytes_of_a_run_on_the_text(books, prepared, tmp_path):
+    again = tmp_path / "elsewhere"
+    shutil.copytree(prepared, again)
+    whole = ["--max_steps=4", "--save_steps=2"]
+    text = [f"--corpus={books}", "--lowercase=false", "--vocab_size=400"]
+    assert main(["pretrain", *text, f"--output_dir={tmp_path / 'text'}", *options(*whole)]) == 0
+    assert main(["pretrain", f"--corpus={again}", f"--output_dir={tmp_path / 'tokens'}", *options(*whole)]) == 0
+    records = []
+    for name in ("model.safetensors", "tokenizer.json", "vocab.txt"):
+        assert (tmp_path / "text" / name).read_bytes() == (tmp_path / "tokens" / name).read_bytes(), name
+    for name in ("text", "tokens"):
+        records.append(json.loads((tmp_path / name / "run_config.json").read_text()))
+    assert records[0]["data"] == records[1]["data"]
+    assert records[1]["run"]["lowercase"] is False and records[1]["run"]["vocab_size"] == 400
+
+
+def test_a_run_may_go_on_from_text_to_tokens(books, prepared, tmp_path):
+    out, text = f"--output_dir={tmp_path / 'out'}", [f"--corpus={books}", "--lowercase=false", "--vocab_size=400"]
+    assert main(["pretrain", *text, out, *options("--max_steps=4", "--save_steps=2")]) == 0
+    whole = (tmp_path / "out" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    resumed = ["--resume_from_checkpoint=latest", "--save_steps=2", "--max_steps=4"]
+    assert main(["pretrain", f"--corpus={prepared}", out, *options(*resumed)]) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+
+
+def refused(capsys, *arguments):
+    assert main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ": error: " in said and "Traceback" not in said
+    return said
+
+
+def test_what_is_settled_cannot_be_asked_for_again(books, prepared, tmp_path, capsys):
+    for option in ("--vocab_size=300", "--language=de", "--tokenizer=x", "--validation_fraction=0.5"):
+        said = refused(capsys, "pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", option)
+        assert option.partition("=")[0][2:] in said and "settled in the prepared folder" in said
+    assert "prepared already" in refused(capsys, "prepare", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}")
+    assert "something already" in refused(capsys, "prepare", f"--corpus={books}", f"--output_dir={prepared}")
+    two = ("prepare", f"--corpus={books}", "--dataset=x/y", f"--output_dir={tmp_path / 'out'}")
+    assert "two sources" in refused(capsys, *two)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["record", "tokens", "split", "tokenizer", "other split"])
+def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    shutil.copytree(prepared, folder)
+    if damage == "record":
+        (folder / "prepared.json").write_text("{")
+    elif damage == "tokens":
+        (arrow,) = folder.glob("tokens-*/data.arrow")
+        arrow.write_bytes(arrow.read_bytes()[:1000])
+    elif damage == "split":
+        (folder / "train_documents.npy").write_bytes(b"")
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    else:
+        shutil.copyfile(folder / "train_documents.npy", folder / "held_out_documents.npy")
+    said = refused(
+        capsys, "pretrain", f"--corpus={folder}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")
+    )
+    assert str(folder) in said and "prepare the text again" in said
+    assert os.listdir(tmp_path) == ["tokens"]
