@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,6 +142,27 @@ def test_a_column_of_numbers_is_refused(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(ValueError, match="holds no text"):
         corpus.dataset_source(str(tmp_path))
+
+
+def test_cleaning_does_what_it_is_asked_and_counts_it():
+    ligature, composed = "The \ufb01rst cafe\u0301.", "The first caf\xe9."
+    documents = [
+        corpus.Document("a", [ligature, "Short.", "Twice the same."]),
+        corpus.Document("b", ["Twice the same."]),
+    ]
+
+    def cleaned(**rules):
+        counts = Counter()
+        found = list(corpus.clean(documents, corpus.Cleaning(**rules), counts))
+        return [document.paragraphs for document in found], dict(+counts)
+
+    untouched = [document.paragraphs for document in documents]
+    assert cleaned() == (untouched, {"paragraphs": 4})
+    assert cleaned(unicode_normalization="NFC")[0][0][0] == "The \ufb01rst caf\xe9."
+    assert cleaned(unicode_normalization="NFKC", min_paragraph_characters=8, drop_duplicate_paragraphs=True) == (
+        [[composed, "Twice the same."], []],
+        {"paragraphs": 4, "normalized": 1, "too_short": 1, "duplicates": 1},
+    )
 
 
 def test_sentences_are_split_and_paragraphs_counted():

@@ -116,7 +116,9 @@ def test_a_batch_is_what_one_builds_by_hand(text, tmp_path):
 
 
 def test_tokens_on_disk_are_the_tokenizers(text, books):
-    rows = data.read_arrow(data.prepare_text(corpus.file_source([books]), "en", data.cache_folder()))
+    rows = data.read_arrow(
+        data.prepare_text(corpus.file_source([books]), "en", corpus.Cleaning(), data.cache_folder())
+    )
     by_name = {row["name"]: row for row in rows}
     for document in (0, 5, len(text.tokens) - 1):
         name = text.tokens.rows[document]["name"]

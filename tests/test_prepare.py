@@ -89,3 +89,17 @@ def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, cap
     )
     assert str(folder) in said and "prepare the text again" in said
     assert os.listdir(tmp_path) == ["tokens"]
+
+
+def test_cleaning_is_reported_and_recorded(books, tmp_path, capsys):
+    shutil.copytree(books, tmp_path / "books")
+    twin = sorted((tmp_path / "books").iterdir())[0]
+    shutil.copyfile(twin, tmp_path / "books" / "again.txt")
+    paragraphs = len(twin.read_text().split("\n\n"))
+    rules = ["--drop_duplicate_paragraphs", "--min_paragraph_characters=20", "--unicode_normalization=NFC"]
+    out = ["--vocab_size=400", f"--output_dir={tmp_path / 'tokens'}"]
+    assert main(["prepare", f"--corpus={tmp_path / 'books'}", *rules, *out]) == 0
+    assert "duplicates dropped" in capsys.readouterr().err
+    record = json.loads((tmp_path / "tokens" / "prepared.json").read_text())
+    assert record["paragraphs"]["paragraphs"] == 10 * 25 and record["paragraphs"]["duplicates"] >= paragraphs
+    assert record["settled"]["unicode_normalization"] == "NFC"

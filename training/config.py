@@ -60,6 +60,11 @@ class TextConfig:
     dataset_split: str = option("train", "its split", TEXT, how=True, metavar="NAME")
     text_column: str = option("text", "column of text in a dataset or a table", TEXT, how=True, metavar="NAME")
     language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
+    unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
+        "none", "normal form to bring paragraphs into", TEXT
+    )
+    min_paragraph_characters: int = option(0, "drop shorter paragraphs", TEXT)
+    drop_duplicate_paragraphs: bool = option(False, "keep the first of equal paragraphs only", TEXT)
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
@@ -76,6 +81,7 @@ class TextConfig:
             raise ValueError("corpus names no text; give files, folders or python-docs")
         for name in ("vocab_size", "max_validation_characters"):
             self._check_range(name, 1)
+        self._check_range("min_paragraph_characters", 0)
         self._check_range("validation_fraction", 0, 1, above=True)
 
     def settled(self) -> dict:

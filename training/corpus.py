@@ -14,7 +14,9 @@ import itertools
 import platform
 import re
 import sysconfig
+import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -199,6 +201,45 @@ def row_documents(name: str, texts: Iterable[str | None]) -> Iterator[Document]:
         if not block:
             return
         yield Document(f"{name} block {number}", block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cleaning:
+    """What to do to paragraphs before anything else; nothing by default."""
+
+    unicode_normalization: str = "none"
+    min_paragraph_characters: int = 0
+    drop_duplicate_paragraphs: bool = False
+
+
+def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
+    """
+    Documents with their paragraphs cleaned.
+
+    Args:
+        counts: gets how many paragraphs there were, and how many each rule changed or dropped. Of duplicates the first
+            stays; those dropped are found by a hash of 8 bytes for every paragraph, held in memory.
+    """
+    seen = set()
+    for document in documents:
+        kept = []
+        for paragraph in document.paragraphs:
+            counts["paragraphs"] += 1
+            if cleaning.unicode_normalization != "none":
+                normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
+                counts["normalized"] += normal != paragraph
+                paragraph = normal
+            if len(paragraph) < cleaning.min_paragraph_characters:
+                counts["too_short"] += 1
+                continue
+            if cleaning.drop_duplicate_paragraphs:
+                key = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
+                if key in seen:
+                    counts["duplicates"] += 1
+                    continue
+                seen.add(key)
+            kept.append(paragraph)
+        yield Document(document.name, kept)
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,14 +88,13 @@ _TOKEN_SCHEMA = pa.schema(
 )
 
 
-def write_arrow(rows: Iterable[dict], schema: pa.Schema, path: Path) -> None:
-    """Write rows to `path/data.arrow`, never holding more than a batch of them."""
-    with written_whole(path) as folder:
-        features = datasets.Features.from_arrow_schema(schema)
-        with ArrowWriter(features=features, path=str(folder / "data.arrow"), writer_batch_size=500) as writer:
-            for row in rows:
-                writer.write(row)
-            writer.finalize()
+def write_arrow(rows: Iterable[dict], schema: pa.Schema, folder: Path) -> None:
+    """Write rows to `folder/data.arrow`, never holding more than a batch of them."""
+    features = datasets.Features.from_arrow_schema(schema)
+    with ArrowWriter(features=features, path=str(folder / "data.arrow"), writer_batch_size=500) as writer:
+        for row in rows:
+            writer.write(row)
+        writer.finalize()
 
 
 def read_arrow(path: Path) -> datasets.Dataset:
@@ -102,14 +102,22 @@ def read_arrow(path: Path) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(path / "data.arrow"))
 
 
-def prepare_text(source: corpus.Source, language: str, folder: Path) -> Path:
-    """The sentences of a source in Arrow, written once for every (source, language)."""
-    path = folder / f"text-{fingerprint(source.identity, language, _code(corpus))}"
+def prepare_text(source: corpus.Source, language: str, cleaning: corpus.Cleaning, folder: Path) -> Path:
+    """The sentences of a source in Arrow, written once for every (source, language, cleaning)."""
+    path = folder / f"text-{fingerprint(source.identity, language, vars(cleaning), _code(corpus))}"
     if not path.exists():
-        documents = watched(source.documents, f"reading {source.name}")
+        counts = Counter()
+        documents = corpus.clean(watched(source.documents, f"reading {source.name}"), cleaning, counts)
         split = corpus.enough_documents(corpus.split_sentences(documents, language))
-        write_arrow((vars(document) for document in split), _TEXT_SCHEMA, path)
+        with written_whole(path) as partial:
+            write_arrow((vars(document) for document in split), _TEXT_SCHEMA, partial)
+            (partial / "paragraphs.json").write_text(json.dumps(counts))
     return path
+
+
+def paragraph_counts(text: Path) -> dict[str, int]:
+    """How many paragraphs there were, and how many were cleaned away and changed."""
+    return json.loads((text / "paragraphs.json").read_text())
 
 
 def document_characters(text: Path) -> np.ndarray:
@@ -142,7 +150,8 @@ def prepare_tokens(text: Path, tokenizer, folder: Path) -> Path:
         as_text.no_padding()
         rows = read_arrow(text)
         rows = watched(rows, "tokenizing", total=len(rows))
-        write_arrow((_tokenize(row, as_text) for row in rows), _TOKEN_SCHEMA, path)
+        with written_whole(path) as partial:
+            write_arrow((_tokenize(row, as_text) for row in rows), _TOKEN_SCHEMA, partial)
     return path
 
 

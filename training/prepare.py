@@ -27,6 +27,7 @@ class PreparedText:
     settled: dict
     corpus_name: str
     dataset_is_on_hub: bool
+    paragraphs: dict[str, int]
     tokenizer: BertTokenizer
     tokens: data.TokenizedCorpus
     train_documents: np.ndarray
@@ -48,6 +49,7 @@ class PreparedText:
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.tokens.path.name.removeprefix("tokens-"),
             "dataset_is_on_hub": self.dataset_is_on_hub,
+            "paragraphs": self.paragraphs,
             "train_documents": len(self.train_documents),
             "train_tokens": int(sizes[self.train_documents].sum()),
             "held_out_documents": len(self.held_out_documents),
@@ -71,7 +73,14 @@ def prepare(run: TextConfig) -> PreparedText:
     else:
         source = corpus.file_source(run.corpus, run.text_column)
     folder = data.cache_folder()
-    text = data.prepare_text(source, run.language, folder)
+    cleaning = corpus.Cleaning(run.unicode_normalization, run.min_paragraph_characters, run.drop_duplicate_paragraphs)
+    text = data.prepare_text(source, run.language, cleaning, folder)
+    paragraphs = data.paragraph_counts(text)
+    if cleaning != corpus.Cleaning():
+        say(
+            f"cleaning: of {paragraphs['paragraphs']:,} paragraphs {paragraphs.get('normalized', 0):,} normalised, "
+            f"{paragraphs.get('too_short', 0):,} too short and {paragraphs.get('duplicates', 0):,} duplicates dropped"
+        )
     sizes = data.document_characters(text)
     try:
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
@@ -86,7 +95,7 @@ def prepare(run: TextConfig) -> PreparedText:
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
         raise ValueError(f"{source.name}: its text holds no token that the tokenizer knows; give more text")
-    text = PreparedText(run.settled(), source.name, source.is_on_hub, tokenizer, tokens, train, held_out)
+    text = PreparedText(run.settled(), source.name, source.is_on_hub, paragraphs, tokenizer, tokens, train, held_out)
     say(text.summary())
     return text
 
@@ -118,6 +127,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
         "settled": text.settled,
         "corpus_name": text.corpus_name,
         "dataset_is_on_hub": text.dataset_is_on_hub,
+        "paragraphs": text.paragraphs,
         "tokens": text.tokens.path.name,
         "counts": text.counts(),
     }
@@ -138,6 +148,7 @@ def read_prepared(folder: Path) -> PreparedText:
             record["settled"],
             record["corpus_name"],
             record["dataset_is_on_hub"],
+            record["paragraphs"],
             load_tokenizer(str(folder)),
             data.TokenizedCorpus(folder / record["tokens"]),
             **{name: np.load(folder / file) for name, file in SPLIT_FILES.items()},
