@@ -22,11 +22,13 @@ def test_files_and_folders_in_order_a_blank_line_between_paragraphs(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.md").write_text("\ufeff# Title\r\n\r\nText.\r\n")
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress("Gezippt – naïve.".encode()))
+    (tmp_path / "d.gz").write_bytes(gzip.compress(b"No name for what it holds."))
     (tmp_path / ".hidden.txt").write_text("Not this.")
     (tmp_path / "picture.png").write_text("nor this")
     assert texts(corpus.file_source([tmp_path])) == [
         ("b.txt", ["One line and the next.", "Second paragraph."]),
         ("c.txt.gz", ["Gezippt – naïve."]),
+        ("d.gz", ["No name for what it holds."]),
         ("a.md", ["# Title", "Text."]),
     ]
 

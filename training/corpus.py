@@ -61,7 +61,7 @@ def file_source(paths: Sequence[str], text_column: str = "text") -> Source:
 
     A text file is a document, a blank line ends a paragraph; of a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each
     row is one. Any of them but Parquet may be packed (`.gz`, `.zst`). A file of another name is read as text if it is
-    named; folders are searched for the known ones, hidden files and folders passed over.
+    named, or packed; folders are searched for the known ones, hidden files and folders passed over.
 
     Args:
         text_column: column of text in the tables.
@@ -117,7 +117,7 @@ def text_files(path: str | Path) -> list[Path]:
     files = sorted(
         file
         for file in path.rglob("*")
-        if tables.kind_of(file) in READ_SUFFIXES
+        if (tables.kind_of(file) in READ_SUFFIXES or file.suffix.lower() in tables.PACKED_SUFFIXES)
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
