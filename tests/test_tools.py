@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_lora_on_the_attention_projections_trains_and_is_saved_apart(trained, tmp_path):
     peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
     base = D2lBertForSequenceClassification.from_pretrained(trained, num_labels=3)
     frozen = {name: value.clone() for name, value in base.state_dict().items()}
     lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "key", "value", "output"])
@@ -32,13 +33,13 @@ def test_lora_on_the_attention_projections_trains_and_is_saved_apart(trained, tm
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
-    for _ in range(12):
+    for _ in range(30):
         loss = model(**batch, labels=torch.tensor([0, 1, 2])).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     expected = model.eval()(**batch).logits
     model.save_pretrained(tmp_path)
     again = D2lBertForSequenceClassification.from_pretrained(trained, num_labels=3)
