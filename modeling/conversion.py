@@ -73,6 +73,7 @@ BERT_NAMES = (
     ("classifier", "classifier"),
     ("qa_outputs", "qa_outputs"),
 )
+PRETRAINING_PARTS = ("cls.predictions", "cls.seq_relationship", "bert.pooler")
 BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
 SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 # Heads that one checkpoint may hold together, whichever of them it is named after.
@@ -325,13 +326,12 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
         model_class = BertForPreTraining  # it shows which heads there are
     model, missing, unexpected = load_and_compare(model_class, name)
-    if model_class is BertForPreTraining and missing - BIASES:
-        absent = [head for head in ("cls.predictions", "cls.seq_relationship") if _lacks(model, missing, head)]
-        heads = {"cls.predictions": "ForNextSentencePrediction", "cls.seq_relationship": "ForMaskedLM"}
-        model_class = getattr(transformers, "Bert" + (heads[absent[0]] if len(absent) == 1 else "Model"))
-        without_pooler = len(absent) == 2 and _lacks(model, missing, "bert.pooler")
-        if absent:
-            options = {"add_pooling_layer": False} if without_pooler else {}
+    if model_class is BertForPreTraining:
+        without_mlm, without_nsp, without_pooler = (_lacks(model, missing, part) for part in PRETRAINING_PARTS)
+        if without_mlm or without_nsp:
+            heads = {(True, False): "ForNextSentencePrediction", (False, True): "ForMaskedLM", (True, True): "Model"}
+            model_class = getattr(transformers, "Bert" + heads[without_mlm, without_nsp])
+            options = {"add_pooling_layer": False} if without_mlm and without_nsp and without_pooler else {}
             model, missing, unexpected = load_and_compare(model_class, name, **options)
     if BIASES <= set(dict(model.named_parameters(remove_duplicate=False))) and len(missing & BIASES) == 1:
         # One bias under two names, of which only one was saved.

@@ -27,6 +27,18 @@ HEADS = (
     "ForMultipleChoice",
 )
 
+# A model without dropout whose sizes all differ.
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
 # A model small enough to train in a second or two.
 SMALL = (
     "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import HEADS
+from conftest import HEADS, SIZES
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import BertConfig, Trainer, TrainerCallback, TrainingArguments, pipeline
@@ -23,16 +23,6 @@ from d2l_bert.training.publish import AUTO_MAP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 20,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 every_head = pytest.mark.parametrize("head", HEADS)
 
 

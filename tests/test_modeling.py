@@ -3,6 +3,7 @@
 import json
 import math
 
+import conftest
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -29,14 +30,7 @@ SWITCHES = {
     "bert": {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True},
 }
 SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 20,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    **conftest.SIZES,
     "layer_norm_eps": 0.03,  # large enough for these tests to see it
 }
 SEQUENCE_LENGTHS = (9, 14, 5, 11, 3, 12, 7, 10)

@@ -245,11 +245,11 @@ def decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, eval
     if run.max_steps is not None:
         return run.max_steps
     whole = 1000  # steps that stand for the run while its length is not known
-    phases = make_phases(run, text, whole)
+    steps = make_steps(run, text, whole, **ranks)
+    phases = steps.phases
     if run.num_train_epochs is not None:
         full = phases[-1]
         return math.ceil(run.num_train_epochs * len(full.plans.epoch(0)) / full.global_batch_size)
-    steps = make_steps(run, text, whole, **ranks)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step_seconds = 0.0
     for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
