@@ -1,14 +1,17 @@
 """Documents to batches: what a step holds depends on the run alone, and a batch is what one would build by hand."""
 
 import functools
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.training import corpus, data, masking, prepare
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.training import arrow, corpus, data, masking, packing, prepare
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -17,57 +20,110 @@ def text(books):
     return prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=400, max_steps=1))
 
 
-def make_steps(text, folder, seed=1, global_batch=16, micro_batch=16, **ranks):
+WHOLE = 16 * 48  # tokens
+
+
+def make_steps(
+    text,
+    folder,
+    seed=1,
+    global_batch=16,
+    most_tokens=WHOLE,
+    packed=False,
+    objective="nsp",
+    pairing="segments",
+    **ranks,
+):
     phases = []
     for first_step, length in ((0, 24), (50, 48)):
-        make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, length)
-        pairing = {"pairing": "segments", "max_seq_length": length}
-        plans = data.EpochPlans(text.tokens, text.train_documents, pairing, seed, folder)
-        phases.append(data.Phase(first_step, plans, make_batch, global_batch, micro_batch))
+        make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, length, objective=objective)
+        options = {"pairing": pairing, "max_seq_length": length, "objective": objective}
+        plans = data.EpochPlans(text.tokens, text.train_documents, options, seed, folder)
+        phases.append(data.Phase(first_step, plans, make_batch, global_batch, most_tokens, packed))
     return data.PretrainingSteps(phases, **ranks)
 
 
-def rows_of(micro_batches):
-    """The sequences of a step as a set: real tokens, labels with their positions, and the pair's label."""
-    rows = set()
+def sequences_of(micro_batches):
+    """The sequences of a step, packed or not, sorted: real tokens, positions and labels of masks, the pair's label."""
+    found = []
     for batch in micro_batches:
-        for row in range(len(batch["input_ids"])):
-            real = batch["attention_mask"][row] == 1
+        of_sequence = batch.get("sequence_ids", batch["attention_mask"])
+        for row, numbers in enumerate(of_sequence):
             known = batch["labels"][row] != -100
-            if not known.any():
-                continue
-            rows.add(
-                (
-                    tuple(batch["input_ids"][row][real].tolist()),
-                    tuple(batch["token_type_ids"][row][real].tolist()),
-                    tuple(batch["masked_positions"][row][known].tolist()),
-                    tuple(batch["labels"][row][known].tolist()),
-                    int(batch["next_sentence_label"][row]),
+            for number in range(1, int(numbers.max()) + 1):
+                (where,) = torch.nonzero(numbers == number, as_tuple=True)
+                assert torch.equal(where, torch.arange(where[0], where[-1] + 1)), "a sequence stands in one piece"
+                masked = batch["masked_positions"][row][known]
+                mine = (masked >= where[0]) & (masked <= where[-1])
+                if not mine.any():  # a micro-batch that counts for nothing
+                    continue
+                label = None
+                if "cls_positions" in batch:
+                    assert batch["cls_positions"][row, number - 1] == where[0]
+                    label = int(batch["next_sentence_label"][row, number - 1])
+                elif "next_sentence_label" in batch:
+                    label = int(batch["next_sentence_label"][row])
+                if "position_ids" in batch:
+                    assert torch.equal(batch["position_ids"][row, where], torch.arange(len(where)))
+                found.append(
+                    (
+                        tuple(batch["input_ids"][row, where].tolist()),
+                        tuple(batch["token_type_ids"][row, where].tolist()),
+                        tuple((masked[mine] - where[0]).tolist()),
+                        tuple(batch["labels"][row][known][mine].tolist()),
+                        label,
+                    )
                 )
-            )
-    return rows
+    return sorted(found, key=str)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 40])
-@pytest.mark.parametrize("micro_batch", [16, 5, 1])
-def test_a_step_holds_the_same_however_it_is_split(text, tmp_path, world_size, micro_batch):
+@pytest.mark.parametrize("most_tokens", [WHOLE, 5 * 48, 48])
+def test_a_step_holds_the_same_however_it_is_split(text, tmp_path, world_size, most_tokens, packed):
     whole = make_steps(text, tmp_path)
     for step in (0, 49, 50, 60):
         parts = [
-            make_steps(text, tmp_path, micro_batch=micro_batch, world_size=world_size, rank=rank)[step]
+            make_steps(text, tmp_path, most_tokens=most_tokens, packed=packed, world_size=world_size, rank=rank)[step]
             for rank in range(world_size)
         ]
         assert len({len(part) for part in parts}) == 1, "every process must run equally many micro-batches"
-        assert rows_of([batch for part in parts for batch in part]) == rows_of(whole[step])
-        assert len(rows_of(whole[step])) == 16
+        for part in parts:
+            assert all(batch["input_ids"].numel() <= most_tokens for batch in part)
+        assert sequences_of([batch for part in parts for batch in part]) == sequences_of(whole[step])
+        assert len(sequences_of(whole[step])) == 16
 
 
 def test_a_step_does_not_depend_on_the_steps_before_it_or_on_what_is_cached(text, tmp_path):
-    in_order = [rows_of(steps) for steps, _ in zip(make_steps(text, tmp_path / "a"), range(50), strict=False)]
+    in_order = [sequences_of(steps) for steps, _ in zip(make_steps(text, tmp_path / "a"), range(50), strict=False)]
     alone = make_steps(text, tmp_path / "b")
-    assert rows_of(alone[49]) == in_order[49] and rows_of(alone[7]) == in_order[7]
-    assert rows_of(pickle.loads(pickle.dumps(alone))[7]) == in_order[7]
-    assert rows_of(make_steps(text, tmp_path / "b", seed=2)[7]) != in_order[7]
+    assert sequences_of(alone[49]) == in_order[49] and sequences_of(alone[7]) == in_order[7]
+    assert sequences_of(pickle.loads(pickle.dumps(alone))[7]) == in_order[7]
+    assert sequences_of(make_steps(text, tmp_path / "b", seed=2)[7]) != in_order[7]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(data, "SMALL_PLAN", 0)  # every plan goes through the disk
+    steps = make_steps(text, tmp_path / "here")
+    expected = [sequences_of(steps[step]) for step in range(70)]
+    assert len(steps.phases[1].plans._ends) == 3, "the second epoch is reached"
+    for start in (0, 1, 49, 50, 69):
+        again = make_steps(text, tmp_path / f"there-{start}")
+        loader = torch.utils.data.DataLoader(again, batch_size=None, sampler=range(start, 70), num_workers=workers)
+        assert [sequences_of(micro_batches) for micro_batches in loader] == expected[start:]
+
+
+@pytest.mark.parametrize("pairing", ["segments", "sentences"])
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+def test_an_epoch_holds_each_pair_of_its_plan_once(text, tmp_path, objective, pairing):
+    steps = make_steps(text, tmp_path, global_batch=7, packed=True, objective=objective, pairing=pairing)
+    phase = steps.phases[0]
+    epoch = phase.plans.epoch(0)
+    held = sum((sequences_of(steps[step]) for step in range(len(epoch) // 7 + 1)), [])
+    expected = [phase.make_batch(*phase.plans.slice(pair, pair + 1)) for pair in range(len(epoch) // 7 * 7 + 7)]
+    assert sorted(held, key=str) == sequences_of(expected)
+    assert ("next_sentence_label" in expected[0]) == (objective != "none")
 
 
 def test_pairs_grow_with_the_length_schedule(text, tmp_path):
@@ -82,8 +138,8 @@ def test_each_length_uses_its_plan_from_the_first_pair_on(text, tmp_path):
     steps = make_steps(text, tmp_path)
     for phase in steps.phases:
         first, second = phase.plans.slice(0, 16), phase.plans.slice(16, 32)
-        assert rows_of(steps[phase.first_step]) == rows_of([phase.make_batch(*first)])
-        assert rows_of(steps[phase.first_step + 1]) == rows_of([phase.make_batch(*second)])
+        assert sequences_of(steps[phase.first_step]) == sequences_of([phase.make_batch(*first)])
+        assert sequences_of(steps[phase.first_step + 1]) == sequences_of([phase.make_batch(*second)])
 
 
 def test_each_epoch_visits_every_document_in_another_order_with_other_pairs(text, tmp_path):
@@ -115,27 +171,173 @@ def test_a_batch_is_what_one_builds_by_hand(text, tmp_path):
         assert batch["next_sentence_label"][number] == pair["next_sentence_label"]
 
 
-def test_tokens_on_disk_are_the_tokenizers(text, books):
-    rows = data.read_arrow(
-        data.prepare_text(corpus.file_source([books]), "en", corpus.Cleaning(), data.cache_folder())
+def test_pairs_come_in_random_order(text, tmp_path):
+    documents = make_steps(text, tmp_path).phases[0].plans.epoch(0)["a_document"]
+    assert (documents[1:] == documents[:-1]).mean() < 0.2  # document by document it would be above 0.9
+
+
+@pytest.mark.parametrize("pairing", ["segments", "sentences"])
+@pytest.mark.parametrize("objective", ["nsp", "none"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_same_pairs_unpacked(
+    text, tmp_path, attention, objective, pairing
+):
+    torch.manual_seed(0)
+    config = D2lBertConfig(
+        vocab_size=len(text.tokenizer),
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
-    by_name = {row["name"]: row for row in rows}
+    model_class = D2lBertForPreTraining if objective == "nsp" else D2lBertForMaskedLM
+    model = model_class._from_config(config, attn_implementation=attention)
+    found = []
+    for packed in (False, True):
+        steps = make_steps(text, tmp_path, packed=packed, objective=objective, pairing=pairing)
+        micro_batches = steps[50]
+        counts = {"num_items_in_batch": sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)}
+        if objective == "nsp":
+            counts["num_pairs_in_batch"] = 16
+        model.zero_grad()
+        loss = sum(model(**batch, **counts).loss for batch in micro_batches)
+        loss.backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found.append((loss.detach(), gradient, sum(batch["input_ids"].numel() for batch in micro_batches)))
+    (loss, gradient, tokens), (packed_loss, packed_gradient, packed_tokens) = found
+    torch.testing.assert_close(loss, packed_loss, rtol=1e-5, atol=1e-5)
+    assert (gradient - packed_gradient).norm() <= 1e-5 * gradient.norm()
+    assert packed_tokens <= tokens
+
+
+def test_tokens_on_disk_are_the_tokenizers(text, books, tmp_path):
+    path = arrow.prepare_text([corpus.file_source([books])], "en", corpus.Cleaning(), arrow.cache_folder())
+    rows, ends = arrow.read_arrow(path), np.load(path / "document_ends.npy")
+    several = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path, processes=2))
     for document in (0, 5, len(text.tokens) - 1):
-        name = text.tokens.rows[document]["name"]
-        expected = [text.tokenizer(s, add_special_tokens=False)["input_ids"] for s in by_name[name]["sentences"]]
-        assert text.tokens.tokens(document).tolist() == [token for ids in expected for token in ids]
-        assert text.tokens.sentence_ends(document).tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
-        assert text.tokens.paragraph_ends(document).tolist() == by_name[name]["paragraph_ends"]
+        blocks = rows[int(ends[document - 1]) if document else 0 : int(ends[document])]
+        assert len(set(blocks["name"])) == 1
+        sentences = [sentence for block in blocks["sentences"] for sentence in block]
+        expected = [text.tokenizer(s, add_special_tokens=False)["input_ids"] for s in sentences]
+        flat = [token for ids in expected for token in ids]
+        for tokens in (text.tokens, several):
+            assert tokens.tokens(document).tolist() == flat and tokens.sizes()[document] == len(flat)
+            assert tokens.tokens(document, 5, 12).tolist() == flat[5:12]
+            assert tokens.sentence_ends(document).tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+            assert tokens.paragraph_ends(document).tolist() == [3 * paragraph for paragraph in range(1, 11)]
 
 
-def test_special_tokens_in_the_text_are_text(text):
-    row = {"name": "x", "sentences": ["The [MASK] was [SEP] red.", "\u200b", "Yes."], "paragraph_ends": [2, 3]}
-    backend = type(text.tokenizer.backend_tokenizer).from_str(text.tokenizer.backend_tokenizer.to_str())
-    backend.encode_special_tokens = True
-    tokens = data._tokenize(row, backend)
-    assert not set(tokens["input_ids"].tolist()) & {0, 2, 3, 4}
-    # The sentence of a zero-width space leaves no token and is no sentence.
-    assert len(tokens["sentence_ends"]) == 2 and tokens["paragraph_ends"].tolist() == [1, 2]
+def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(arrow, "TOKENIZED_AT_ONCE", 2)
+    sentences = [f"Anna walked to the garden with {number} apples." for number in range(1000)]
+    # 25 documents: paragraphs of 3 sentences, with a zero-width space, which leaves no token, in every second.
+    documents = [sentences[40 * number : 40 * number + 40 * (1 + 3 * (number % 2))] for number in range(25)]
+    paragraphs = [
+        [
+            " ".join(document[start : start + 3]) + ("\u200b." if start % 2 else "")
+            for start in range(0, len(document), 3)
+        ]
+        for document in documents
+    ]
+    source = corpus.Source("x", ["x"], (corpus.Document(f"d{n}", iter(found)) for n, found in enumerate(paragraphs)))
+    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    assert len(arrow.read_arrow(path)) > 40
+    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
+    assert len(tokens) == 25 and tokens.sizes().sum() == len(np.concatenate([tokens.tokens(d) for d in range(25)]))
+    for number, found in enumerate(paragraphs):
+        expected = [text.tokenizer(paragraph, add_special_tokens=False)["input_ids"] for paragraph in found]
+        assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
+        ends = np.append(0, tokens.sentence_ends(number))[tokens.paragraph_ends(number)]
+        assert ends.tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+
+
+def test_special_tokens_in_the_text_are_text_and_sentences_without_tokens_are_none(text, tmp_path):
+    paragraphs = ["The [MASK] was [SEP] red.", "\u200b", "Yes."]
+    source = corpus.Source("x", ["y"], iter([corpus.Document("d", paragraphs)] * 25))
+    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
+    for document in (0, 24):
+        assert not set(tokens.tokens(document).tolist()) & {0, 2, 3, 4}
+        # The sentence of a zero-width space leaves no token and is no sentence.
+        assert len(tokens.sentence_ends(document)) == 2 and tokens.paragraph_ends(document).tolist() == [1, 2]
+
+
+def test_a_sample_of_sentences_is_even_bounded_and_can_be_gone_through_again(books, text):
+    path = arrow.prepare_text([corpus.file_source([books])], "en", corpus.Cleaning(), arrow.cache_folder())
+    everything = arrow.SentenceSample(path, np.arange(24))
+    assert list(everything) == list(everything) and len(list(everything)) == 24 * 30
+    half = arrow.SentenceSample(path, np.arange(24), sum(map(len, everything)) // 2)
+    assert sum(map(len, half)) == pytest.approx(sum(map(len, everything)) / 2, rel=0.1)
+    assert len(half.blocks) == 12 and half.blocks[0] < 3 and half.blocks[-1] > 20
+    some = list(arrow.SentenceSample(path, np.array([3, 7])))
+    assert len(some) == 60 and set(some) <= set(everything)
+
+
+@pytest.mark.parametrize("often", [0.4, 1, 2.5])
+def test_an_epoch_visits_the_documents_of_a_source_as_often_as_it_says(often):
+    documents = np.array([3, 5, 8, 9, 11, 20, 21, 22, 30, 31])
+    sources = np.array([0, 0, 1, 1, 1, 1, 1, 1, 1, 1])
+    visits = [data.epoch_documents(documents, sources, np.array([1, often]), 7, epoch) for epoch in range(5)]
+    for visited in visits:
+        assert sorted(visited[np.isin(visited, (3, 5))]) == [3, 5]
+        assert len(visited) == 2 + 8 * often or abs(len(visited) - 2 - 8 * often) < 1
+    counts = np.array([sum((visited == document).sum() for visited in visits) for document in documents[2:]])
+    assert counts.sum() == round(5 * often * 8) and counts.max() - counts.min() <= 1
+    assert visits[0].tolist() != visits[1].tolist()
+
+
+def test_weights_are_shares_of_the_tokens_of_an_epoch():
+    passes = data.source_passes(np.array([1000, 3000, 500]), [1, 1, 0])
+    assert (passes * [1000, 3000, 500]).tolist() == [2250, 2250, 0]
+    with pytest.raises(ValueError, match="source 2 is empty"):
+        data.source_passes(np.array([1000, 0]), [1, 1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows and micro-batches
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_rows_are_packed_full_and_hold_each_sequence_once(lengths):
+    rows = packing.pack(lengths, 50)
+    assert sorted(sequence for row in rows for sequence in row) == list(range(len(lengths)))
+    filled = sorted(sum(lengths[sequence] for sequence in row) for row in rows)
+    assert filled[-1] <= 50
+    assert len(filled) == 1 or filled[0] + filled[1] > 50, "two rows would fit into one"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 128), min_size=1, max_size=80), st.integers(1, 2000), st.sampled_from([1, 2, 3, 8, 1024])
+)
+def test_micro_batches_of_all_processes_hold_each_row_once_and_are_equally_many(lengths, most_tokens, world_size):
+    ranks = range(min(world_size, len(lengths) + 2))
+    found = [packing.micro_batches(lengths, most_tokens, world_size, rank) for rank in ranks]
+    assert sorted(row for part in found for micro_batch in part for row in micro_batch) == list(range(len(lengths)))
+    assert len({len(part) for part in found}) == 1
+    for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
+        assert len(micro_batch) * packing.padded(max(lengths[row] for row in micro_batch)) <= most_tokens
+
+
+def test_cuts_are_where_padding_and_overhead_together_are_least():
+    """Against every way to cut 12 rows."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = rng.choice([8, 40, 64, 200, 256], 12)
+        widths = sorted((packing.padded(length) for length in lengths), reverse=True)
+
+        def cost(groups):
+            return sum(group[0] * len(group) + packing.MICRO_BATCH_COST for group in groups)
+
+        least = min(
+            cost([widths[start:end] for start, end in itertools.pairwise([0, *cuts, 12])])
+            for count in range(12)
+            for cuts in itertools.combinations(range(1, 12), count)
+        )
+        found = packing.micro_batches(lengths, 10**6)
+        assert cost([[packing.padded(lengths[row]) for row in group] for group in found]) == least
 
 
 def test_held_out_documents_are_no_training_documents_and_the_same_for_every_seed():
@@ -160,14 +362,14 @@ def test_a_micro_batch_that_counts_for_nothing_has_no_loss_and_no_gradient(text,
 
 
 def test_preparing_twice_writes_once(books, text):
-    before = {path: path.stat().st_mtime_ns for path in data.cache_folder().rglob("data.arrow")}
+    before = {path: path.stat().st_mtime_ns for path in arrow.cache_folder().rglob("data.arrow")}
     again = prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=400, max_steps=1))
     assert again.tokens.path == text.tokens.path
-    assert {path: path.stat().st_mtime_ns for path in data.cache_folder().rglob("data.arrow")} == before
+    assert {path: path.stat().st_mtime_ns for path in arrow.cache_folder().rglob("data.arrow")} == before
 
 
 def test_writing_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), data.written_whole(tmp_path / "x") as folder:
+    with pytest.raises(RuntimeError), arrow.written_whole(tmp_path / "x") as folder:
         (folder / "half").write_text("a")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -180,7 +382,7 @@ def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(books, t
         text.tokens, text.train_documents, {"pairing": "segments", "max_seq_length": 48}, 1, tmp_path
     )
     share_at = functools.partial(masking.share_at, first=0.6, last=0.1, max_steps=11)
-    steps = data.PretrainingSteps([data.Phase(0, plans, make_batch, 32, 32)], share_at)
+    steps = data.PretrainingSteps([data.Phase(0, plans, make_batch, 32, 32 * 48)], share_at)
     shares, words_of_pieces = [], 0
     for step in (0, 5, 10):
         (batch,) = steps[step]

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR, segment_pairs, sentence_pairs
+from d2l_bert.training import pairs as made_by
+from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
 
 
 IS_NEXT, IS_RANDOM = 0, 1  # Hugging Face's polarity; the book's is the opposite
@@ -23,25 +24,36 @@ class Corpus:
     def __len__(self):
         return len(self.ends)
 
-    def segment_pairs(self, max_seq_length, seed=0, **options):
+    def segment_pairs(self, max_seq_length, seed=0, documents=None, **options):
+        documents = range(len(self)) if documents is None else documents
         rng = np.random.default_rng(seed)
-        return segment_pairs(range(len(self)), lambda number: self.ends[number], max_seq_length, rng, **options)
+        return rows(made_by.segment_pairs(documents, self.ends.__getitem__, max_seq_length, rng, **options))
 
-    def sentence_pairs(self, max_seq_length, seed=0):
-        rng, numbers = np.random.default_rng(seed), range(len(self))
-        return sentence_pairs(
-            numbers, lambda number: self.ends[number], lambda number: self.paragraphs[number], max_seq_length, rng
-        )
+    def sentence_pairs(self, max_seq_length, seed=0, documents=None, **options):
+        documents = range(len(self)) if documents is None else documents
+        rng, where = np.random.default_rng(seed), (self.ends.__getitem__, self.paragraphs.__getitem__)
+        return rows(made_by.sentence_pairs(documents, *where, max_seq_length, rng, **options))
 
-    def pairs(self, pairing, max_seq_length, seed=0):
+    def pairs(self, pairing, max_seq_length, seed=0, **options):
         make = {"segments": self.segment_pairs, "sentences": self.sentence_pairs}[pairing]
-        return make(max_seq_length, seed)
+        return make(max_seq_length, seed, **options)
 
     def are_whole_sentences(self, document, start, end):
         return start in self.starts[document] and end in self.ends[document]
 
+    def are_parts_of_a_sentence(self, pair):
+        """A sentence that has no other is cut in two."""
+        ends = self.ends[pair["a_document"]]
+        first, last = np.searchsorted(ends, (pair["a_start"], pair["b_end"] - 1), side="right")
+        return pair["a_document"] == pair["b_document"] and first == last
+
     def sentence_at(self, document, start):
         return int(np.flatnonzero(self.starts[document] == start)[0])
+
+
+def rows(pairs):
+    """What is yielded as an array."""
+    return np.fromiter(pairs, dtype=PAIR)
 
 
 def lengths_of(pairs):
@@ -113,6 +125,8 @@ def test_a_true_pair_is_consecutive_text_and_what_is_cut_off_it_is_cut_at_the_en
     for pair in pairs[pairs["next_sentence_label"] == IS_NEXT]:
         document = pair["a_document"]
         assert pair["b_document"] == document
+        if corpus.are_parts_of_a_sentence(pair):
+            continue
         # Wherever A and B met before truncation, a sentence ended there.
         ends = corpus.ends[document]
         assert ((pair["a_end"] <= ends) & (ends <= pair["b_start"])).any()
@@ -137,6 +151,8 @@ def test_the_longer_span_is_the_one_that_is_cut(case):
     for pair, a, b in zip(pairs, *lengths_of(pairs), strict=True):
         whole_a = corpus.are_whole_sentences(pair["a_document"], pair["a_start"], pair["a_end"])
         whole_b = corpus.are_whole_sentences(pair["b_document"], pair["b_start"], pair["b_end"])
+        if corpus.are_parts_of_a_sentence(pair):
+            continue
         if not whole_a and not whole_b:
             assert abs(a - b) <= 1, "both were cut: to the same length"
         elif not whole_a:
@@ -165,21 +181,9 @@ def test_the_same_seed_gives_the_same_pairs_and_another_seed_others(pairing):
 
 
 @both_pairings
-def test_pairs_come_in_random_order(pairing):
-    pairs = steady_corpus().pairs(pairing, STEADY_LENGTH)
-    neighbours = (pairs["a_document"][1:] == pairs["a_document"][:-1]).mean()
-    assert neighbours < 0.1  # document by document it would be above 0.9
-
-
-@both_pairings
 def test_only_the_documents_named_are_drawn_from(pairing):
-    corpus = steady_corpus()
     named = [3, 17, 40, 41]
-    rng = np.random.default_rng(0)
-    if pairing == "segments":
-        pairs = segment_pairs(named, corpus.ends.__getitem__, STEADY_LENGTH, rng)
-    else:
-        pairs = sentence_pairs(named, corpus.ends.__getitem__, corpus.paragraphs.__getitem__, STEADY_LENGTH, rng)
+    pairs = steady_corpus().pairs(pairing, STEADY_LENGTH, documents=named)
     assert set(pairs["a_document"]) == set(named)
     assert set(pairs["b_document"]) <= set(named)
 
@@ -209,9 +213,16 @@ def test_labels_are_balanced_where_most_sentences_fill_the_length_alone():
     assert_balanced(Corpus(uneven_documents()).segment_pairs(16))
 
 
-def test_documents_of_one_sentence_alone_get_only_random_pairs():
-    pairs = Corpus([[5]] * 50).segment_pairs(32)
-    assert (pairs["next_sentence_label"] == IS_RANDOM).all() and len(pairs) == 50
+def test_documents_of_one_sentence_are_balanced_too():
+    pairs = Corpus([[5]] * 2000).segment_pairs(32)
+    assert len(pairs) == 2000
+    # The first ones get random sentences, as in the original BERT; when no true pair makes up for them, half of each.
+    assert abs(pairs["next_sentence_label"].sum() - 1000) < 3 * 0.5 * np.sqrt(2000) + made_by.MOST_OWED
+    true = pairs[pairs["next_sentence_label"] == IS_NEXT]
+    assert (true["a_start"] == 0).all() and (true["b_start"] == true["a_end"]).all() and (true["b_end"] == 5).all()
+    assert set(true["a_end"]) == {1, 2, 3, 4}
+    one_word = Corpus([[1]] * 50).segment_pairs(32)
+    assert (one_word["next_sentence_label"] == IS_RANDOM).all() and len(one_word) == 50
 
 
 def is_true_continuation(pair):
@@ -316,35 +327,134 @@ def test_short_seq_prob_is_the_share_of_pairs_that_are_short():
 # Sentences
 
 
+UNTRUNCATED = 24 + SPECIALS_IN_A_PAIR  # twice the longest sentence of `corpora`
+
+
 @settings(deadline=None)
-@given(corpora(), st.integers(0, 2**32))
-def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed):
-    pairs = corpus.sentence_pairs(24 + SPECIALS_IN_A_PAIR, seed)  # twice the longest sentence: nothing is truncated
-    firsts = [(pair["a_document"], corpus.sentence_at(pair["a_document"], pair["a_start"])) for pair in pairs]
+@given(corpora(), st.integers(0, 2**32), st.sampled_from(["nsp", "sop", "none"]))
+def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed, objective):
     expected = [
         (document, sentence)
         for document, paragraphs in enumerate(corpus.paragraphs)
         for sentence in range(len(corpus.ends[document]))
-        if sentence + 1 not in paragraphs
+        if sentence + 1 not in paragraphs or objective == "none"
     ]
+    firsts = []
+    for pair in corpus.sentence_pairs(UNTRUNCATED, seed, objective=objective):
+        spans = {side: (pair[f"{side}_document"], pair[f"{side}_start"], pair[f"{side}_end"]) for side in ("a", "b")}
+        if objective == "sop" and spans["a"][1] > spans["b"][1]:
+            spans["a"] = spans["b"]
+        document, sentence = spans["a"][0], corpus.sentence_at(*spans["a"][:2])
+        # A sentence that has no other is A too, or half of it is.
+        if sentence + 1 not in corpus.paragraphs[document] or objective == "none":
+            assert corpus.are_whole_sentences(*spans["a"])
+            firsts.append((document, sentence))
     assert sorted(firsts) == expected
 
 
 @settings(deadline=None)
 @given(corpora(), st.integers(0, 2**32))
-def test_a_true_pair_of_sentences_is_two_neighbours_in_one_paragraph(corpus, seed):
-    for pair in corpus.sentence_pairs(24 + SPECIALS_IN_A_PAIR, seed):
-        for side in ("a", "b"):
-            document = pair[f"{side}_document"]
-            sentence = corpus.sentence_at(document, pair[f"{side}_start"])
-            assert pair[f"{side}_end"] == corpus.ends[document][sentence], "one whole sentence"
+def test_a_true_pair_of_sentences_is_two_neighbours_in_one_paragraph_or_two_parts_of_a_sentence(corpus, seed):
+    for pair in corpus.sentence_pairs(UNTRUNCATED, seed):
         if pair["next_sentence_label"] == IS_NEXT:
-            first = corpus.sentence_at(pair["a_document"], pair["a_start"])
-            assert pair["b_document"] == pair["a_document"] and sentence == first + 1
-            assert first + 1 not in corpus.paragraphs[document], "a paragraph ends between them"
+            assert is_true_continuation(pair)
+            document, first = pair["a_document"], corpus.sentence_at(pair["a_document"], pair["a_start"])
+            if corpus.ends[document][first] == pair["a_end"]:
+                assert corpus.sentence_at(document, pair["b_start"]) == first + 1
+                assert pair["b_end"] == corpus.ends[document][first + 1], "one whole sentence"
+                assert first + 1 not in corpus.paragraphs[document], "a paragraph ends between them"
+            else:
+                assert pair["b_end"] == corpus.ends[document][first], "the rest of the sentence"
+        else:
+            sentence = corpus.sentence_at(pair["b_document"], pair["b_start"])
+            assert pair["b_end"] == corpus.ends[pair["b_document"]][sentence], "one whole sentence"
 
 
-def test_paragraphs_of_one_sentence_give_no_pair_of_sentences():
-    corpus = Corpus([[4, 5, 6], [7]], paragraphs=[[1, 2, 3], [1]])
+def covered(corpus, pairs):
+    """For each document whether a token of it is in some pair."""
+    found = [np.zeros(ends[-1], dtype=bool) for ends in corpus.ends]
+    for pair in pairs:
+        for side in ("a", "b"):
+            found[pair[f"{side}_document"]][pair[f"{side}_start"] : pair[f"{side}_end"]] = True
+    return found
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(0, 2**32), st.sampled_from(["segments", "sentences"]))
+@pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
+def test_no_sentence_is_lost_to_an_epoch(objective, corpus, seed, pairing):
+    options = {"short_seq_prob": 0.0} if pairing == "segments" else {}
+    # Room for all of a document: nothing is truncated.
+    room = max(int(ends[-1]) for ends in corpus.ends) + 24
+    found = covered(corpus, corpus.pairs(pairing, room + SPECIALS_IN_A_PAIR, seed, objective=objective, **options))
+    for document, tokens in zip(corpus.ends, found, strict=True):
+        for start, end in zip([0, *document[:-1]], document, strict=True):
+            if objective == "sop" and end - start == 1:  # no order in a single token that stands alone
+                continue
+            assert tokens[start:end].all()
+
+
+def test_paragraphs_of_one_sentence_are_the_random_sentences_of_other_pairs():
+    dialogue, story = [[6], [7], [8]] * 100, [[10, 11, 12, 13, 14, 15, 16, 17]] * 200
+    corpus = Corpus([*dialogue, *story], [[1]] * 300 + [[8]] * 200)
     pairs = corpus.sentence_pairs(64)
-    assert len(pairs) == 0 and pairs.dtype == PAIR
+    spoken = pairs["b_document"] < 300
+    assert len(np.unique(pairs["b_document"][spoken])) > 290, "all but the last to be visited"
+    assert (pairs["next_sentence_label"][spoken] == IS_RANDOM).mean() > 0.98
+    assert (pairs["a_document"] >= 300).mean() > 0.95, "hardly any stands in a pair of its own"
+    assert_balanced(pairs)
+
+
+@pytest.mark.parametrize("objective", ["nsp", "sop"])
+def test_where_all_paragraphs_have_one_sentence_it_is_cut_in_two(objective):
+    corpus = Corpus([[9] * 30] * 60, [list(range(1, 31))] * 60)
+    pairs = corpus.sentence_pairs(64, objective=objective)
+    assert len(pairs) == 60 * 30
+    assert_balanced(pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order, and no second loss
+
+
+@both_pairings
+def test_segments_in_order_and_swapped_are_neighbours_and_balanced(pairing):
+    pairs = steady_corpus().pairs(pairing, STEADY_LENGTH, objective="sop")
+    in_order = pairs["next_sentence_label"] == made_by.IN_ORDER
+    assert (pairs["a_document"] == pairs["b_document"]).all()
+    assert (pairs["a_end"] == pairs["b_start"])[in_order].all()
+    assert (pairs["b_end"] == pairs["a_start"])[~in_order].all()
+    assert_balanced(pairs)
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(5, 40), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0]))
+def test_single_segments_tile_every_document(corpus, room, seed, share):
+    length = room + SPECIALS_IN_A_SEGMENT
+    pairs = corpus.segment_pairs(length, seed, objective="none", short_seq_prob=share)
+    assert (pairs["next_sentence_label"] == made_by.NO_LABEL).all() and (pairs["b_start"] == pairs["b_end"]).all()
+    sizes = pairs["a_end"] - pairs["a_start"]
+    assert sizes.min() >= 1 and sizes.max() <= room
+    for document, ends in enumerate(corpus.ends):
+        mine = pairs[pairs["a_document"] == document]
+        assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
+
+
+def test_single_segments_are_full_and_begin_elsewhere_in_every_epoch():
+    corpus = Corpus([[7] * 300] * 50)
+    starts = []
+    for seed in (0, 1):
+        pairs = corpus.segment_pairs(64, seed, objective="none", short_seq_prob=0)
+        full = pairs["a_end"] - pairs["a_start"] == 64 - SPECIALS_IN_A_SEGMENT
+        assert full.mean() > 0.93  # all but a document's first and last
+        starts.append(pairs["a_start"])
+    assert np.isin(*starts).mean() < 0.9
+
+
+@settings(deadline=None)
+@given(corpora(), st.integers(2, 20), st.integers(0, 2**32))
+def test_long_sentences_alone_are_cut_into_pieces(corpus, room, seed):
+    pairs = corpus.sentence_pairs(room + SPECIALS_IN_A_SEGMENT, seed, objective="none")
+    assert (pairs["a_end"] - pairs["a_start"]).max() <= room
+    assert all(tokens.all() for tokens in covered(corpus, pairs))
+    assert (pairs["a_end"] - pairs["a_start"]).sum() == sum(int(ends[-1]) for ends in corpus.ends)

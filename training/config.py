@@ -68,6 +68,8 @@ class TextConfig:
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
+    preprocessing_num_workers: int = option(1, "processes that tokenize", MACHINE, how=True)
+
     tokenizer: str | None = option(
         None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True
     )
@@ -79,7 +81,7 @@ class TextConfig:
         self._check_types()
         if not self.corpus and self.dataset is None:
             raise ValueError("corpus names no text; give files, folders or python-docs")
-        for name in ("vocab_size", "max_validation_characters"):
+        for name in ("vocab_size", "max_validation_characters", "preprocessing_num_workers"):
             self._check_range(name, 1)
         self._check_range("min_paragraph_characters", 0)
         self._check_range("validation_fraction", 0, 1, above=True)
@@ -129,6 +131,14 @@ class PretrainConfig(TextConfig):
         "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
     )
     short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
+    packing: bool = option(False, "fill rows with as many pairs as fit; they cannot see each other", BATCHES, how=True)
+    source_weights: list[str] = option(
+        [],
+        "share of an epoch's tokens for each source, in the order of --corpus and --dataset; the default is all of "
+        "each, once",
+        BATCHES,
+        metavar="WEIGHT",
+    )
     mlm_probability: float | str = option(
         0.15, "share of tokens to predict; 0.30->0.15 goes from one to the other over the run", BATCHES
     )
@@ -154,7 +164,7 @@ class PretrainConfig(TextConfig):
     seed: int = option(42, "everything random follows from it", OPTIMIZER)
 
     micro_batch_size: int | None = option(
-        None, "most pairs of full length computed at once; the default is the step, or 64", MACHINE, how=True
+        None, "most pairs of full length computed at once (64), or as many tokens of shorter ones", MACHINE, how=True
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "the default is bf16 where the processor has it", MACHINE
@@ -209,6 +219,11 @@ class PretrainConfig(TextConfig):
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_range("max_seq_length", 8)
+        for weight in self.source_weights:
+            if not re.fullmatch(r"\d*\.?\d+", weight):
+                raise ValueError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
+        if self.source_weights and not any(float(weight) for weight in self.source_weights):
+            raise ValueError("source_weights are all 0; give one source at least some weight")
         self.lengths(1)
 
     def lengths(self, max_steps: int) -> list[tuple[int, int]]:

@@ -28,10 +28,18 @@ from d2l_bert.training import tables
 PYTHON_DOCS = "python-docs"
 READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
-# With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
-# documents are then cut into blocks of paragraphs that count as documents themselves.
-FEWEST_DOCUMENTS = 20
+# What is held in memory at a time, of a text however long: some paragraphs of it, in pieces of at most so many bytes.
+READ_BYTES = 1 << 20
+
+# A "sentence" that is longer, in characters, is a text without full stops. Cut, none of it is lost to truncation.
+LONGEST_SENTENCE = 1000
+
+# Documents are kept in blocks of at least so many sentences.
 BLOCK_SENTENCES = 64
+
+# With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
+# their blocks then count as documents themselves.
+FEWEST_DOCUMENTS = 20
 
 # Where the rows of a table or a dataset are single lines, so many make a document.
 BLOCK_ROWS = 64
@@ -39,10 +47,14 @@ BLOCK_ROWS = 64
 
 @dataclasses.dataclass
 class Document:
-    """One text: `name` says where it comes from, `paragraphs` are strings without blank lines."""
+    """One text: `name` says where it comes from, `paragraphs` are strings without blank lines, to be read once.
+
+    `source` is the number of the source that it came with.
+    """
 
     name: str
-    paragraphs: list[str]
+    paragraphs: Iterable[str]
+    source: int = 0
 
 
 @dataclasses.dataclass
@@ -53,6 +65,14 @@ class Source:
     identity: list
     documents: Iterator[Document]
     is_on_hub: bool = False
+    counts: Counter = dataclasses.field(default_factory=Counter)
+
+
+def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
+    """The documents of all sources, one source after the other, each with the number of its source."""
+    for number, source in enumerate(sources):
+        for document in source.documents:
+            yield dataclasses.replace(document, source=number)
 
 
 def file_source(paths: Sequence[str], text_column: str = "text") -> Source:
@@ -91,7 +111,7 @@ def _documents(sources, text_column):
                 if tables.kind_of(file) in tables.TABLE_SUFFIXES:
                     yield from row_documents(file.name, tables.text_rows(file, text_column))
                 else:
-                    yield Document(file.name, split_paragraphs(read_text(file)))
+                    yield Document(file.name, text_paragraphs(file))
 
 
 def _content_hash(file):
@@ -129,32 +149,60 @@ def text_files(path: str | Path) -> list[Path]:
     return files
 
 
-def read_text(file: Path) -> str:
-    """The text of one UTF-8 file, unpacked if its name ends in `.gz` or `.zst`.
+def text_paragraphs(file: Path) -> Iterator[str]:
+    """
+    The paragraphs of one UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; the file is never held in memory.
 
     Raises:
         ValueError: unreadable, cut short, binary, or in another encoding.
     """
+    pending = ""  # the paragraph that goes on
+    for text in _decoded(file):
+        *whole, pending = _BLANK_LINE.split(pending + text)
+        if len(pending) > READ_BYTES:  # a paragraph without end
+            cut = pending.rfind(" ") + 1 or len(pending)
+            whole, pending = [*whole, pending[:cut]], pending[cut:]
+        yield from _squeezed(whole)
+    yield from _squeezed([pending])
+
+
+def _decoded(file):
+    """The text of a UTF-8 file in pieces."""
     with tables.opened(file) as stream:
-        data = stream.read()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(
-            f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
-        )
-    if b"\0" in data:
-        raise ValueError(f"{file}: a binary file (NUL at byte {data.index(0)}), not text; leave it out")
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); "
-            f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
-        ) from None
+        start, data = 0, stream.read(READ_BYTES)  # `data` begins with byte `start`
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(
+                f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
+            )
+        if data.startswith(codecs.BOM_UTF8):
+            start, data = len(codecs.BOM_UTF8), data[len(codecs.BOM_UTF8) :]
+        while data:
+            more = stream.read(READ_BYTES)
+            if b"\0" in data:
+                raise ValueError(
+                    f"{file}: a binary file (NUL at byte {start + data.index(0)}), not text; leave it out"
+                )
+            end = len(data) - (more != b"" and data.endswith(b"\r"))  # its line feed may come next
+            try:
+                text, used = codecs.utf_8_decode(data[:end], "strict", not more)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {start + error.start}); "
+                    f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
+                ) from None
+            yield text.replace("\r\n", "\n")
+            start, data = start + used, data[used:] + more
+
+
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
 def split_paragraphs(text: str) -> list[str]:
     """Blocks of text between blank lines, each on one line, white space squeezed."""
-    blocks = re.split(r"\n[^\S\n]*\n", text)
+    return _squeezed(_BLANK_LINE.split(text))
+
+
+def _squeezed(blocks):
     return [squeezed for block in blocks if (squeezed := " ".join(block.split()))]
 
 
@@ -214,77 +262,117 @@ class Cleaning:
 
 def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
     """
-    Documents with their paragraphs cleaned.
+    Documents with their paragraphs cleaned, as they are read.
 
     Args:
         counts: gets how many paragraphs there were, and how many each rule changed or dropped. Of duplicates the first
-            stays; those dropped are found by a hash of 8 bytes for every paragraph, held in memory.
+            stays; those dropped are found by a hash of 8 bytes, some 70 bytes of memory for every paragraph.
     """
     seen = set()
     for document in documents:
-        kept = []
-        for paragraph in document.paragraphs:
-            counts["paragraphs"] += 1
-            if cleaning.unicode_normalization != "none":
-                normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
-                counts["normalized"] += normal != paragraph
-                paragraph = normal
-            if len(paragraph) < cleaning.min_paragraph_characters:
-                counts["too_short"] += 1
+        yield dataclasses.replace(document, paragraphs=_cleaned(document.paragraphs, cleaning, counts, seen))
+
+
+def _cleaned(paragraphs, cleaning, counts, seen):
+    for paragraph in paragraphs:
+        counts["paragraphs"] += 1
+        if cleaning.unicode_normalization != "none":
+            normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
+            counts["normalized"] += normal != paragraph
+            paragraph = normal
+        if len(paragraph) < cleaning.min_paragraph_characters:
+            counts["too_short"] += 1
+            continue
+        if cleaning.drop_duplicate_paragraphs:
+            digest = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
+            key = int.from_bytes(digest, "big")
+            if key in seen:
+                counts["duplicates"] += 1
                 continue
-            if cleaning.drop_duplicate_paragraphs:
-                key = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
-                if key in seen:
-                    counts["duplicates"] += 1
-                    continue
-                seen.add(key)
-            kept.append(paragraph)
-        yield Document(document.name, kept)
+            seen.add(key)
+        yield paragraph
 
 
 @dataclasses.dataclass
-class SplitDocument:
-    """A document in sentences; `paragraph_ends` holds the number of sentences up to the end of each paragraph."""
+class Block:
+    """
+    Some paragraphs of a document in sentences.
 
+    `document` is the document's number, from 0, `source` its source's. `paragraph_ends` holds the number of sentences
+    up to the end of each paragraph that ends in the block.
+    """
+
+    document: int
+    source: int
     name: str
     sentences: list[str]
     paragraph_ends: list[int]
 
 
-def split_sentences(documents: Iterable[Document], language: str = "en") -> Iterator[SplitDocument]:
-    """Documents in sentences, as `sentencex` finds them for `language` (an ISO code); empty documents are left out."""
-    for document in documents:
-        sentences, paragraph_ends = [], []
-        for paragraph in document.paragraphs:
-            found = [stripped for sentence in sentencex.segment(language, paragraph) if (stripped := sentence.strip())]
-            if found:
-                sentences.extend(found)
-                paragraph_ends.append(len(sentences))
-        if sentences:
-            yield SplitDocument(document.name, sentences, paragraph_ends)
-
-
-def enough_documents(documents: Iterable[SplitDocument]) -> Iterator[SplitDocument]:
-    """Pass documents on; but if there are fewer than `FEWEST_DOCUMENTS`, cut them into blocks.
-
-    A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence.
+def split_sentences(documents: Iterable[Document], language: str = "en") -> Iterator[Block]:
     """
-    documents = iter(documents)
-    first = list(itertools.islice(documents, FEWEST_DOCUMENTS))
+    Documents in sentences, as `sentencex` finds them for `language` (an ISO code), a block at a time.
+
+    A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence. Documents without a
+    sentence are left out, and not counted. What is longer than `LONGEST_SENTENCE` is cut between two words.
+    """
+    number = 0
+    for document in documents:
+        found = 0
+        for sentences, paragraph_ends in _blocks(document.paragraphs, language):
+            yield Block(number, document.source, document.name, sentences, paragraph_ends)
+            found = 1
+        number += found
+
+
+def _blocks(paragraphs, language):
+    sentences, paragraph_ends = [], []
+    for paragraph in paragraphs:
+        pieces = (piece for sentence in sentencex.segment(language, paragraph) for piece in _bounded(sentence.strip()))
+        found = False
+        for piece in pieces:
+            found = True
+            if len(sentences) == 2 * BLOCK_SENTENCES:
+                yield sentences, paragraph_ends
+                sentences, paragraph_ends = [], []
+            sentences.append(piece)
+        if found:
+            paragraph_ends.append(len(sentences))
+        if len(sentences) >= BLOCK_SENTENCES:
+            yield sentences, paragraph_ends
+            sentences, paragraph_ends = [], []
+    if sentences:
+        yield sentences, paragraph_ends
+
+
+def _bounded(sentence):
+    start = 0
+    while len(sentence) - start > LONGEST_SENTENCE:
+        end = sentence.rfind(" ", start + 1, start + LONGEST_SENTENCE)
+        end = start + LONGEST_SENTENCE if end < 0 else end
+        yield sentence[start:end]
+        start = end + (sentence[end] == " ")
+    if start < len(sentence):
+        yield sentence[start:]
+
+
+def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Pass blocks on; but cut fewer than `FEWEST_DOCUMENTS` of them into about as many, for they will be documents."""
+    blocks = iter(blocks)
+    first = list(itertools.islice(blocks, FEWEST_DOCUMENTS))
     if len(first) == FEWEST_DOCUMENTS:
-        yield from itertools.chain(first, documents)
+        yield from itertools.chain(first, blocks)
         return
-    total = sum(len(document.sentences) for document in first)
-    block = min(BLOCK_SENTENCES, -(-total // FEWEST_DOCUMENTS))
-    for document in first:
-        paragraph_ends = set(document.paragraph_ends)
-        start, blocks = 0, 0
-        for end in range(1, len(document.sentences) + 1):
+    least = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)
+    number = 0
+    for block in first:
+        start, paragraph_ends = 0, set(block.paragraph_ends)
+        for end in range(1, len(block.sentences) + 1):
             size = end - start
-            if end == len(document.sentences) or size >= 2 * block or (size >= block and end in paragraph_ends):
-                inside = [stop - start for stop in document.paragraph_ends if start < stop < end]
-                yield SplitDocument(f"{document.name}#{blocks}", document.sentences[start:end], [*inside, size])
-                start, blocks = end, blocks + 1
+            if end == len(block.sentences) or size == 2 * least or (size >= least and end in paragraph_ends):
+                inside = [stop - start for stop in block.paragraph_ends if start < stop <= end]
+                yield Block(number, block.source, block.name, block.sentences[start:end], inside)
+                start, number = end, number + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,229 +1,38 @@
-"""Documents to batches: token ids in memory-mapped Arrow, an epoch's pairs laid out on disk, micro-batches.
+"""Tokens to batches: which documents train, an epoch's pairs laid out on disk, micro-batches.
 
 What a global step holds is a pure function of (corpus, tokenizer, run configuration, seed, step): it depends neither
 on the number of processes nor on the micro-batch size, the loader's workers or where a run was resumed.
 
-Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots.
+Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots, S the most sequences in a row.
 """
 
 import bisect
-import hashlib
-import json
+import itertools
 import os
-import shutil
 import tempfile
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from datasets.arrow_writer import ArrowWriter
-from huggingface_hub import constants
+from filelock import FileLock
+from tqdm.auto import tqdm
 
 from d2l_bert.tokenization.wordpiece import CONTINUATION
-from d2l_bert.training import corpus, masking, pairs
-from d2l_bert.training.tracking import watched
+from d2l_bert.training import masking, packing, pairs
+from d2l_bert.training.arrow import TokenizedCorpus, code_of, fingerprint
 
 
-# The third entry of every random key says what it is for: keys of different lengths could otherwise collide.
-_PLAN, _MASKS = 1, 2
+# The second entry of every random key says what it is for: keys of different lengths could otherwise collide.
+_PLAN, _MASKS, _VISITS = 1, 2, 3
 _HELD_OUT_SEED = 20_181_011  # the same held-out pairs and masks for every run on a corpus
 
-TOKENIZER_SAMPLE_CHARACTERS = 200_000_000
 SMALL_PLAN = 65_536  # bytes
-WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
-
-
-def cache_folder() -> Path:
-    """Where prepared text is kept between runs: `$HF_HOME/d2l_bert`."""
-    return Path(constants.HF_HOME) / "d2l_bert"
-
-
-def fingerprint(*parts) -> str:
-    """A short name for whatever `parts` say, from their JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(
-            f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
-        ) from None
-    try:
-        yield temporary
-        try:
-            temporary.rename(path)
-        except OSError:  # another process was faster; it wrote the same
-            if not path.exists():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text and tokens on disk
-
-_TEXT_SCHEMA = pa.schema(
-    [("name", pa.string()), ("sentences", pa.list_(pa.string())), ("paragraph_ends", pa.list_(pa.int32()))]
-)
-_TOKEN_SCHEMA = pa.schema(
-    [
-        ("name", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("sentence_ends", pa.list_(pa.int32())),
-        ("paragraph_ends", pa.list_(pa.int32())),
-    ]
-)
-
-
-def write_arrow(rows: Iterable[dict], schema: pa.Schema, folder: Path) -> None:
-    """Write rows to `folder/data.arrow`, never holding more than a batch of them."""
-    features = datasets.Features.from_arrow_schema(schema)
-    with ArrowWriter(features=features, path=str(folder / "data.arrow"), writer_batch_size=500) as writer:
-        for row in rows:
-            writer.write(row)
-        writer.finalize()
-
-
-def read_arrow(path: Path) -> datasets.Dataset:
-    """The memory-mapped rows that `write_arrow` left."""
-    return datasets.Dataset.from_file(str(path / "data.arrow"))
-
-
-def prepare_text(source: corpus.Source, language: str, cleaning: corpus.Cleaning, folder: Path) -> Path:
-    """The sentences of a source in Arrow, written once for every (source, language, cleaning)."""
-    path = folder / f"text-{fingerprint(source.identity, language, vars(cleaning), _code(corpus))}"
-    if not path.exists():
-        counts = Counter()
-        documents = corpus.clean(watched(source.documents, f"reading {source.name}"), cleaning, counts)
-        split = corpus.enough_documents(corpus.split_sentences(documents, language))
-        with written_whole(path) as partial:
-            write_arrow((vars(document) for document in split), _TEXT_SCHEMA, partial)
-            (partial / "paragraphs.json").write_text(json.dumps(counts))
-    return path
-
-
-def paragraph_counts(text: Path) -> dict[str, int]:
-    """How many paragraphs there were, and how many were cleaned away and changed."""
-    return json.loads((text / "paragraphs.json").read_text())
-
-
-def document_characters(text: Path) -> np.ndarray:
-    """Characters in each document that `prepare_text` left (documents,)."""
-    sizes = [np.zeros(0, dtype=np.int64)]
-    for batch in read_arrow(text).data.table.select(["sentences"]).to_batches():
-        sentences = batch.column("sentences")
-        ends = np.concatenate(([0], np.cumsum(pc.utf8_length(sentences.values).to_numpy(), dtype=np.int64)))
-        sizes.append(np.diff(ends[sentences.offsets.to_numpy()]))
-    return np.concatenate(sizes)
-
-
-def sentence_sample(text: Path, documents: np.ndarray, sizes: np.ndarray) -> Iterator[str]:
-    """Sentences to train a tokenizer on: of all `documents`, or of an even sample of them if they are a lot."""
-    stride = max(1, -(-int(sizes[documents].sum()) // TOKENIZER_SAMPLE_CHARACTERS))
-    rows = read_arrow(text)
-    for document in documents[::stride].tolist():
-        yield from rows[document]["sentences"]
-
-
-def prepare_tokens(text: Path, tokenizer, folder: Path) -> Path:
-    """Token ids of every sentence in Arrow, written once for every (text, tokenizer)."""
-    backend = tokenizer.backend_tokenizer
-    path = folder / f"tokens-{fingerprint(text.name, backend.to_str())}"
-    if not path.exists():
-        # A "[MASK]" that somebody wrote about is text, not a mask.
-        as_text = type(backend).from_str(backend.to_str())
-        as_text.encode_special_tokens = True
-        as_text.no_truncation()
-        as_text.no_padding()
-        rows = read_arrow(text)
-        rows = watched(rows, "tokenizing", total=len(rows))
-        with written_whole(path) as partial:
-            write_arrow((_tokenize(row, as_text) for row in rows), _TOKEN_SCHEMA, partial)
-    return path
-
-
-def _tokenize(row, backend):
-    encodings = backend.encode_batch_fast(row["sentences"], add_special_tokens=False)
-    ids = [encoding.ids for encoding in encodings]
-    lengths = np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
-    ends = np.cumsum(lengths, dtype=np.int32)
-    # A sentence of characters that the tokenizer drops leaves no token; the paragraphs are counted without it.
-    kept = lengths > 0
-    kept_before = np.concatenate(([0], np.cumsum(kept)))
-    return {
-        "name": row["name"],
-        "input_ids": np.fromiter((token for sentence in ids for token in sentence), dtype=np.int32),
-        "sentence_ends": ends[kept],
-        "paragraph_ends": np.unique(kept_before[row["paragraph_ends"]]).astype(np.int32),
-    }
-
-
-def _code(module):
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
-
-
-class TokenizedCorpus:
-    """Documents as views into memory-mapped Arrow: nothing is copied, and nothing is held in memory."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._open()
-
-    def _open(self):
-        self.rows = read_arrow(self.path)
-        columns = ("input_ids", "sentence_ends", "paragraph_ends")
-        table = self.rows.data.table.select(columns)
-        self._chunks = [
-            {name: (batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()) for name in columns}
-            for batch in table.to_batches()
-            if batch.num_rows
-        ]
-        sizes = [len(chunk["input_ids"][1]) - 1 for chunk in self._chunks]
-        self._first = np.concatenate(([0], np.cumsum(sizes))).tolist()
-
-    def __getstate__(self):  # a loader's worker opens the file itself
-        return {"path": self.path}
-
-    def __setstate__(self, state):
-        self.__init__(state["path"])
-
-    def __len__(self):
-        return self._first[-1]
-
-    def sizes(self) -> np.ndarray:
-        """Tokens in each document (documents,)."""
-        return np.concatenate([np.diff(chunk["input_ids"][1]) for chunk in self._chunks])
-
-    def _column(self, name, document):
-        chunk = bisect.bisect_right(self._first, document) - 1
-        values, offsets = self._chunks[chunk][name]
-        row = document - self._first[chunk]
-        return values[offsets[row] : offsets[row + 1]]
-
-    def tokens(self, document: int) -> np.ndarray:
-        """Token ids of a document (tokens,)."""
-        return self._column("input_ids", document)
-
-    def sentence_ends(self, document: int) -> np.ndarray:
-        """The token offset at which each sentence ends (sentences,)."""
-        return self._column("sentence_ends", document)
-
-    def paragraph_ends(self, document: int) -> np.ndarray:
-        """The sentence number at which each paragraph ends (paragraphs,)."""
-        return self._column("paragraph_ends", document)
+# Documents
 
 
 def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -253,130 +62,122 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
     return np.sort(order[count:]), np.sort(order[:count])
 
 
+def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """
+    How often an epoch visits the documents of each source, for an epoch of as many tokens as there are.
+
+    Args:
+        tokens: training tokens of each source (sources,).
+        weights: the share of each source in an epoch's tokens, up to a factor (sources,).
+
+    Raises:
+        ValueError: a weight for a source without text.
+    """
+    shares = np.asarray(weights) / np.sum(weights)
+    if (shares[tokens == 0] > 0).any():
+        raise ValueError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
+    return shares * tokens.sum() / np.maximum(tokens, 1)
+
+
+def epoch_documents(
+    documents: np.ndarray, sources: np.ndarray, passes: np.ndarray, seed: int, epoch: int
+) -> np.ndarray:
+    """
+    The documents of an epoch, each as often as it is visited.
+
+    A source is gone through again and again, each time in another order, and an epoch takes the next part of that:
+    with 0.5 passes a document comes in every second epoch, with 1.5 once or twice.
+
+    Args:
+        documents: document numbers (documents,).
+        sources: the source of each of them (documents,).
+        passes: for each source how often an epoch visits it (sources,).
+    """
+    chosen = []
+    for source, often in enumerate(passes):
+        mine = documents[sources == source]
+        first, last = (round(number * often * len(mine)) for number in (epoch, epoch + 1))
+        for turn in range(first // max(len(mine), 1), -(-last // max(len(mine), 1))):
+            order = np.random.default_rng((seed, _VISITS, source, turn)).permutation(mine)
+            chosen.append(order[max(first - turn * len(mine), 0) : last - turn * len(mine)])
+    return np.concatenate(chosen)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches
+# Plans
 
 
-class BatchMaker:
-    """Pairs to the model's arguments: cut out, join with special tokens, mask, pad."""
-
-    def __init__(
-        self,
-        tokens: TokenizedCorpus,
-        tokenizer,
-        mlm_probability: float,
-        max_seq_length: int,
-        how: masking.Masking = "token",
-    ):
-        self.tokens = tokens
-        self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-        self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
-        self.vocab_size = len(tokenizer)
-        self.first_ordinary_id = max(tokenizer.all_special_ids) + 1
-        self.mlm_probability = mlm_probability
-        self.max_seq_length = max_seq_length
-        self.how = how
-        pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
-        self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
-
-    def __call__(
-        self, rows: np.ndarray, keys: Iterable[tuple], mlm_probability: float | None = None
-    ) -> dict[str, torch.Tensor]:
-        """
-        Args:
-            rows: array of `pairs.PAIR` (B,).
-            keys: for each row the key of its own random generator, so that its masks do not depend on its neighbours.
-            mlm_probability: share to predict, if it is another than usual.
-
-        Returns:
-            `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P) and
-            `next_sentence_label` (B,), int64.
-        """
-        share = mlm_probability or self.mlm_probability
-        examples = [self._example(row, np.random.default_rng(key), share) for row, key in zip(rows, keys, strict=True)]
-        width = max(len(ids) for ids, *_ in examples)
-        width = min(-(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_seq_length)
-        slots = max(len(positions) for _, _, positions, _ in examples)
-        batch = {
-            "input_ids": np.full((len(rows), width), self.pad),
-            "token_type_ids": np.zeros((len(rows), width), dtype=np.int64),
-            "attention_mask": np.zeros((len(rows), width), dtype=np.int64),
-            "masked_positions": np.zeros((len(rows), slots), dtype=np.int64),
-            "labels": np.full((len(rows), slots), -100),
-            "next_sentence_label": rows["next_sentence_label"].astype(np.int64),
-        }
-        for row, (ids, b_start, positions, labels) in enumerate(examples):
-            batch["input_ids"][row, : len(ids)] = ids
-            batch["token_type_ids"][row, b_start : len(ids)] = 1
-            batch["attention_mask"][row, : len(ids)] = 1
-            batch["masked_positions"][row, : len(positions)] = positions
-            batch["labels"][row, : len(positions)] = labels
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-    def empty(self) -> dict[str, torch.Tensor]:
-        """A micro-batch that counts for nothing, for a process that has no row left in a step."""
-        ids = torch.tensor([[self.cls, self.sep, self.sep]])
-        nothing = torch.full((1, 1), -100)
-        return {
-            "input_ids": ids,
-            "token_type_ids": torch.zeros_like(ids),
-            "attention_mask": torch.ones_like(ids),
-            "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
-            "labels": nothing,
-            "next_sentence_label": nothing[0],
-        }
-
-    def _example(self, pair, rng, share):
-        a = self.tokens.tokens(pair["a_document"])[pair["a_start"] : pair["a_end"]]
-        b = self.tokens.tokens(pair["b_document"])[pair["b_start"] : pair["b_end"]]
-        ids = np.concatenate(([self.cls], a, [self.sep], b, [self.sep]))
-        b_start = len(a) + 2
-        candidates = np.concatenate((np.arange(1, b_start - 1), np.arange(b_start, len(ids) - 1)))
-        masked, positions, labels = masking.mask_tokens(
-            ids,
-            candidates,
-            rng,
-            self.mask,
-            self.first_ordinary_id,
-            self.vocab_size,
-            share,
-            self.how,
-            self.is_continuation,
-        )
-        return masked, b_start, positions, labels
+def plan_pairs(tokens: TokenizedCorpus, documents: np.ndarray, *, pairing: str, rng, **options) -> Iterator[tuple]:
+    """Lay out pairs of `documents` in the way that `pairing` (`segments` or `sentences`) names."""
+    if pairing == "segments":
+        return pairs.segment_pairs(documents, tokens.sentence_ends, rng=rng, **options)
+    return pairs.sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
 
 
 def pair_lengths(rows: np.ndarray) -> np.ndarray:
     """Tokens in each pair (B,), special tokens included."""
-    spans = (rows["a_end"] - rows["a_start"]) + (rows["b_end"] - rows["b_start"])
-    return spans + pairs.SPECIALS_IN_A_PAIR
+    a, b = rows["a_end"] - rows["a_start"], rows["b_end"] - rows["b_start"]
+    return a + b + np.where(b > 0, pairs.SPECIALS_IN_A_PAIR, pairs.SPECIALS_IN_A_SEGMENT)
 
 
 class EpochPlans:
     """The pairs of each epoch, laid out beforehand and kept on disk, each epoch in another order with other pairs.
 
     Plans of a few kilobytes are laid out again when they are needed: a tiny text has thousands of epochs in a run.
+
+    Args:
+        documents: document numbers of every epoch; or, with `passes`, those that `epoch_documents` chooses from.
+        pairing: the arguments of `plan_pairs`.
+        sources, passes: as in `epoch_documents`.
     """
 
-    def __init__(self, tokens: TokenizedCorpus, documents: np.ndarray, pairing: dict, seed: int, folder: Path):
+    def __init__(
+        self,
+        tokens: TokenizedCorpus,
+        documents: np.ndarray,
+        pairing: dict,
+        seed: int,
+        folder: Path,
+        sources: np.ndarray | None = None,
+        passes: np.ndarray | None = None,
+    ):
         self.tokens, self.documents, self.pairing, self.seed = tokens, documents, pairing, seed
-        key = fingerprint(tokens.path.name, documents.tolist(), pairing, seed, _code(pairs))
-        self.folder = folder / f"pairs-{key}"
+        self.sources, self.passes = sources, passes
+        chosen = [array if array is None else array.tobytes().hex() for array in (documents, sources, passes)]
+        self.folder = folder / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs))}"
         self._ends = [0]  # pairs up to the end of each epoch laid out so far
 
     def epoch(self, number: int) -> np.ndarray:
         """The pairs of one epoch: a memory-mapped array of `pairs.PAIR`."""
-        path = self.folder / f"epoch-{number:05d}.npy"
+        path = self.folder / f"epoch-{number:05d}.pairs"
         if not path.exists():
-            rng = np.random.default_rng((self.seed, _PLAN, number))
-            rows = plan_pairs(self.tokens, self.documents, rng=rng, **self.pairing)
-            if rows.nbytes < SMALL_PLAN:
-                return rows
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-                np.save(file, rows)
-            os.replace(file.name, path)
-        return np.load(path, mmap_mode="r")
+            with FileLock(self.folder / ".lock"):  # of a loader's workers one lays it out, the others wait
+                if not path.exists():
+                    laid_out = self._lay_out(number)
+                    if laid_out.stat().st_size < SMALL_PLAN:
+                        rows = np.fromfile(laid_out, pairs.PAIR)
+                        laid_out.unlink()
+                        return rows
+                    os.replace(laid_out, path)
+        return np.memmap(path, pairs.PAIR, mode="r")
+
+    def _lay_out(self, number):
+        rng = np.random.default_rng((self.seed, _PLAN, number))
+        documents = self.documents
+        if self.passes is not None:
+            documents = epoch_documents(documents, self.sources, self.passes, self.seed, number)
+        rows = plan_pairs(self.tokens, documents, rng=rng, **self.pairing)
+        rows = tqdm(rows, f"laying out epoch {number + 1}", unit=" pairs", leave=False, delay=2, disable=None)
+        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
+            while len(part := np.fromiter(itertools.islice(rows, 65_536), dtype=pairs.PAIR)):
+                part.tofile(file)
+        path = Path(file.name)
+        if path.stat().st_size:
+            shuffled = np.memmap(path, pairs.PAIR, mode="r+")
+            rng.shuffle(np.asarray(shuffled))
+            shuffled.flush()
+        return path
 
     def slice(self, start: int, stop: int) -> tuple[np.ndarray, list[tuple]]:
         """Pairs `start` to `stop` of all epochs one after the other, and for each the key of its masks."""
@@ -392,29 +193,148 @@ class EpochPlans:
         return np.concatenate(rows), keys
 
 
-def plan_pairs(tokens: TokenizedCorpus, documents: np.ndarray, *, pairing: str, rng, **options) -> np.ndarray:
-    """Lay out pairs of `documents` in the way that `pairing` (`segments` or `sentences`) names."""
-    if pairing == "segments":
-        return pairs.segment_pairs(documents, tokens.sentence_ends, rng=rng, **options)
-    return pairs.sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class BatchMaker:
+    """Pairs to the model's arguments: cut out, join with special tokens, mask, pad or pack."""
+
+    def __init__(
+        self,
+        tokens: TokenizedCorpus,
+        tokenizer,
+        mlm_probability: float,
+        max_seq_length: int,
+        how: masking.Masking = "token",
+        objective: pairs.Objective = "nsp",
+    ):
+        self.tokens = tokens
+        self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.vocab_size = len(tokenizer)
+        self.first_ordinary_id = max(tokenizer.all_special_ids) + 1
+        self.mlm_probability = mlm_probability
+        self.max_seq_length = max_seq_length
+        self.how = how
+        self.has_labels = objective != "none"
+        pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
+        self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
+
+    def __call__(
+        self,
+        pairs: np.ndarray,
+        keys: Sequence[tuple],
+        mlm_probability: float | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            pairs: array of `pairs.PAIR`.
+            keys: for each pair the key of its own random generator, so that its masks do not depend on its neighbours.
+            mlm_probability: share to predict, if it is another than usual.
+            rows: for packed rows the numbers of the pairs in each; by default each pair is a row.
+
+        Returns:
+            `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P) and, unless
+            there is no second loss, `next_sentence_label` (B,), int64. Packed rows also have `position_ids`,
+            `sequence_ids` (B, T) and `cls_positions` (B, S), and (B, S) labels.
+        """
+        share = mlm_probability or self.mlm_probability
+        examples = [
+            self._example(pair, np.random.default_rng(key), share) for pair, key in zip(pairs, keys, strict=True)
+        ]
+        layout = [[number] for number in range(len(examples))] if rows is None else rows
+        lengths = [[len(examples[number][0]) for number in row] for row in layout]
+        width = min(packing.padded(max(map(sum, lengths))), self.max_seq_length)
+        slots = max(sum(len(examples[number][2]) for number in row) for row in layout)
+        sequences = max(map(len, layout))
+        of_tokens = ("input_ids", "token_type_ids", "attention_mask", "position_ids", "sequence_ids")
+        batch = {name: np.zeros((len(layout), width), dtype=np.int64) for name in of_tokens}
+        batch["input_ids"][:] = self.pad
+        batch["masked_positions"] = np.zeros((len(layout), slots), dtype=np.int64)
+        batch["labels"] = np.full((len(layout), slots), -100)
+        batch["cls_positions"] = np.zeros((len(layout), sequences), dtype=np.int64)
+        batch["next_sentence_label"] = np.full((len(layout), sequences), -100)
+        for row, numbers in enumerate(layout):
+            start = slot = 0
+            for place, number in enumerate(numbers):
+                ids, b_start, positions, labels = examples[number]
+                end, last_slot = start + len(ids), slot + len(positions)
+                batch["input_ids"][row, start:end] = ids
+                batch["token_type_ids"][row, start + b_start : end] = 1
+                batch["attention_mask"][row, start:end] = 1
+                batch["position_ids"][row, start:end] = np.arange(len(ids))
+                batch["sequence_ids"][row, start:end] = place + 1
+                batch["masked_positions"][row, slot:last_slot] = start + positions
+                batch["labels"][row, slot:last_slot] = labels
+                batch["cls_positions"][row, place] = start
+                batch["next_sentence_label"][row, place] = pairs[number]["next_sentence_label"]
+                start, slot = end, last_slot
+        if rows is None:
+            batch["next_sentence_label"] = batch["next_sentence_label"][:, 0]
+            del batch["position_ids"], batch["sequence_ids"], batch["cls_positions"]
+        if not self.has_labels:
+            del batch["next_sentence_label"]
+            batch.pop("cls_positions", None)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A micro-batch that counts for nothing, for a process that has no row left in a step."""
+        ids = torch.tensor([[self.cls, self.sep, self.sep]])
+        nothing = torch.full((1, 1), -100)
+        batch = {
+            "input_ids": ids,
+            "token_type_ids": torch.zeros_like(ids),
+            "attention_mask": torch.ones_like(ids),
+            "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
+            "labels": nothing,
+        }
+        return {**batch, "next_sentence_label": nothing[0]} if self.has_labels else batch
+
+    def _example(self, pair, rng, share):
+        a = self.tokens.tokens(int(pair["a_document"]), int(pair["a_start"]), int(pair["a_end"]))
+        b = self.tokens.tokens(int(pair["b_document"]), int(pair["b_start"]), int(pair["b_end"]))
+        b_start = len(a) + 2
+        ids = np.empty(b_start + (len(b) + 1 if len(b) else 0), dtype=np.int64)
+        ids[0], ids[1 : b_start - 1], ids[b_start - 1] = self.cls, a, self.sep
+        if len(b):
+            ids[b_start:-1], ids[-1] = b, self.sep
+        candidates = np.concatenate((np.arange(1, b_start - 1), np.arange(b_start, len(ids) - 1)))
+        masked, positions, labels = masking.mask_tokens(
+            ids,
+            candidates,
+            rng,
+            self.mask,
+            self.first_ordinary_id,
+            self.vocab_size,
+            share,
+            self.how,
+            self.is_continuation,
+        )
+        return masked, b_start, positions, labels
 
 
 @dataclass
 class Phase:
-    """Steps of one length of pairs, from `first_step` on."""
+    """Steps of one length of pairs, from `first_step` on.
+
+    `most_tokens` bounds a micro-batch, padding included.
+    """
 
     first_step: int
     plans: EpochPlans
     make_batch: BatchMaker
     global_batch_size: int
-    micro_batch_size: int
+    most_tokens: int
+    packing: bool = False
 
 
 class PretrainingSteps(torch.utils.data.Dataset):
     """Item s is what this process computes in global step s: a list of micro-batches.
 
-    The step's pairs are sorted by length and cut into micro-batches, which go to the processes in turn. Every process
-    gets equally many; where they run out, one that counts for nothing.
+    The step's pairs become rows, one each or packed, and the rows micro-batches by length (`packing.micro_batches`).
+    Every process gets equally many; where rows run out, one that counts for nothing.
 
     Args:
         share_at: the share to predict in a step, if it changes from step to step.
@@ -433,33 +353,52 @@ class PretrainingSteps(torch.utils.data.Dataset):
         phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
         start = (step - phase.first_step) * phase.global_batch_size
         rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
-        micro_batches = by_length(rows, keys, phase.micro_batch_size)
-        rounds = -(-len(micro_batches) // self.world_size)
         share = self.share_at and self.share_at(step)
-        mine = [phase.make_batch(*micro_batch, share) for micro_batch in micro_batches[self.rank :: self.world_size]]
-        return mine + [phase.make_batch.empty()] * (rounds - len(mine))
+        return list(
+            batches(phase.make_batch, rows, keys, phase.most_tokens, phase.packing, self.world_size, self.rank, share)
+        )
 
 
-def by_length(rows: np.ndarray, keys: list[tuple], size: int) -> list[tuple[np.ndarray, list[tuple]]]:
-    """Rows and their keys, longest first, in groups of `size`."""
-    order = np.argsort(-pair_lengths(rows), kind="stable")
-    return [(rows[part], [keys[i] for i in part]) for part in np.split(order, range(size, len(order), size))]
+def batches(
+    make_batch: BatchMaker,
+    pairs: np.ndarray,
+    keys: Sequence[tuple],
+    most_tokens: int,
+    packed: bool = False,
+    world_size: int = 1,
+    rank: int = 0,
+    mlm_probability: float | None = None,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The micro-batches that one process makes of pairs; arguments as in `Phase` and `BatchMaker`."""
+    lengths = pair_lengths(pairs)
+    layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
+    row_lengths = [int(lengths[row].sum()) for row in layout]
+    for micro_batch in packing.micro_batches(row_lengths, most_tokens, world_size, rank):
+        if not micro_batch:
+            yield make_batch.empty()
+            continue
+        rows = [layout[row] for row in micro_batch]
+        chosen = list(itertools.chain(*rows))
+        places = iter(range(len(chosen)))
+        local = [[next(places) for _ in row] for row in rows] if packed else None
+        yield make_batch(pairs[chosen], [keys[pair] for pair in chosen], mlm_probability, local)
 
 
 class HeldOutPairs:
     """Held-out micro-batches of this process: always the same pairs and masks, each once over all processes."""
 
-    def __init__(self, tokens, documents, pairing, make_batch, micro_batch_size, most=None, world_size=1, rank=0):
+    def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, world_size=1, rank=0):
         rng = np.random.default_rng((_HELD_OUT_SEED, _PLAN, 0))
-        self.rows = plan_pairs(tokens, documents, rng=rng, **pairing)[:most]
+        rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=pairs.PAIR)
+        rng.shuffle(rows)
+        self.rows = rows[:most]
         self.keys = [(_HELD_OUT_SEED, _MASKS, 0, index) for index in range(len(self.rows))]
-        self.make_batch, self.micro_batch_size = make_batch, micro_batch_size
+        self.make_batch, self.most_tokens = make_batch, most_tokens
         self.world_size, self.rank = world_size, rank
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        micro_batches = by_length(self.rows, self.keys, self.micro_batch_size)
-        for micro_batch in micro_batches[self.rank :: self.world_size]:
-            yield self.make_batch(*micro_batch)
+        ranks = {"world_size": self.world_size, "rank": self.rank}
+        yield from batches(self.make_batch, self.rows, self.keys, self.most_tokens, **ranks)
 
     def one(self, index: int) -> dict[str, torch.Tensor]:
         """One held-out pair as a batch."""

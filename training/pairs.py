@@ -1,30 +1,47 @@
-"""Documents to segment pairs for next sentence prediction (BERT, section 3.1; d2l, section 15.9.1.1).
+"""Documents to pairs of segments for the second loss, or to single segments where there is none.
 
-A pair is two spans of tokens and a label. Nothing here touches a token: it works on where sentences end, and returns
+Next sentence prediction (BERT, section 3.1; d2l, section 15.9.1.1) asks whether B follows A, sentence order prediction
+(ALBERT; Lan et al., 2020) whether the two stand in the text's order.
+
+A pair is two spans of tokens and a label. Nothing here touches a token: it works on where sentences end, and yields
 rows of numbers that say what to cut out, so that a whole epoch can be laid out beforehand and kept on disk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
 
+Objective = Literal["nsp", "sop", "none"]
+
 # One pair: tokens [a_start, a_end) of document a, tokens [b_start, b_end) of document b, and Hugging Face's label.
+# A single segment has an empty B.
 PAIR = np.dtype(
     [
-        ("a_document", "i8"),
-        ("a_start", "i8"),
-        ("a_end", "i8"),
-        ("b_document", "i8"),
-        ("b_start", "i8"),
-        ("b_end", "i8"),
+        ("a_document", "i4"),
+        ("a_start", "i4"),
+        ("a_end", "i4"),
+        ("b_document", "i4"),
+        ("b_start", "i4"),
+        ("b_end", "i4"),
         ("next_sentence_label", "i1"),
     ]
 )
 IS_NEXT, IS_RANDOM = 0, 1
+IN_ORDER, SWAPPED = 0, 1
+NO_LABEL = -100
 
-# [CLS] A [SEP] B [SEP]
-SPECIALS_IN_A_PAIR = 3
+# [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
+SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT = 3, 2
+
+# Last sentences of documents that got a random second segment against the coin, and wait for as many true pairs to
+# make up for it. Where documents have one sentence only, none come.
+MOST_OWED = 16
+
+# Sentences that wait to become a random second segment. Where most paragraphs have one sentence only, more of them
+# come than go.
+MOST_WAITING = 10_000
 
 SentenceEnds = Callable[[int], np.ndarray]
 
@@ -34,30 +51,37 @@ def segment_pairs(
     sentence_ends: SentenceEnds,
     max_seq_length: int,
     rng: np.random.Generator,
+    objective: Objective = "nsp",
     short_seq_prob: float = 0.1,
-) -> np.ndarray:
+) -> Iterator[tuple]:
     """
     The original BERT's pairs: each segment several sentences, filled up to the length.
 
     Consecutive sentences of a document are gathered until they fill the length, and cut at a random sentence into A
-    and B. In half of the pairs B is then replaced by sentences from a random place in another document, and the
-    sentences so freed go into the next pair. A document's last sentence can be left alone and only get a random B; as
-    many later gatherings keep their true B, so that the labels stay balanced.
+    and B. For `nsp`, B is then replaced in half of the pairs by sentences from a random place in another document, and
+    the sentences so freed go into the next pair. A document's last sentence can be left alone and only get a random B;
+    as many later gatherings keep their true B, so that the labels stay balanced. Where these do not come, it is cut in
+    two at a random token instead, the second part being what follows the first. For `sop`, A and B change places in
+    half of the pairs, and a sentence left alone is cut in two at a random token; a single token has no order, and is
+    left out. For `none` see `single_segments`.
 
     Args:
-        documents: document numbers to draw from; every one is visited, in random order.
+        documents: document numbers to draw from; every one is visited, in random order, as often as it stands there.
         sentence_ends: document number -> the token offset at which each of its sentences ends, ascending.
-        max_seq_length: most tokens in a pair, the three special tokens included.
+        max_seq_length: most tokens in a pair, the special tokens included.
         rng: the only source of randomness.
         short_seq_prob: share of pairs that aim at a random shorter length, so that short inputs are seen as well.
 
-    Returns:
-        An array of `PAIR`, in random order.
+    Yields:
+        The fields of `PAIR`, in the order of the visit.
     """
+    if objective == "none":
+        yield from single_segments(documents, sentence_ends, max_seq_length, rng, short_seq_prob)
+        return
     documents = np.asarray(documents)
+    several = len(documents) > 0 and documents.min() != documents.max()
     room = max_seq_length - SPECIALS_IN_A_PAIR
     random_pairs_owed = 0
-    pairs = []
     for document in rng.permutation(documents).tolist():
         ends = sentence_ends(document).tolist()
         starts = [0, *ends[:-1]]
@@ -65,26 +89,34 @@ def segment_pairs(
         while first < len(ends):
             target = int(rng.integers(2, room + 1)) if rng.random() < short_seq_prob else room
             last = first
-            # A long sentence alone could only get a random B: it takes the next one along, and is truncated.
+            # A long sentence alone has no B: it takes the next one along, and is truncated.
             while last + 1 < len(ends) and (last == first or ends[last] - starts[first] < target):
                 last += 1
-            split = first + 1 if last == first else int(rng.integers(first + 1, last + 1))  # B's first sentence
-            a = (starts[first], ends[split - 1])
+            if last > first:
+                split = int(rng.integers(first + 1, last + 1))  # B's first sentence
+                a, b = (starts[first], ends[split - 1]), (starts[split], ends[last])
+            else:
+                split, a, b = first + 1, (starts[first], ends[first]), None
+                if a[1] - a[0] > 1 and (objective == "sop" or random_pairs_owed == MOST_OWED):
+                    a, b = _cut_in_two(a, rng)
+            if objective == "sop":
+                if b is not None:
+                    yield _in_either_order(document, a, b, room, rng)
+                first = last + 1
+                continue
             is_random = rng.random() < 0.5
-            if last == first and not is_random:
+            if b is None and not is_random:
                 is_random, random_pairs_owed = True, random_pairs_owed + 1
-            elif last > first and is_random and random_pairs_owed:
+            elif b is not None and is_random and random_pairs_owed:
                 is_random, random_pairs_owed = False, random_pairs_owed - 1
             if is_random:
                 wanted = max(1, target - (a[1] - a[0]))
-                other, b = _random_span(documents, document, a[1], sentence_ends, wanted, rng)
+                other, b = _random_span(documents, several, document, a[1], sentence_ends, wanted, rng)
                 first = split
             else:
-                other, b = document, (starts[split], ends[last])
-                first = last + 1
+                other, first = document, last + 1
             a, b = _truncate(a, b, room, rng)
-            pairs.append((document, *a, other, *b, IS_RANDOM if is_random else IS_NEXT))
-    return rng.permutation(np.array(pairs, dtype=PAIR))
+            yield document, *a, other, *b, IS_RANDOM if is_random else IS_NEXT
 
 
 def sentence_pairs(
@@ -93,42 +125,94 @@ def sentence_pairs(
     paragraph_ends: SentenceEnds,
     max_seq_length: int,
     rng: np.random.Generator,
-) -> np.ndarray:
+    objective: Objective = "nsp",
+) -> Iterator[tuple]:
     """
-    The book's pairs (section 15.9.1.1): two consecutive sentences of a paragraph; in half of them the second is
-    replaced by a random sentence of another document.
+    The book's pairs (section 15.9.1.1): two consecutive sentences of a paragraph. For `nsp`, in half of them the
+    second is replaced by a random sentence of another document; for `sop`, in half of them the two change places.
+
+    The book loses the sentence of a paragraph that has no other, and a paragraph's last one if a random one stood in
+    its place. Here they become the random ones of other pairs. Where that is not enough, and for `sop`, they are cut
+    in two at a random token, the second part being what follows the first. For `none` each sentence is a segment; one
+    that is too long, several.
 
     Args:
         paragraph_ends: document number -> the sentence number at which each of its paragraphs ends, ascending.
-        (The others and the result are as in `segment_pairs`; over-long pairs are truncated, where the book drops
+        (The others and what is yielded are as in `segment_pairs`; over-long pairs are truncated, where the book drops
         them.)
     """
     documents = np.asarray(documents)
-    room = max_seq_length - SPECIALS_IN_A_PAIR
-    pairs = []
+    several = len(documents) > 0 and documents.min() != documents.max()
+    room = max_seq_length - (SPECIALS_IN_A_SEGMENT if objective == "none" else SPECIALS_IN_A_PAIR)
+    waiting = []  # sentences without a pair: document, start and end
     for document in rng.permutation(documents).tolist():
         ends = sentence_ends(document).tolist()
         starts = [0, *ends[:-1]]
         last_of_paragraph = set((paragraph_ends(document) - 1).tolist())
-        for first in range(len(ends) - 1):
-            if first in last_of_paragraph:
-                continue
+        was_second = False  # whether this sentence was the true B of the one before
+        for first in range(len(ends)):
             a = (starts[first], ends[first])
-            other, b, is_random = document, (starts[first + 1], ends[first + 1]), rng.random() < 0.5
-            if is_random:
-                other, b = _random_span(documents, document, a[1], sentence_ends, 1, rng)
-            a, b = _truncate(a, b, room, rng)
-            pairs.append((document, *a, other, *b, IS_RANDOM if is_random else IS_NEXT))
-    return rng.permutation(np.array(pairs, dtype=PAIR))
+            if objective == "none":
+                yield from _pieces(document, *a, room)
+            elif first in last_of_paragraph or first == len(ends) - 1:
+                if not was_second:
+                    waiting.append((document, *a))
+                was_second = False
+            elif objective == "sop":
+                yield _in_either_order(document, a, (starts[first + 1], ends[first + 1]), room, rng)
+                was_second = True
+            elif rng.random() < 0.5:
+                other, b = _waiting_span(waiting, document, rng) or _random_span(
+                    documents, several, document, a[1], sentence_ends, 1, rng
+                )
+                a, b = _truncate(a, b, room, rng)
+                yield document, *a, other, *b, IS_RANDOM
+                was_second = False
+            else:
+                a, b = _truncate(a, (starts[first + 1], ends[first + 1]), room, rng)
+                yield document, *a, document, *b, IS_NEXT
+                was_second = True
+        while len(waiting) > (MOST_WAITING if objective == "nsp" else 0):
+            yield from _alone(waiting.pop(), documents, several, sentence_ends, room, rng, objective)
+    for alone in waiting:
+        yield from _alone(alone, documents, several, sentence_ends, room, rng, objective)
 
 
-def _random_span(documents, document, true_continuation, sentence_ends, wanted, rng):
+def single_segments(
+    documents: Sequence[int],
+    sentence_ends: SentenceEnds,
+    max_seq_length: int,
+    rng: np.random.Generator,
+    short_seq_prob: float = 0.1,
+) -> Iterator[tuple]:
+    """
+    One full segment a row, for training without a second loss (RoBERTa, section 4.2; Liu et al., 2019).
+
+    A document is cut into runs of as many tokens as fit, whether or not a sentence ends there, so that every token is
+    in one of them. The first is cut shorter at random: the others begin elsewhere in every epoch.
+
+    Args, yields:
+        As in `segment_pairs`; B is empty, and the label is -100.
+    """
+    room = max_seq_length - SPECIALS_IN_A_SEGMENT
+    for document in rng.permutation(np.asarray(documents)).tolist():
+        ends = sentence_ends(document)
+        length = int(ends[-1]) if len(ends) else 0
+        start = 0
+        while start < length:
+            is_short = rng.random() < short_seq_prob or (start == 0 and length > room)
+            end = min(start + (int(rng.integers(1, room + 1)) if is_short else room), length)
+            yield document, start, end, document, end, end, NO_LABEL
+            start = end
+
+
+def _random_span(documents, several, document, true_continuation, sentence_ends, wanted, rng):
     """Whole sentences of at least `wanted` tokens, if there are as many, from a random place in another document.
 
     Where `document` is the only one they come from elsewhere in it, never from the true continuation.
     """
     other = document
-    if len(documents) > 1:
+    if several:
         while other == document:
             other = int(documents[rng.integers(len(documents))])
     ends = sentence_ends(other)
@@ -142,6 +226,54 @@ def _random_span(documents, document, true_continuation, sentence_ends, wanted, 
     if other == document and starts[first] < true_continuation:  # nor may it run into the continuation
         last = min(last, int(np.searchsorted(ends, true_continuation)))
     return other, (int(starts[first]), int(ends[last]))
+
+
+def _waiting_span(waiting, document, rng):
+    """One of the waiting sentences, if a few tries find one of another document."""
+    for _ in range(3):
+        if not waiting:
+            return None
+        place = int(rng.integers(len(waiting)))
+        if waiting[place][0] != document:
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+            other, start, end = waiting.pop()
+            return other, (start, end)
+    return None
+
+
+def _alone(sentence, documents, several, sentence_ends, room, rng, objective):
+    """A pair from a sentence that has no other, if that can be."""
+    document, *a = sentence
+    two = _cut_in_two(a, rng) if a[1] - a[0] > 1 else None
+    if objective == "sop":
+        if two:
+            yield _in_either_order(document, *two, room, rng)
+        return
+    if two and rng.random() < 0.5:
+        other, label, (a, b) = document, IS_NEXT, two
+    else:
+        (other, b), label = _random_span(documents, several, document, a[1], sentence_ends, 1, rng), IS_RANDOM
+    a, b = _truncate(a, b, room, rng)
+    yield document, *a, other, *b, label
+
+
+def _cut_in_two(span, rng):
+    middle = int(rng.integers(span[0] + 1, span[1]))
+    return (span[0], middle), (middle, span[1])
+
+
+def _in_either_order(document, a, b, room, rng):
+    a, b = _truncate(a, b, room, rng)
+    label = SWAPPED if rng.random() < 0.5 else IN_ORDER
+    if label == SWAPPED:
+        a, b = b, a
+    return document, *a, document, *b, label
+
+
+def _pieces(document, start, end, room):
+    for first in range(start, end, room):
+        last = min(first + room, end)
+        yield document, first, last, document, last, last, NO_LABEL
 
 
 def _truncate(a, b, room, rng):

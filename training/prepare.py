@@ -10,14 +10,15 @@ import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
 
 from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
-from d2l_bert.training import corpus, data
+from d2l_bert.training import arrow, corpus, data
 from d2l_bert.training.config import TextConfig
 from d2l_bert.training.tracking import say
 
 
-# A prepared folder: this record, the tokenizer, the tokens, and these two lists of document numbers.
+# A prepared folder: this record, the tokenizer, the tokens, which documents train and which are held out, and the
+# source of each document.
 PREPARED_FILE = "prepared.json"
-SPLIT_FILES = {"train_documents": "train_documents.npy", "held_out_documents": "held_out_documents.npy"}
+TABLES = ("train_documents", "held_out_documents", "document_sources")
 
 
 @dataclass
@@ -29,9 +30,10 @@ class PreparedText:
     dataset_is_on_hub: bool
     paragraphs: dict[str, int]
     tokenizer: BertTokenizer
-    tokens: data.TokenizedCorpus
+    tokens: arrow.TokenizedCorpus
     train_documents: np.ndarray
     held_out_documents: np.ndarray
+    document_sources: np.ndarray
 
     def summary(self) -> str:
         """One line of its numbers."""
@@ -72,30 +74,33 @@ def prepare(run: TextConfig) -> PreparedText:
         source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
     else:
         source = corpus.file_source(run.corpus, run.text_column)
-    folder = data.cache_folder()
+    folder = arrow.cache_folder()
     cleaning = corpus.Cleaning(run.unicode_normalization, run.min_paragraph_characters, run.drop_duplicate_paragraphs)
-    text = data.prepare_text(source, run.language, cleaning, folder)
-    paragraphs = data.paragraph_counts(text)
+    text = arrow.prepare_text([source], run.language, cleaning, folder)
+    paragraphs = arrow.text_counts(text)
     if cleaning != corpus.Cleaning():
         say(
             f"cleaning: of {paragraphs['paragraphs']:,} paragraphs {paragraphs.get('normalized', 0):,} normalised, "
             f"{paragraphs.get('too_short', 0):,} too short and {paragraphs.get('duplicates', 0):,} duplicates dropped"
         )
-    sizes = data.document_characters(text)
+    sizes = np.load(text / "document_characters.npy")
     try:
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
         if tokenizer is None:
             say(f"training a tokenizer of at most {run.vocab_size:,} pieces")
-            sample = data.sentence_sample(text, train, sizes)
+            sample = arrow.SentenceSample(text, train)
             tokenizer = train_wordpiece(sample, vocab_size=run.vocab_size, lowercase=run.lowercase)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from None
-    tokens = data.TokenizedCorpus(data.prepare_tokens(text, tokenizer, folder))
+    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers))
     has_tokens = tokens.sizes() > 0
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
         raise ValueError(f"{source.name}: its text holds no token that the tokenizer knows; give more text")
-    text = PreparedText(run.settled(), source.name, source.is_on_hub, paragraphs, tokenizer, tokens, train, held_out)
+    of_sources = np.load(text / "document_sources.npy")
+    text = PreparedText(
+        run.settled(), source.name, source.is_on_hub, paragraphs, tokenizer, tokens, train, held_out, of_sources
+    )
     say(text.summary())
     return text
 
@@ -121,8 +126,8 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
     text = prepare(run)
     save_tokenizer(text.tokenizer, folder)
     shutil.copytree(text.tokens.path, folder / text.tokens.path.name, copy_function=_link_or_copy)
-    for name, file in SPLIT_FILES.items():
-        np.save(folder / file, getattr(text, name))
+    for name in TABLES:
+        np.save(folder / f"{name}.npy", getattr(text, name))
     record = {
         "settled": text.settled,
         "corpus_name": text.corpus_name,
@@ -150,8 +155,8 @@ def read_prepared(folder: Path) -> PreparedText:
             record["dataset_is_on_hub"],
             record["paragraphs"],
             load_tokenizer(str(folder)),
-            data.TokenizedCorpus(folder / record["tokens"]),
-            **{name: np.load(folder / file) for name, file in SPLIT_FILES.items()},
+            arrow.TokenizedCorpus(folder / record["tokens"]),
+            **{name: np.load(folder / f"{name}.npy") for name in TABLES},
         )
         damaged = None if text.counts() == record["counts"] else "its counts are others than its record says"
     except Exception as error:  # each part of it has a class of its own

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
-from d2l_bert.training import checkpoint, data, evaluate, masking
+from d2l_bert.training import arrow, checkpoint, data, evaluate, masking
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import linear_schedule, make_adamw
@@ -191,16 +192,44 @@ def faster_attention(device: str, length: int) -> str:
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
     """The lengths of the run, one after the other; a step of shorter pairs holds as many more of them."""
-    micro_batch_size = run.micro_batch_size or min(DEFAULT_MICRO_BATCH, run.global_batch_size)
+    passes = make_passes(run, text)
     phases = []
     for first_step, length in run.lengths(max_steps):
         more = run.max_seq_length // length
-        plans = data.EpochPlans(text.tokens, text.train_documents, pairing(run, length), run.seed, data.cache_folder())
+        plans = data.EpochPlans(
+            text.tokens,
+            text.train_documents,
+            pairing(run, length),
+            run.seed,
+            arrow.cache_folder(),
+            None if passes is None else text.document_sources[text.train_documents],
+            passes,
+        )
         make_batch = make_batch_maker(run, text, length)
-        phases.append(data.Phase(first_step, plans, make_batch, run.global_batch_size * more, micro_batch_size * more))
+        phases.append(
+            data.Phase(first_step, plans, make_batch, run.global_batch_size * more, most_tokens(run), run.packing)
+        )
         if not len(plans.epoch(0)):
             raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
     return phases
+
+
+def make_passes(run: PretrainConfig, text: PreparedText):
+    """How often an epoch visits the documents of each source; None if every one once."""
+    if not run.source_weights:
+        return None
+    sources = text.document_sources[text.train_documents]
+    sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=len(run.source_weights))
+    if len(sizes) != len(run.source_weights):
+        raise ValueError(
+            f"source_weights: {len(run.source_weights)} of them for {len(sizes)} sources; give one for each"
+        )
+    return data.source_passes(sizes, [float(weight) for weight in run.source_weights])
+
+
+def most_tokens(run: PretrainConfig) -> int:
+    """Most tokens in a micro-batch, padding included."""
+    return (run.micro_batch_size or DEFAULT_MICRO_BATCH) * run.max_seq_length
 
 
 def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
@@ -219,9 +248,8 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.Held
     """The held-out pairs, at the run's full length."""
     make_batch = make_batch_maker(run, text, run.max_seq_length)
     length_pairing = pairing(run, run.max_seq_length)
-    micro_batch_size = run.micro_batch_size or DEFAULT_MICRO_BATCH
     held_out = data.HeldOutPairs(
-        text.tokens, text.held_out_documents, length_pairing, make_batch, micro_batch_size, run.max_eval_pairs, **ranks
+        text.tokens, text.held_out_documents, length_pairing, make_batch, most_tokens(run), run.max_eval_pairs, **ranks
     )
     if not len(held_out.rows):
         raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
@@ -331,7 +359,7 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of a step's dropout masks: with it nothing random needs to be kept in a checkpoint."""
-    return int(data.fingerprint(seed, step, rank), 16) % 2**63
+    return int(arrow.fingerprint(seed, step, rank), 16) % 2**63
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -3,19 +3,29 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
 
-def watched(items: Iterable, what: str, total: int | None = None) -> Iterator:
-    """Pass items on with a bar on a terminal; elsewhere say how many there were, and how long they took."""
+def watched(
+    items: Iterable, what: str, total: int | None = None, size: Callable[[object], int] | None = None
+) -> Iterator:
+    """Pass items on with a bar on a terminal; elsewhere say how many documents there were, and how long they took.
+
+    Args:
+        size: documents in an item, if it is not one.
+    """
     start, count = time.monotonic(), 0
-    for item in tqdm(items, what, total, unit=" documents", leave=False, disable=not sys.stderr.isatty()):
-        count += 1
-        yield item
+    bar = tqdm(total=total, desc=what, unit=" documents", leave=False, disable=not sys.stderr.isatty())
+    with bar:
+        for item in items:
+            yield item
+            done = size(item) if size else 1
+            count += done
+            bar.update(done)
     say(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
 
 

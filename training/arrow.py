@@ -1,0 +1,372 @@
+"""Sentences and tokens on disk: written once into memory-mapped Arrow, never held in memory, found again by content.
+
+Text lies in blocks, rows of some paragraphs of a document; small tables beside it say where documents end.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import uuid
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+from huggingface_hub import constants
+from tokenizers import Tokenizer
+
+from d2l_bert.training import corpus, tables
+from d2l_bert.training.tracking import watched
+
+
+# A tokenizer sees an even sample of the text, not more: its memory and time stay bounded, and 50 million characters
+# (some 9 million words) settle the order of the commonest 30,000 pieces.
+TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
+
+TOKENIZED_AT_ONCE = 64  # blocks
+
+
+def cache_folder() -> Path:
+    """Where prepared text is kept between runs: `$HF_HOME/d2l_bert`."""
+    return Path(constants.HF_HOME) / "d2l_bert"
+
+
+def fingerprint(*parts) -> str:
+    """A short name for whatever `parts` say, from their JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def code_of(*modules) -> list[str]:
+    """What changes when the modules' code does."""
+    return [hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() for module in modules]
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
+        ) from None
+    try:
+        yield temporary
+        try:
+            temporary.rename(path)
+        except OSError:  # another process was faster; it wrote the same
+            if not path.exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class NumberFile:
+    """Whole numbers appended to a `.npy` file, so that a long table need not fit into memory."""
+
+    def __init__(self, path: Path):
+        self.file, self.count = path.open("wb"), 0
+        self._write_header()
+
+    def _write_header(self):  # numpy leaves room in it for the count to grow
+        header = {"descr": "<i8", "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def append(self, numbers: np.ndarray) -> None:
+        """Write some more numbers."""
+        self.file.write(numbers.astype("<i8").tobytes())
+        self.count += len(numbers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+
+def read_arrow(path: Path) -> datasets.Dataset:
+    """The memory-mapped rows of a folder written here."""
+    return datasets.Dataset.from_file(str(path / "data.arrow"))
+
+
+def _writer(path, schema):
+    return ArrowWriter(
+        features=datasets.Features.from_arrow_schema(schema), path=str(path / "data.arrow"), writer_batch_size=200
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+_TEXT_SCHEMA = pa.schema(
+    [("name", pa.string()), ("sentences", pa.list_(pa.string())), ("paragraph_ends", pa.list_(pa.int32()))]
+)
+
+
+def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corpus.Cleaning, folder: Path) -> Path:
+    """
+    The sentences of all sources in Arrow, written once for every (sources, language, cleaning).
+
+    Returns:
+        A folder with `data.arrow` (a row is a block), `document_ends.npy` (the number of blocks up to the end of each
+        document), `document_characters.npy`, `document_sources.npy` and `counts.json`.
+    """
+    identity = [source.identity for source in sources]
+    path = folder / f"text-{fingerprint(identity, language, vars(cleaning), code_of(corpus, tables))}"
+    if not path.exists():
+        counts = Counter()
+        name = ", ".join(source.name for source in sources)
+        documents = corpus.clean(watched(corpus.all_documents(sources), f"reading {name}"), cleaning, counts)
+        blocks = corpus.enough_blocks(corpus.split_sentences(documents, language))
+        with written_whole(path) as partial:
+            _write_text(blocks, partial)
+            for source in sources:
+                counts.update(source.counts)
+            (partial / "counts.json").write_text(json.dumps(counts))
+    return path
+
+
+def _write_text(blocks, folder):
+    document_of, source_of, characters = array("q"), array("q"), array("q")  # for each block
+    with _writer(folder, _TEXT_SCHEMA) as writer:
+        for block in blocks:
+            writer.write({name: getattr(block, name) for name in _TEXT_SCHEMA.names})
+            document_of.append(block.document)
+            source_of.append(block.source)
+            characters.append(sum(map(len, block.sentences)))
+        writer.finalize()
+    document_of, source_of, characters = (np.array(column) for column in (document_of, source_of, characters))
+    if len(np.unique(document_of)) < corpus.FEWEST_DOCUMENTS:
+        document_of = np.arange(len(document_of))
+    ends = np.append(np.flatnonzero(np.diff(document_of)) + 1, len(document_of)) if len(document_of) else document_of
+    np.save(folder / "document_ends.npy", ends)
+    np.save(folder / "document_sources.npy", source_of[ends - 1])
+    np.save(folder / "document_characters.npy", np.diff(np.cumsum(characters)[ends - 1], prepend=0))
+
+
+def text_counts(text: Path) -> dict[str, int]:
+    """What was counted while the text was read: paragraphs, and what was cleaned away or passed over."""
+    return json.loads((text / "counts.json").read_text())
+
+
+class SentenceSample:
+    """
+    Sentences of some documents, all of them, or of blocks spread evenly over them if they are a lot. It can be gone
+    through many times, and holds none of them.
+
+    Args:
+        text: what `prepare_text` left.
+        documents: document numbers, ascending.
+        most_characters: about how much text to give at most.
+    """
+
+    def __init__(self, text: Path, documents: np.ndarray, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS):
+        ends = np.load(text / "document_ends.npy")
+        first, last = np.append(0, ends)[documents], ends[documents]
+        total = int(np.load(text / "document_characters.npy")[documents].sum())
+        self.text, self.share = text, min(1.0, most_characters / max(total, 1))
+        blocks = np.concatenate([np.arange(*span) for span in zip(first, last, strict=True)])
+        self.blocks = blocks[np.unique((np.arange(int(len(blocks) * self.share)) / self.share).astype(int))]
+
+    def __iter__(self) -> Iterator[str]:
+        sentences = read_arrow(self.text).select_columns("sentences")
+        for first in range(0, len(self.blocks), 100):
+            for block in sentences[self.blocks[first : first + 100].tolist()]["sentences"]:
+                yield from block
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+_TOKEN_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
+_TABLES = ("sentence_ends", "paragraph_ends", "document_ends")
+
+
+def prepare_tokens(text: Path, tokenizer, folder: Path, processes: int = 1) -> Path:
+    """
+    The token ids of every sentence in Arrow, written once for every (text, tokenizer).
+
+    Returns:
+        A folder with `data.arrow` (a row is a block), `sentence_ends.npy` (the number of tokens up to the end of each
+        sentence of the whole text), `paragraph_ends.npy` and `document_ends.npy` (the number of sentences). A sentence
+        of characters that the tokenizer drops leaves no token, and is not counted.
+    """
+    backend = tokenizer.backend_tokenizer
+    path = folder / f"tokens-{fingerprint(text.name, backend.to_str())}"
+    if not path.exists():
+        # A "[MASK]" that somebody wrote about is text, not a mask.
+        as_text = type(backend).from_str(backend.to_str())
+        as_text.encode_special_tokens = True
+        as_text.no_truncation()
+        as_text.no_padding()
+        blocks = len(read_arrow(text))
+        spans = [(first, min(first + TOKENIZED_AT_ONCE, blocks)) for first in range(0, blocks, TOKENIZED_AT_ONCE)]
+        done = in_order(_tokenize, spans, processes, _open_text, (text, as_text.to_str()))
+        documents = len(np.load(text / "document_ends.npy"))
+        with written_whole(path) as partial:
+            _write_tokens(watched(done, "tokenizing", documents, lambda part: len(part["document_ends"])), partial)
+    return path
+
+
+def in_order(function: Callable, items: Iterable, processes: int, initializer: Callable, arguments: tuple) -> Iterator:
+    """
+    `map(function, items)` on several processes, a few items ahead of whoever takes the results.
+
+    Args:
+        processes: 1 computes here.
+        initializer, arguments: called once in each process before the first item.
+
+    Raises:
+        ValueError: a process was killed.
+    """
+    if processes == 1:
+        initializer(*arguments)
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor(processes, initializer=_alone_on_a_core, initargs=(initializer, arguments)) as pool:
+        items, waiting = iter(items), deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 2 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise ValueError(
+                f"one of {processes} processes was killed, perhaps for want of memory; "
+                f"lower --preprocessing_num_workers"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _alone_on_a_core(initializer, arguments):
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    initializer(*arguments)
+
+
+def _open_text(text, backend):
+    global _rows, _document_ends, _backend
+    _rows, _backend = read_arrow(text), Tokenizer.from_str(backend)
+    _backend.encode_special_tokens = True  # which its JSON does not say
+    _document_ends = np.load(text / "document_ends.npy", mmap_mode="r")
+
+
+def _tokenize(span):
+    """The tokens of blocks `span`, and the tables of `prepare_tokens`, counted from the first of these blocks."""
+    first, last = span
+    rows = _rows[first:last]
+    encodings = _backend.encode_batch_fast(list(itertools.chain(*rows["sentences"])), add_special_tokens=False)
+    ids = [encoding.ids for encoding in encodings]
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    token_ends = np.cumsum(lengths)
+    block_ends = np.cumsum([len(sentences) for sentences in rows["sentences"]])
+    starts = np.append(0, block_ends[:-1])
+    paragraph_ends = np.concatenate(
+        [start + np.array(ends, dtype=np.int64) for start, ends in zip(starts, rows["paragraph_ends"], strict=True)]
+    )
+    some = slice(*np.searchsorted(_document_ends, (first, last), side="right"))
+    document_ends = block_ends[_document_ends[some] - first - 1]
+    kept = np.append(0, np.cumsum(lengths > 0))  # sentences with tokens, before each sentence
+    return {
+        "input_ids": np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum())),
+        "block_ends": token_ends[block_ends - 1],
+        "sentence_ends": token_ends[lengths > 0],
+        "paragraph_ends": kept[np.union1d(paragraph_ends, document_ends)],
+        "document_ends": kept[document_ends],
+    }
+
+
+def _write_tokens(parts, folder):
+    tokens = sentences = last_paragraph = 0
+    with (
+        _writer(folder, _TOKEN_SCHEMA) as writer,
+        NumberFile(folder / "sentence_ends.npy") as sentence_ends,
+        NumberFile(folder / "paragraph_ends.npy") as paragraph_ends,
+        NumberFile(folder / "document_ends.npy") as document_ends,
+    ):
+        for part in parts:
+            offsets = np.append(0, part["block_ends"]).astype(np.int32)
+            blocks = pa.ListArray.from_arrays(pa.array(offsets), pa.array(part["input_ids"]))
+            writer.write_table(pa.Table.from_arrays([blocks], schema=_TOKEN_SCHEMA))
+            sentence_ends.append(tokens + part["sentence_ends"])
+            document_ends.append(sentences + part["document_ends"])
+            paragraphs = np.unique(sentences + part["paragraph_ends"])
+            paragraph_ends.append(paragraphs[paragraphs > last_paragraph])  # one without tokens ends nothing
+            last_paragraph = max(last_paragraph, *paragraphs.tolist(), 0)
+            tokens += len(part["input_ids"])
+            sentences += len(part["sentence_ends"])
+        writer.finalize()
+
+
+class TokenizedCorpus:
+    """Documents as views into memory-mapped Arrow: nothing is copied, and nothing is held in memory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        columns = [batch.column("input_ids") for batch in read_arrow(path).data.table.to_batches() if batch.num_rows]
+        self._chunks = [column.values.to_numpy() for column in columns]
+        self._chunk_starts = np.cumsum([0, *map(len, self._chunks)]).tolist()
+        self._sentence_ends, self._paragraph_ends, self._document_ends = (
+            np.load(path / f"{name}.npy", mmap_mode="r") for name in _TABLES
+        )
+        if self._chunk_starts[-1] != self._sentence_ends[-1] or len(self._sentence_ends) != self._document_ends[-1]:
+            raise ValueError(f"{path}: its files do not fit each other")
+
+    def __getstate__(self):  # a loader's worker opens the files itself
+        return {"path": self.path}
+
+    def __setstate__(self, state):
+        self.__init__(state["path"])
+
+    def __len__(self):
+        return len(self._document_ends)
+
+    def sizes(self) -> np.ndarray:
+        """Tokens in each document (documents,)."""
+        sentences = np.asarray(self._document_ends)
+        ends = np.where(sentences > 0, self._sentence_ends[np.maximum(sentences - 1, 0)], 0)
+        return np.diff(ends, prepend=0)
+
+    def _sentences_of(self, document):
+        return int(self._document_ends[document - 1]) if document else 0, int(self._document_ends[document])
+
+    def _token_at(self, sentence):
+        return int(self._sentence_ends[sentence - 1]) if sentence else 0
+
+    def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Token ids of a document, or those from `start` to `end` of it (tokens,)."""
+        first, last = map(self._token_at, self._sentences_of(document))
+        start, end = first + start, last if end is None else first + end
+        chunk = bisect.bisect_right(self._chunk_starts, start) - 1
+        parts = []
+        while start < end:
+            offset = self._chunk_starts[chunk]
+            parts.append(self._chunks[chunk][start - offset : end - offset])
+            start, chunk = self._chunk_starts[chunk + 1], chunk + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.int32), *parts])
+
+    def sentence_ends(self, document: int) -> np.ndarray:
+        """The token offset at which each sentence of a document ends (sentences,)."""
+        first, last = self._sentences_of(document)
+        return np.asarray(self._sentence_ends[first:last]) - self._token_at(first)
+
+    def paragraph_ends(self, document: int) -> np.ndarray:
+        """The sentence number at which each paragraph of a document ends (paragraphs,)."""
+        first, last = self._sentences_of(document)
+        ends = self._paragraph_ends
+        return np.asarray(ends[slice(*np.searchsorted(ends, (first, last), side="right"))]) - first
