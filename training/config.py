@@ -127,6 +127,9 @@ class PretrainConfig(TextConfig):
         BATCHES,
         metavar="LENGTH:SHARE",
     )
+    objective: Literal["nsp", "sop", "none"] = option(
+        "nsp", "second loss: next sentence (BERT), sentence order (ALBERT), or none (RoBERTa)", BATCHES
+    )
     pairing: Literal["segments", "sentences"] = option(
         "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
     )

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.training.corpus import PYTHON_DOCS
+from d2l_bert.training.pair_tasks import PairTask, count_examples, pair_task, unit
 
 
 # What a newcomer can judge at a glance, for models of the embedded corpus.
@@ -20,7 +21,7 @@ PYTHON_SENTENCES = [
     "Return True if the object is an [MASK] of the class.",
 ]
 
-COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "nsp_loss", "nsp_correct", "pairs")
+COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
 
 
 @torch.no_grad()
@@ -29,8 +30,9 @@ def held_out_counts(model, batches, device) -> torch.Tensor:
     Sums over batches, float64, in the order of `COUNTS`: they can be added up over processes before they are divided.
 
     Args:
-        model: a `D2lBertForPreTraining`, or a wrapper of one.
-        batches: dicts of the model's arguments, with `masked_positions`, `labels` and `next_sentence_label`.
+        model: a `D2lBertForPreTraining` or `D2lBertForMaskedLM`, or a wrapper of one.
+        batches: dicts of the model's arguments, with `masked_positions`, `labels` and, for the first model,
+            `next_sentence_label`. Without it `pair_loss` and `pair_correct` are 0.
     """
     was_training = model.training
     model.eval()
@@ -38,13 +40,18 @@ def held_out_counts(model, batches, device) -> torch.Tensor:
     for batch in batches:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         outputs = model(**batch)
-        found = [
-            *_sums(outputs.prediction_logits, batch["labels"]),
-            *_sums(outputs.seq_relationship_logits, batch["next_sentence_label"]),
-        ]
+        found = [*_sums(_mlm_logits(outputs), batch["labels"])]
+        if "next_sentence_label" in batch:
+            found += _sums(outputs.seq_relationship_logits, batch["next_sentence_label"])
+        else:
+            found += [*sums.new_zeros(2), count_examples(batch)]
         sums += torch.stack([value.double() for value in found])
     model.train(was_training)
     return sums
+
+
+def _mlm_logits(outputs):
+    return outputs.get("prediction_logits", outputs.get("logits"))
 
 
 def _sums(logits, labels):
@@ -53,24 +60,24 @@ def _sums(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), known.sum()
 
 
-def held_out_figures(sums: torch.Tensor) -> dict[str, float]:
+def held_out_figures(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:
     """
     The figures that `held_out_counts` adds up to.
 
     Returns:
-        `eval_mlm_loss` (nats a masked token), `eval_perplexity`, `eval_mlm_accuracy`, `eval_nsp_loss` (nats a pair),
-        `eval_nsp_accuracy`, `eval_masked_tokens`, `eval_pairs`.
+        `eval_mlm_loss` (nats a masked token), `eval_perplexity`, `eval_mlm_accuracy`, `eval_masked_tokens`; with a
+        task, by its name, `eval_nsp_loss` (nats a pair), `eval_nsp_accuracy` and `eval_pairs`, else `eval_sequences`.
     """
-    mlm_loss, mlm_correct, tokens, nsp_loss, nsp_correct, pairs = sums.tolist()
-    return {
+    mlm_loss, mlm_correct, tokens, pair_loss, pair_correct, examples = sums.tolist()
+    figures = {
         "eval_mlm_loss": mlm_loss / tokens,
         "eval_perplexity": math.exp(mlm_loss / tokens),
         "eval_mlm_accuracy": mlm_correct / tokens,
-        "eval_nsp_loss": nsp_loss / pairs,
-        "eval_nsp_accuracy": nsp_correct / pairs,
-        "eval_masked_tokens": int(tokens),
-        "eval_pairs": int(pairs),
     }
+    if task:
+        figures[f"eval_{task.key}_loss"] = pair_loss / examples
+        figures[f"eval_{task.key}_accuracy"] = pair_correct / examples
+    return {**figures, "eval_masked_tokens": int(tokens), f"eval_{unit(task)}": int(examples)}
 
 
 @torch.no_grad()
@@ -107,14 +114,17 @@ def _check_length(text, encoded, model):
 
 
 @torch.no_grad()
-def showcase_pair(model, tokenizer, batch) -> str:
-    """One held-out pair as text: each masked token marked, the model's prediction beside it, IsNext beside its own."""
+def showcase(model, tokenizer, batch, task: PairTask | None) -> str:
+    """
+    One held-out pair as text: each masked token marked, the model's prediction beside it, and what it made of the
+    pair; without a task of pairs, one sequence.
+    """
     model.eval()
     outputs = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
     ids = batch["input_ids"][0].clone()
     known = batch["labels"][0] != -100
     positions, labels = batch["masked_positions"][0][known], batch["labels"][0][known]
-    guesses = outputs.prediction_logits[0].argmax(-1).cpu()[known]
+    guesses = _mlm_logits(outputs)[0].argmax(-1).cpu()[known]
     tokens = tokenizer.convert_ids_to_tokens(ids)
     lines = []
     for position, label, guess in zip(positions.tolist(), labels.tolist(), guesses.tolist(), strict=True):
@@ -124,22 +134,18 @@ def showcase_pair(model, tokenizer, batch) -> str:
         lines.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (it saw {shown})")
     segments = batch["token_type_ids"][0]
     real = batch["attention_mask"][0] == 1
-    text = {
-        segment: _join([token for token, s, r in zip(tokens, segments, real, strict=True) if r and s == segment])
-        for segment in (0, 1)
-    }
-    is_next = ["IsNext", "NotNext"]
-    truth = is_next[int(batch["next_sentence_label"][0])]
-    probability = float(outputs.seq_relationship_logits[0].float().softmax(-1)[0])
-    return "\n".join(
-        [
-            f"  A: {text[0]}",
-            f"  B: {text[1]}",
-            f"    {'':1} {'truth':<20} {'prediction':<20}",
-            *lines,
-            f"  B follows A: {truth}; predicted {is_next[int(probability < 0.5)]} (P(IsNext) = {probability:.2f})",
-        ]
-    )
+    shown = [
+        f"  {name}: "
+        + _join([token for token, s, r in zip(tokens, segments, real, strict=True) if r and s == segment])
+        for segment, name in enumerate("AB" if task else "A")
+    ]
+    shown += [f"    {'':1} {'truth':<20} {'prediction':<20}", *lines]
+    if task:
+        truth = task.labels[int(batch["next_sentence_label"].flatten()[0])]
+        probability = float(outputs.seq_relationship_logits.float().softmax(-1).flatten()[0])
+        guess = task.labels[int(probability < 0.5)]
+        shown.append(f"  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})")
+    return "\n".join(shown)
 
 
 def _join(tokens):
@@ -183,22 +189,28 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     return list(itertools.islice(fitting, count))
 
 
-def report(folder, model, tokenizer, metrics: dict, pair: dict, predictions: list) -> str:
-    """What a run learnt, for a person to read: figures, one held-out pair, masks filled in, and how to load it."""
+def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list) -> str:
+    """What a run learnt, for a person to read: figures, a held-out example, masks filled in, and how to load it."""
+    task = pair_task(metrics)
+    units = unit(task)
+    speed = f"{metrics[f'train_{units}_per_second']:,.0f} {'sentence ' if task else ''}{units}/s"
+    pair_figures = ""
+    if task:
+        loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
+        pair_figures = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
     best = "\n".join(
         f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
         for sentence, tokens in predictions
     )
     return f"""
-What it learnt, on {metrics["eval_pairs"]:,} held-out pairs with {metrics["eval_masked_tokens"]:,} masked tokens:
+What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens:
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
-accuracy {metrics["eval_mlm_accuracy"]:.1%}
-  NSP loss {metrics["eval_nsp_loss"]:.3f} nats, accuracy {metrics["eval_nsp_accuracy"]:.1%}
-  trained in {metrics["train_seconds"]:.0f} s at {metrics["train_pairs_per_second"]:,.0f} sentence pairs/s, \
+accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_figures}
+  trained in {metrics["train_seconds"]:.0f} s at {speed}, \
 {metrics["train_tokens_per_second"]:,.0f} tokens/s
 
-A held-out pair, masked tokens in brackets:
-{showcase_pair(model, tokenizer, pair)}
+A held-out {units[:-1]}, masked tokens in brackets:
+{showcase(model, tokenizer, example, task)}
 
 Masks filled in:
 {best}

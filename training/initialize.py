@@ -21,7 +21,7 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     a start: every weight is trained.
 
     Args:
-        model: a `D2lBertForPreTraining` just initialised.
+        model: a `D2lBertForPreTraining` or `D2lBertForMaskedLM` just initialised.
         generator: source of randomness; the global one by default.
 
     Raises:

@@ -15,11 +15,12 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTraining
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, evaluate, masking
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import linear_schedule, make_adamw
+from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
 from d2l_bert.training.run_folder import architecture_numbers, finish_folder, make_record, output_folder, start_folder
 from d2l_bert.training.tracking import Meter, Progress, say
@@ -72,7 +73,10 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
 def train(architecture, run, text: PreparedText, accelerator, folder: Path, resumed: Path | None) -> None:
     """Build the model, go through the steps, and leave everything in `folder`."""
     torch.manual_seed(run.seed)
-    model = D2lBertForPreTraining._from_config(architecture, attn_implementation=run.attn_implementation)
+    task = PAIR_TASKS.get(run.objective)
+    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
+    model_class = D2lBertForPreTraining if task else D2lBertForMaskedLM
+    model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
     if run.attention_init == "neighbours":
         look_at_neighbours(model)
     if run.gradient_checkpointing:
@@ -90,7 +94,7 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
 
     def evaluate_now():
         sums = evaluate.held_out_counts(step_model, held_out, accelerator.device)
-        return evaluate.held_out_figures(accelerator.reduce(sums, "sum"))
+        return evaluate.held_out_figures(accelerator.reduce(sums, "sum"), task)
 
     identity = {**run.identity(), "architecture": architecture_numbers(architecture), "tokens": text.tokens.path.name}
     if resumed:
@@ -105,7 +109,7 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     accelerator.wait_for_everyone()
 
     progress = Progress(start, max_steps, visible=accelerator.is_main_process)
-    meter = Meter(state)
+    meter = Meter(state, task)
     log_every = run.logging_steps or math.ceil(max_steps / 100)
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or math.ceil(max_steps / 10)
@@ -234,7 +238,7 @@ def most_tokens(run: PretrainConfig) -> int:
 
 def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
     """What makes batches of one length, with the share to predict that the run ends with."""
-    return data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probabilities()[1], length, run.masking)
+    return data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probabilities()[1], length, run.masking, run.objective)
 
 
 def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **ranks) -> data.PretrainingSteps:
@@ -258,7 +262,7 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.Held
 
 def pairing(run: PretrainConfig, length: int) -> dict:
     """The arguments of `data.plan_pairs` for one length."""
-    arguments = {"pairing": run.pairing, "max_seq_length": length}
+    arguments = {"pairing": run.pairing, "max_seq_length": length, "objective": run.objective}
     return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
 
 
@@ -327,8 +331,12 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
     Losses are sums divided once, by the counts of the whole step over all processes, so that the gradient does not
     depend on how the step is split.
 
+    Args:
+        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where `micro_batches` have no label of pairs.
+
     Returns:
-        MLM loss (nats a masked token), NSP loss (nats a pair), norm of the gradient, real tokens and pairs: (5,).
+        MLM loss (nats a masked token), loss of the pair task (nats a pair; 0 without one), norm of the gradient, real
+        tokens, and pairs, or sequences where there is no pair task: (5,).
     """
     device = accelerator.device
     counts = torch.zeros(3)
@@ -336,25 +344,29 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
         counts += torch.stack(
             [
                 (batch["labels"] != -100).sum(),
-                (batch["next_sentence_label"] != -100).sum(),
+                count_examples(batch),
                 batch["attention_mask"].sum(),
             ]
         )
-    masked_tokens, pairs, tokens = accelerator.reduce(counts.to(device), "sum")
+    masked_tokens, examples, tokens = accelerator.reduce(counts.to(device), "sum")
+    divisors = {"num_items_in_batch": masked_tokens}
+    if "next_sentence_label" in micro_batches[0]:
+        divisors["num_pairs_in_batch"] = examples
     losses = torch.zeros(2, device=device)
     for number, batch in enumerate(micro_batches, 1):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
-            outputs = model(**batch, num_items_in_batch=masked_tokens, num_pairs_in_batch=pairs)
+            outputs = model(**batch, **divisors)
             # Gradients are averaged over the processes, and their losses are shares of one sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
-        losses += torch.stack([outputs.mlm_loss.detach(), outputs.nsp_loss.detach()])
+        pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
+        losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, pairs])
+    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, examples])
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

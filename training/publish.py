@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from d2l_bert import model_cards
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.pair_tasks import pair_task, unit
 
 
 # What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
@@ -97,12 +98,13 @@ def render_card(
     """
     run, data = record["run"], record["data"]
     corpus = data["corpus_name"]
+    task = pair_task(metrics)
     card_data = ModelCardData(
         language=run["language"],
         license=run["license"],
         library_name="transformers",
         pipeline_tag="fill-mask",
-        tags=["d2l-bert", "bert", "fill-mask", "next-sentence-prediction"],
+        tags=["d2l-bert", "bert", "fill-mask", *([task.name.replace(" ", "-")] if task else [])],
         datasets=[run["dataset"]] if data["dataset_is_on_hub"] else None,
         model_name=folder.name,
         eval_results=_eval_results(metrics, corpus),
@@ -123,6 +125,8 @@ def render_card(
         versions=record["versions"],
         data=data,
         metrics=metrics,
+        task=task,
+        unit=unit(task),
         examples=[
             {"text": text, "shown": ", ".join(f"{token} ({score:.2f})" for token, score in best)}
             for text, best in predictions
@@ -135,9 +139,11 @@ def _eval_results(metrics, corpus):
         ("fill-mask", "Masked language modeling", "loss", "MLM loss", metrics["eval_mlm_loss"]),
         ("fill-mask", "Masked language modeling", "perplexity", "MLM perplexity", metrics["eval_perplexity"]),
         ("fill-mask", "Masked language modeling", "accuracy", "MLM accuracy", metrics["eval_mlm_accuracy"]),
-        ("text-classification", "Next sentence prediction", "loss", "NSP loss", metrics["eval_nsp_loss"]),
-        ("text-classification", "Next sentence prediction", "accuracy", "NSP accuracy", metrics["eval_nsp_accuracy"]),
     ]
+    if task := pair_task(metrics):
+        for figure in ("loss", "accuracy"):
+            value = metrics[f"eval_{task.key}_{figure}"]
+            figures.append(("text-classification", task.name.capitalize(), figure, f"{task.short} {figure}", value))
     return [
         EvalResult(
             task_type=task_type,

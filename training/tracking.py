@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from d2l_bert.training.pair_tasks import PairTask, pair_task, unit
+
 
 def watched(
     items: Iterable, what: str, total: int | None = None, size: Callable[[object], int] | None = None
@@ -59,19 +61,24 @@ class Progress:
         if self.on_terminal:
             self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
         elif self.visible:
+            task = pair_task(row)
+            pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
             say(
                 f"step {row['step']:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.3f} "
-                f"(MLM {row['mlm_loss']:.3f}, NSP {row['nsp_loss']:.3f})  rate {row['learning_rate']:.2e}  "
+                f"(MLM {row['mlm_loss']:.3f}{pair_loss})  rate {row['learning_rate']:.2e}  "
                 f"{row['tokens_per_second']:,.0f} tokens/s  {_clock(row['seconds_left'])} left"
             )
 
     def show_held_out(self, figures: dict) -> None:
         """Show what an evaluation found."""
         if self.visible:
-            say(
-                f"held out: MLM loss {figures['eval_mlm_loss']:.3f}, accuracy {figures['eval_mlm_accuracy']:.1%}; "
-                f"NSP loss {figures['eval_nsp_loss']:.3f}, accuracy {figures['eval_nsp_accuracy']:.1%}"
+            task = pair_task(figures)
+            keys = ("mlm", task.key) if task else ("mlm",)
+            losses = (
+                f"{key.upper()} loss {figures[f'eval_{key}_loss']:.3f}, accuracy {figures[f'eval_{key}_accuracy']:.1%}"
+                for key in keys
             )
+            say(f"held out: {'; '.join(losses)}")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -87,9 +94,11 @@ def _clock(seconds):
 class Meter:
     """Averages of what `train_step` returns since the last row, and the time that training proper took."""
 
-    def __init__(self, state: dict):
+    def __init__(self, state: dict, task: PairTask | None):
         """Go on from the totals in a checkpoint's state, or from nothing."""
-        self.totals = {name: state.get(name, 0.0) for name in ("train_seconds", "train_tokens", "train_pairs")}
+        self.task, self.unit = task, unit(task)
+        names = ("train_seconds", "train_tokens", f"train_{self.unit}")
+        self.totals = {name: state.get(name, 0.0) for name in names}
         self.resume_clock()
         self.values = []
 
@@ -101,14 +110,14 @@ class Meter:
         """The figures of a row of the log; the next row starts from here."""
         values = torch.stack(self.values).double().cpu()
         seconds = time.monotonic() - self.since
-        mlm_loss, nsp_loss, norm = values[:, :3].mean(0).tolist()
-        tokens, pairs = values[:, 3:].sum(0).tolist()
-        for name, spent in (("train_seconds", seconds), ("train_tokens", tokens), ("train_pairs", pairs)):
+        mlm_loss, pair_loss, norm = values[:, :3].mean(0).tolist()
+        tokens, examples = values[:, 3:].sum(0).tolist()
+        for name, spent in zip(self.totals, (seconds, tokens, examples), strict=True):
             self.totals[name] += spent
         row = {
-            "loss": mlm_loss + nsp_loss,
+            "loss": mlm_loss + pair_loss,
             "mlm_loss": mlm_loss,
-            "nsp_loss": nsp_loss,
+            **({f"{self.task.key}_loss": pair_loss} if self.task else {}),
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "tokens_per_second": tokens / seconds,
@@ -119,11 +128,11 @@ class Meter:
         return row
 
     def speed(self) -> dict[str, float]:
-        """Seconds, pairs and tokens a second over the whole run."""
+        """Seconds, pairs (or sequences) and tokens a second over the whole run."""
         seconds = self.totals["train_seconds"]
         return {
             "train_seconds": seconds,
-            "train_pairs_per_second": self.totals["train_pairs"] / seconds,
+            f"train_{self.unit}_per_second": self.totals[f"train_{self.unit}"] / seconds,
             "train_tokens_per_second": self.totals["train_tokens"] / seconds,
         }
 
@@ -162,27 +171,30 @@ class TrainingLog:
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
-    """Draw loss and accuracy over the steps into a PNG."""
+    """Draw the losses, a panel each, and accuracy over the steps into a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    panels = figure.subplots(1, 3)
     train = [row for row in rows if "loss" in row]
     held_out = [row for row in rows if "eval_mlm_loss" in row]
-    for panel, key, title in (
-        (panels[0], "mlm_loss", "masked language model: loss (nats)"),
-        (panels[1], "nsp_loss", "next sentence prediction: loss (nats)"),
-    ):
+    losses = [("mlm", "masked language model", "masked tokens")]
+    if task := pair_task(name for row in rows for name in row):
+        losses.append((task.key, task.name, task.name.removesuffix(" prediction")))
+    figure = Figure(figsize=(11 / 3 * (len(losses) + 1), 4), layout="constrained")
+    panels = figure.subplots(1, len(losses) + 1)
+    *loss_panels, accuracies = panels
+    for panel, (task_key, name, examples) in zip(loss_panels, losses, strict=True):
+        key = f"{task_key}_loss"
         panel.plot([r["step"] for r in train], [r[key] for r in train], color="0.7", label="training")
         panel.plot([r["step"] for r in held_out], [r[f"eval_{key}"] for r in held_out], "o-", label="held out")
-        panel.set_title(title, fontsize=10)
+        panel.set_title(f"{name}: loss (nats)", fontsize=10)
         panel.legend(frameon=False)
-    panels[1].axhline(0.6931, linestyle=":", color="0.5")  # ln 2: a coin does as well
-    for key, label in (("eval_mlm_accuracy", "masked tokens"), ("eval_nsp_accuracy", "next sentence")):
-        panels[2].plot([r["step"] for r in held_out], [100 * r[key] for r in held_out], "o-", label=label)
-    panels[2].set_title("held-out accuracy (%)", fontsize=10)
-    panels[2].set_ylim(0, 100)
-    panels[2].legend(frameon=False)
+        right = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
+        accuracies.plot([r["step"] for r in held_out], right, "o-", label=examples)
+    for panel in loss_panels[1:]:
+        panel.axhline(0.6931, linestyle=":", color="0.5")  # ln 2: a coin does as well
+    accuracies.set_title("held-out accuracy (%)", fontsize=10)
+    accuracies.set_ylim(0, 100)
+    accuracies.legend(frameon=False)
     for panel in panels:
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
