@@ -149,6 +149,9 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     if accelerator.is_main_process:
         metrics = {**figures, **meter.speed()}
         print(finish_folder(folder, model, text, record, metrics, log, held_out))
+    # Who parts right after a sum over the processes can wait for ever: gloo's thread has yet to let go of the tensor,
+    # for which it needs the interpreter's lock, and the main thread holds that while it waits for the thread.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
