@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import tracemalloc
 import unicodedata
 
 import pytest
@@ -13,9 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer
 
-from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, train_wordpiece
+from d2l_bert.tokenization.wordpiece import (
+    SPECIAL_TOKENS,
+    Texts,
+    added_entries,
+    describe,
+    extend_wordpiece,
+    save_tokenizer,
+    train_wordpiece,
+)
 
 
+# Its pieces are those of the first test below: b g h n p s u, ##g ##n ##s ##u, ##un ##ug hug pun.
+HUGS = ["hug " * 9 + "pug " * 5 + "pun " * 12 + "bun " * 9 + "hugs " * 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 # Trains on `make_texts` in a process of its own, as somebody else would.
@@ -64,8 +75,7 @@ def test_a_small_text_gives_exactly_the_pieces_worked_out_by_hand():
     In 9 hug, 5 pug, 12 pun, 9 bun and 5 hugs the pair ##u ##n is the commonest: 21 times. Then come ##u ##g, 19
     (p ##u, which had 17, has 5 left), h ##ug, 14, and p ##un, 12. That makes 20 entries.
     """
-    text = ["hug " * 9 + "pug " * 5 + "pun " * 12 + "bun " * 9 + "hugs " * 5]
-    tokenizer = train_wordpiece(text, vocab_size=20)
+    tokenizer = train_wordpiece(HUGS, vocab_size=20)
     characters = ["b", "g", "h", "n", "p", "s", "u", "##g", "##n", "##s", "##u"]
     assert pieces_of(tokenizer) == [*SPECIAL_TOKENS, *characters, "##un", "##ug", "hug", "pun"]
     assert tokenizer.tokenize("Hugs bug pun mug") == ["hug", "##s", "b", "##ug", "pun", "[UNK]"]
@@ -124,6 +134,31 @@ def test_every_piece_but_specials_and_characters_occurs_in_the_text(tokenizer):
 def test_any_iterator_of_text_will_do(tokenizer):
     for texts in (iter(make_texts()), (text for text in make_texts()), tuple(make_texts())):
         assert train_wordpiece(texts, vocab_size=400).get_vocab() == tokenizer.get_vocab()
+
+
+def test_what_can_be_read_again_gives_the_same_bytes_and_is_never_held(folder, tmp_path):
+    reads = []
+
+    def read():
+        reads.append(len(reads))
+        return iter(make_texts())
+
+    save_tokenizer(train_wordpiece(Texts(read), vocab_size=400), tmp_path)
+    assert len(reads) == 3
+    for path in folder.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+
+    def peak(texts):
+        tracemalloc.start()
+        train_wordpiece(texts, vocab_size=40)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    def long_text():
+        return (f"{'ab cd ' * 100}{number % 10}" for number in range(5000))
+
+    assert peak(Texts(long_text)) < 1_000_000 < 2_500_000 < peak(long_text())  # it has 3 million characters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,3 +304,112 @@ def test_any_text_can_be_trained_on_and_is_then_known(texts):
         return
     for text in texts:
         assert tokenizer.unk_token not in tokenizer.tokenize(text.replace("[UNK]", ""))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+def test_the_report_of_a_small_text_is_the_one_worked_out_by_hand():
+    """Hugs -> hug ##s, bug -> b ##ug, pun, mug -> [UNK], . -> [UNK]: 5 words, 7 tokens."""
+    report = describe(train_wordpiece(HUGS, vocab_size=20), ["Hugs bug", "pun mug."], longest=3)
+    assert report == {
+        "words": 5,
+        "pieces_per_word": 7 / 5,
+        "unknown_share": 2 / 7,
+        "longest_pieces": ["hug", "pun", "##un"],  # ##un came before ##ug
+    }
+
+
+def test_the_report_agrees_with_what_the_tokenizer_encodes(tokenizer):
+    texts = [*make_texts(seed=1, sentences=50), "Ünknown: 7 ж, 漢字"]
+    encodings = tokenizer(texts, add_special_tokens=False)
+    words = sum(len(set(encodings.word_ids(number))) for number in range(len(texts)))
+    ids = [token for row in encodings["input_ids"] for token in row]
+    report = describe(tokenizer, iter(texts))
+    assert report["words"] == words and report["pieces_per_word"] == len(ids) / words
+    assert report["unknown_share"] == ids.count(tokenizer.unk_token_id) / len(ids) > 0
+
+
+def test_a_written_mask_is_text_and_unused_entries_are_no_merges():
+    pieces = [*SPECIAL_TOKENS, "[unused17]", "[", "mask", "]", "##longest"]
+    report = describe(BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}), ["[MASK]"])
+    assert report == {
+        "words": 3,
+        "pieces_per_word": 1.0,
+        "unknown_share": 0.0,
+        "longest_pieces": ["##longest", "mask"],
+    }
+
+
+def test_a_report_on_no_words_divides_nothing(tokenizer):
+    report = describe(tokenizer, ["  "])
+    assert (report["words"], report["pieces_per_word"], report["unknown_share"]) == (0, 0.0, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Extension
+
+# pugs saves 2 x 2 tokens, hugs 3 x 1, bun and gun 2 x 1; pun is a piece, mugs has an unknown letter, bugs occurs once.
+MORE_HUGS = ["Pugs hugs pugs, hugs bun!", "gun bun HUGS gun", "pun pun pun pun mugs mugs bugs"]
+
+
+def test_the_words_that_save_the_most_tokens_are_added_behind_the_old_ones():
+    old = train_wordpiece(HUGS, vocab_size=20)
+    for count, added in ((3, ["pugs", "hugs", "bun"]), (99, ["pugs", "hugs", "bun", "gun"]), (0, [])):
+        new = extend_wordpiece(old, iter(MORE_HUGS), count)
+        assert pieces_of(new) == [*pieces_of(old), *added]
+        assert added_entries(old, new) == added
+        for word in added:
+            assert new.tokenize(word.title()) == [word]
+    assert len(old) == 20 and old.tokenize("pugs") == ["p", "##ug", "##s"]
+    rarer = extend_wordpiece(old, MORE_HUGS, 99, min_frequency=1)
+    assert added_entries(old, rarer) == ["pugs", "hugs", "bugs", "bun", "gun"]
+    assert added_entries(old, extend_wordpiece(old, MORE_HUGS, 99, min_frequency=3)) == ["hugs"]
+
+
+def test_only_words_that_start_with_an_added_one_are_split_otherwise(tokenizer):
+    texts = make_texts(seed=3)
+    new = extend_wordpiece(tokenizer, texts, 30)
+    added = added_entries(tokenizer, new)
+    assert len(added) == 30
+    changed = set()
+    for word in set(re.findall("[a-z]+", " ".join(texts).lower())):
+        if new.tokenize(word) != tokenizer.tokenize(word):
+            assert word.startswith(tuple(added)), word
+            changed.add(word)
+    assert changed >= set(added)
+
+
+def test_what_is_left_of_a_word_behind_an_added_one_can_be_unknown():
+    pieces = [*SPECIAL_TOKENS, "a", "##b", "##bc"]
+    old = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    new = extend_wordpiece(old, ["ab ab"], 1)
+    assert old.tokenize("abc") == ["a", "##bc"] and new.tokenize("abc") == ["[UNK]"]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_an_extended_tokenizer_is_a_stock_one_in_a_fresh_folder(lowercase, tmp_path):
+    old = train_wordpiece(make_texts(), vocab_size=150, lowercase=lowercase, strip_accents=False, model_max_length=77)
+    new = extend_wordpiece(old, make_texts(), 50)
+    save_tokenizer(new, tmp_path)
+    loaded = BertTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == new.get_vocab() and len(loaded) == 200
+    assert loaded.model_max_length == 77 and loaded.all_special_ids == old.all_special_ids
+    for text in (*make_texts(seed=1, sentences=20), *make_texts()[:20], "A [MASK] é"):
+        assert loaded(text)["input_ids"] == new(text)["input_ids"]
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert [token["content"] for token in saved["added_tokens"]] == list(SPECIAL_TOKENS)
+    assert len(saved["model"]["vocab"]) == 200
+    assert (tmp_path / "vocab.txt").read_text(encoding="utf-8").split() == pieces_of(new)
+
+
+def test_tokens_beside_the_vocabulary_and_another_vocabulary_are_refused(tokenizer):
+    other = train_wordpiece(HUGS, vocab_size=20)
+    with pytest.raises(ValueError, match="must begin with the model's vocabulary"):
+        added_entries(other, tokenizer)
+    with pytest.raises(ValueError, match=r"has none for 'pugs' \(20\)"):
+        added_entries(extend_wordpiece(other, MORE_HUGS, 1), other)
+    other.add_tokens(["pugs"])
+    with pytest.raises(ValueError, match="tokens beside its WordPiece vocabulary"):
+        extend_wordpiece(other, MORE_HUGS, 1)

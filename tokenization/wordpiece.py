@@ -1,7 +1,10 @@
-"""Train a WordPiece vocabulary (Wu et al., 2016; BERT, section 3) and wrap it in a stock `BertTokenizer`."""
+"""Train, extend and describe a WordPiece vocabulary (Wu et al., 2016; BERT, section 3) in a stock `BertTokenizer`."""
 
+import copy
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -10,6 +13,16 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Strings that are read anew every time somebody asks for them, and never held: `read` gives an iterator."""
+
+    read: Callable[[], Iterator[str]]
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read()
 
 
 def train_wordpiece(
@@ -25,7 +38,8 @@ def train_wordpiece(
     Train a tokenizer. The same texts and options give the same files, byte for byte.
 
     Args:
-        texts: strings, from any iterator; they are held in memory while it trains, so give a sample of a big corpus.
+        texts: strings, gone through three times. An iterator, which gives them only once, is copied into memory;
+            anything else (a list, `Texts`) is not. What training counts grows with the distinct words.
         vocab_size: most entries the vocabulary may have, the five special tokens included. Little text makes fewer.
         lowercase: fold case, as `bert-base-uncased` does.
         strip_accents: drop accents; `None` does it where `lowercase` does, as in BERT.
@@ -39,7 +53,8 @@ def train_wordpiece(
     Raises:
         ValueError: no text, or a `vocab_size` that the alphabet alone fills.
     """
-    texts = list(texts)
+    if isinstance(texts, Iterator):
+        texts = list(texts)
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     alphabet = _commonest_characters(texts, normalizer, limit_alphabet)
     if not alphabet:
@@ -83,6 +98,108 @@ def train_wordpiece(
     )
 
 
+def extend_wordpiece(
+    tokenizer: BertTokenizer, texts: Iterable[str], count: int, min_frequency: int = 2
+) -> BertTokenizer:
+    """
+    Add whole words of a text to the vocabulary of an existing tokenizer, those that save the most tokens.
+
+    Words are those of `count_words`. A candidate is split into two or more pieces by `tokenizer`, and saves its
+    occurrences times one less than its pieces. The best, ties in the order of the words, become ordinary entries of
+    the WordPiece vocabulary behind the old ones, whose ids stay.
+
+    An added word is one token from then on. Another word keeps its pieces unless it starts with an added one:
+    WordPiece takes the longest entry from the left and never goes back, so it takes the added word, then what is left
+    of it; where the vocabulary has no pieces for the rest, the whole word becomes `[UNK]`.
+
+    Args:
+        tokenizer: left as it is.
+        texts: strings; only the counts of their distinct words are held.
+        count: most words to add. The text may hold fewer candidates.
+        min_frequency: how often a word must occur.
+
+    Raises:
+        ValueError: a tokenizer with tokens outside of its WordPiece vocabulary, whose ids the new entries would take.
+    """
+    backend = tokenizer.backend_tokenizer
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if sorted(vocabulary.values()) != list(range(len(tokenizer))):
+        raise ValueError(
+            "the tokenizer has tokens beside its WordPiece vocabulary, so that it cannot be extended; give one without"
+        )
+    savings = {
+        word: occurrences * (len(backend.model.tokenize(word)) - 1)
+        for word, occurrences in count_words(tokenizer, texts).items()
+        if occurrences >= min_frequency
+    }
+    best = sorted((word for word in savings if savings[word]), key=lambda word: (-savings[word], word))[:count]
+    extended = copy.deepcopy(tokenizer)
+    extended.backend_tokenizer.model = models.WordPiece(
+        vocabulary | {word: index for index, word in enumerate(best, len(tokenizer))},
+        unk_token=backend.model.unk_token,
+        max_input_chars_per_word=backend.model.max_input_chars_per_word,
+        continuing_subword_prefix=backend.model.continuing_subword_prefix,
+    )
+    return extended
+
+
+def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
+    """
+    The entries of `new` behind those of `old`, in the order of their ids.
+
+    Raises:
+        ValueError: `new` does not begin with the entries of `old`.
+    """
+    before, after = old.convert_ids_to_tokens(range(len(old))), new.convert_ids_to_tokens(range(len(new)))
+    for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
+        if was != piece:
+            has = "none" if piece is None else repr(piece)
+            raise ValueError(
+                f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
+            )
+    return after[len(before) :]
+
+
+def count_words(tokenizer: BertTokenizer, texts: Iterable[str]) -> Counter:
+    """How often each word occurs in the texts, normalised and split by the tokenizer's own normaliser and
+    pre-tokenizer: for BERT's a run of characters between white space, or one mark of punctuation, or one Chinese
+    character. A "[MASK]" in a text is three of them."""
+    normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    words = Counter()
+    for text in texts:
+        words.update(word for word, _ in split(normalize(text)))
+    return words
+
+
+def describe(tokenizer: BertTokenizer, sentences: Iterable[str], longest: int = 10) -> dict:
+    """
+    What a tokenizer makes of a text.
+
+    Args:
+        sentences: text that it was not trained on.
+        longest: how many pieces to name.
+
+    Returns:
+        `words` in the sentences, as in `count_words`; `pieces_per_word`, the mean number of tokens in one;
+        `unknown_share`, the share of `[UNK]` among the tokens (both 0 for no words); `longest_pieces`, the entries of
+        the vocabulary with the most characters, `##` not counted, ties by id, special and unused entries left out.
+    """
+    model = tokenizer.backend_tokenizer.model
+    words = tokens = unknown = 0
+    for word, occurrences in count_words(tokenizer, sentences).items():
+        pieces = model.tokenize(word)
+        words += occurrences
+        tokens += occurrences * len(pieces)
+        unknown += occurrences * (pieces[0].id == tokenizer.unk_token_id)
+    return {
+        "words": words,
+        "pieces_per_word": tokens / words if words else 0.0,
+        "unknown_share": unknown / tokens if words else 0.0,
+        "longest_pieces": list(itertools.islice(_merged_pieces(tokenizer), longest)),
+    }
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, which transformers 4 and 5 both load.
 
@@ -95,6 +212,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     vocabulary = tokenizer.get_vocab()
     with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(piece + "\n" for piece in sorted(vocabulary, key=vocabulary.get))
+
+
+def _merged_pieces(tokenizer):
+    """Entries of several characters, longest first. What the pre-tokenizer splits is no piece: [MASK], [unused7]."""
+    vocabulary, split = tokenizer.get_vocab(), tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    characters = {piece: piece.removeprefix(CONTINUATION) for piece in vocabulary}
+    for piece in sorted(vocabulary, key=lambda piece: (-len(characters[piece]), vocabulary[piece])):
+        if len(characters[piece]) > 1 and len(split(characters[piece])) == 1:
+            yield piece
 
 
 def _commonest_characters(texts, normalizer, limit):
