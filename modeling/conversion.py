@@ -4,6 +4,7 @@ Three models compute the same thing where their settings meet. d2l 1.0's is `rel
 stock BERT's normalises its embeddings. What one of them cannot express is refused, never approximated.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -327,7 +328,7 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         model_class = BertForPreTraining  # it shows which heads there are
     model, missing, unexpected = load_and_compare(model_class, name)
     if model_class is BertForPreTraining:
-        without_mlm, without_nsp, without_pooler = (_lacks(model, missing, part) for part in PRETRAINING_PARTS)
+        without_mlm, without_nsp, without_pooler = (lacks(model, missing, part) for part in PRETRAINING_PARTS)
         if without_mlm or without_nsp:
             heads = {(True, False): "ForNextSentencePrediction", (False, True): "ForMaskedLM", (True, True): "Model"}
             model_class = getattr(transformers, "Bert" + heads[without_mlm, without_nsp])
@@ -363,11 +364,16 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     if not isinstance(config, D2lBertConfig) or model_class is None:
         raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
     model, missing, _ = load_and_compare(model_class, name)
-    if model_class is D2lBertModel and _lacks(model, missing, "pooler"):
+    if model_class is D2lBertModel and lacks(model, missing, "pooler"):
         model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
     if missing:
         raise ValueError(f"it has no weights for {sorted(missing)[0]}")
     return model
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether a tokenizer lies beside a model, in a folder or on the Hub."""
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
 
 
 def read_tokenizer(name: str, config):
@@ -377,8 +383,7 @@ def read_tokenizer(name: str, config):
     Raises:
         ValueError: it has tokens that the model does not have.
     """
-    files = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES]
-    if not any(files):
+    if not has_tokenizer(name):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -484,6 +489,20 @@ def _bert_numbers(config):
     return numbers
 
 
+@contextlib.contextmanager
+def reading(name: str, what: str = ""):
+    """Name the model, and `what` it is for, if it cannot be read: the libraries have another class of exception for
+    every way to miss."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
+        if not Path(name).exists() and any(words in reason for words in unknown):
+            reason = "no folder here has this name, and the Hub gave no model of it"
+        raise ValueError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
+
+
 def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
     """
     `from_pretrained` without its report: the model, the names that the checkpoint lacks, and those it has too many.
@@ -504,7 +523,7 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
 
 
-def _lacks(model, missing, part):
+def lacks(model: PreTrainedModel, missing: set[str], part: str) -> bool:
     """Whether all weights of a part are missing."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{part}.")}
     tied = {name for name in names if name.endswith("decoder.weight")} if _is_tied(model) else set()

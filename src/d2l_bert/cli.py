@@ -183,7 +183,7 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     beside = Path(source) / "vocab.json"
     vocabulary = vocabulary or (beside if beside.exists() else None)
     tokens = vocabulary and conversion.read_vocabulary(vocabulary)
-    with _reading(source):
+    with conversion.reading(source):
         model = conversion.from_d2l(conversion.read_d2l(source), num_attention_heads, tokens)
     tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
     publish.export_model(model, tokenizer, folder)
@@ -194,7 +194,7 @@ def _convert_from_bert(source, folder):
     from d2l_bert.modeling import conversion
     from d2l_bert.training import publish
 
-    with _reading(source):
+    with conversion.reading(source):
         bert, unplaced = conversion.read_bert(source)
         model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
         publish.export_model(model, tokenizer, folder)
@@ -208,7 +208,7 @@ def _convert_ours(source, target_kind, folder):
     from d2l_bert.modeling import conversion
     from d2l_bert.training import publish
 
-    with _reading(source):
+    with conversion.reading(source):
         model = conversion.read_ours(source)
         tokenizer = conversion.read_tokenizer(source, model.config)
     if target_kind == "d2l":
@@ -216,7 +216,7 @@ def _convert_ours(source, target_kind, folder):
         return _what(model, "d2l BERTModel"), tokenizer
     model = conversion.to_bert(model)
     publish.save_model(model, tokenizer, folder)
-    with _reading(source):
+    with conversion.reading(source):
         conversion.copy_sentence_transformer(source, folder)
     return _what(model), tokenizer
 
@@ -225,31 +225,18 @@ def _what(model, name=None):
     return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
 
 
-@contextlib.contextmanager
-def _reading(name):
-    """Name the model that cannot be read: the libraries have another class of exception for every way to miss."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
-        if not Path(name).exists() and any(words in reason for words in unknown):
-            reason = "no folder here has this name, and the Hub gave no model of it"
-        raise ValueError(f"{name}: cannot be loaded: {reason:.300}") from None
-
-
 def _load(model_class, name):
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    from d2l_bert.modeling.conversion import load_and_compare
+    from d2l_bert.modeling import conversion
 
     logging.disable_progress_bar()
-    with _reading(name):
+    with conversion.reading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, model_class.config_class):
             raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
-        model, missing, _ = load_and_compare(model_class, name)
+        model, missing, _ = conversion.load_and_compare(model_class, name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if missing:
             raise ValueError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
