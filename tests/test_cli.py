@@ -1,6 +1,7 @@
 """The command line: every mistake is one clear line and exit code 2, and loses nothing."""
 
 import gzip
+import json
 import os
 import shutil
 import subprocess
@@ -150,6 +151,11 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--length_schedule 32:0.5 40:0.5", "must leave some steps"),
         ("--length_schedule 48:0.5", "between 8 and max_seq_length"),
         ("--max_minutes=1 --max_steps=3", "exactly one of"),
+        ("--min_frequency=0", "min_frequency must be at least 1"),
+        ("--limit_alphabet=0", "limit_alphabet must be at least 1"),
+        ("--extend_vocab=-1", "extend_vocab must be at least 0"),
+        ("--extend_vocab=5", "give one, or raise vocab_size"),
+        ("--strip_accents=maybe", "true or false, not 'maybe'"),
     ],
 )
 def test_values_out_of_range(fails, books, tmp_path, option, mend):
@@ -172,6 +178,73 @@ def test_values_out_of_range(fails, books, tmp_path, option, mend):
 )
 def test_mistakes_on_the_command_line(fails, arguments, message):
     assert message in fails(*arguments)
+
+
+@pytest.mark.parametrize("existing", ["tokenizer", "init_from"])
+@pytest.mark.parametrize(
+    "option", ["--vocab_size=100", "--lowercase", "--strip_accents", "--limit_alphabet=9", "--min_frequency=3"]
+)
+def test_an_existing_tokenizer_is_not_trained(fails, books, trained, tmp_path, existing, option):
+    out = (f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", f"--{existing}={trained}", option)
+    for command in ("pretrain", "prepare")[: 1 if existing == "init_from" else 2]:
+        line = fails(command, *out)
+        assert (
+            f"{option.partition('=')[0][2:]} is for training a tokenizer" in line and f"{existing} gives one" in line
+        )
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def fails_to_start_from(fails, books, tmp_path):
+    """Start from a model that must be refused; nothing may be left behind."""
+
+    def run(model, *options):
+        short = ("--max_seq_length=48", "--max_steps=1", "--dataloader_num_workers=0")
+        out = (f"--corpus={books}", f"--output_dir={tmp_path / 'out'}")
+        line = fails("pretrain", f"--init_from={model}", *out, *short, *options)
+        assert not (tmp_path / "out").exists()
+        return line
+
+    return run
+
+
+def test_what_the_model_to_start_from_settles_is_refused_by_name(fails_to_start_from, trained):
+    for option in ("--hidden_size=64", "--num_hidden_layers=3", "--tie_word_embeddings", "--layer_norm_eps=1e-12"):
+        assert f"{option.partition('=')[0][2:]} is settled by the model" in fails_to_start_from(trained, option)
+    assert "attention_init neighbours" in fails_to_start_from(trained, "--attention_init=neighbours")
+    line = fails_to_start_from(trained, "--max_seq_length=65")
+    assert "max_seq_length (65)" in line and "64" in line and "raise" not in line
+
+
+def test_models_that_no_run_can_start_from(fails_to_start_from, books, trained, tmp_path):
+    from transformers import BertConfig
+
+    assert "nowhere: cannot be loaded: no folder here" in fails_to_start_from(tmp_path / "nowhere")
+    BertConfig().save_pretrained(tmp_path / "stock")
+    assert "d2l-bert convert" in (line := fails_to_start_from(tmp_path / "stock")) and "--from bert" in line
+    assert "it brings no tokenizer; give --tokenizer" in fails_to_start_from(trained / "checkpoint-20")
+    shutil.copytree(trained, tmp_path / "wide", ignore=shutil.ignore_patterns("checkpoint-*"))
+    config = json.loads((trained / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "vocab_size": 9999}))
+    assert "its vocabulary has 9999 entries" in fails_to_start_from(tmp_path / "wide")
+    other = ["prepare", f"--corpus={books}", f"--output_dir={tmp_path / 'other'}", "--vocab_size=60"]
+    assert main(other) == 0
+    line = fails_to_start_from(trained, f"--tokenizer={tmp_path / 'other'}")
+    assert "must begin with the model's vocabulary" in line and "its own tokenizer serves" in line
+    line = fails_to_start_from(trained, f"--corpus={tmp_path / 'other'}")
+    assert "must begin with the model's vocabulary" in line
+    shutil.copytree(trained, tmp_path / "cut", ignore=shutil.ignore_patterns("checkpoint-*"))
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"")
+    assert "cannot be loaded" in fails_to_start_from(tmp_path / "cut")
+
+
+def test_the_model_to_start_from_is_not_overwritten(fails, books, trained):
+    before = (trained / "model.safetensors").read_bytes()
+    for start in (trained, trained / "checkpoint-20"):
+        options = (f"--init_from={start}", f"--tokenizer={trained}", "--overwrite_output_dir", "--max_seq_length=48")
+        line = fails("pretrain", f"--corpus={books}", f"--output_dir={trained}", *options)
+        assert "holds the model to start from" in line
+    assert (trained / "model.safetensors").read_bytes() == before
 
 
 def test_a_folder_with_other_things_is_left_alone(fails, books, tmp_path):

@@ -1,10 +1,14 @@
-"""The start that looks at neighbours does, and is a start like any other: seeded, and nothing but weights."""
+"""Where weights start: at the neighbours (seeded, and nothing but weights), or from a model that was trained."""
+
+import json
 
 import pytest
 import torch
+from conftest import SIZES
 
-from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.training.initialize import look_at_neighbours
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
+from d2l_bert.tokenization.wordpiece import extend_wordpiece, save_tokenizer, train_wordpiece
+from d2l_bert.training.initialize import extend_embeddings, look_at_neighbours, read_architecture, start_from
 
 
 @pytest.fixture
@@ -64,3 +68,105 @@ def test_an_odd_width_has_no_sines_and_cosines_in_pairs():
     config = D2lBertConfig(vocab_size=20, hidden_size=9, num_attention_heads=1)
     with pytest.raises(ValueError, match="even hidden_size"):
         look_at_neighbours(D2lBertForPreTraining(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a trained model
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    """A vocabulary of 40 entries, and the same with three words of a text."""
+    old = train_wordpiece(["abc abd abe acd ace ade bcd bce bde cde"] * 5, vocab_size=40)
+    return old, extend_wordpiece(old, ["abcde abcde abcde edcb edcb bec bec"], 3)
+
+
+def make_model(tokenizer, model_class=D2lBertForPreTraining, **changes):
+    torch.manual_seed(0)
+    model = model_class(D2lBertConfig(**{**SIZES, "vocab_size": len(tokenizer), **changes})).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)  # biases too must differ
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_added_words_are_the_means_of_their_pieces(tokenizers, tied):
+    old, new = tokenizers
+    model, before = (make_model(old, tie_word_embeddings=tied) for _ in range(2))
+    extend_embeddings(model, old, new)
+    assert model.config.vocab_size == len(new) == len(old) + 3
+    tables = ("bert.embeddings.word_embeddings.weight", "mlm.decoder.weight", "mlm.decoder.bias")
+    after = model.state_dict()
+    for name, was in before.state_dict().items():
+        now = after.pop(name)
+        if name not in tables:
+            assert torch.equal(now, was), name
+            continue
+        assert torch.equal(now[: len(old)], was), name
+        for row in range(len(old), len(new)):
+            pieces = old(new.convert_ids_to_tokens(row), add_special_tokens=False)["input_ids"]
+            assert len(pieces) > 1
+            torch.testing.assert_close(now[row], sum(was[piece] for piece in pieces) / len(pieces))
+    assert not after
+    shared = model.mlm.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
+
+
+def test_text_without_added_words_gives_the_hidden_states_of_before(tokenizers):
+    old, new = tokenizers
+    model, before = make_model(old), make_model(old)
+    extend_embeddings(model, old, new)
+    text = "abc bcd cde ade"
+    assert new(text)["input_ids"] == old(text)["input_ids"]
+    with torch.no_grad():
+        now, was = model(**new(text, return_tensors="pt")), before(**old(text, return_tensors="pt"))
+    assert torch.equal(now.prediction_logits[..., : len(old)], was.prediction_logits)
+    assert torch.equal(now.seq_relationship_logits, was.seq_relationship_logits)
+    assert now.prediction_logits.shape[-1] == len(new)
+
+
+def test_the_same_vocabulary_leaves_the_model_alone_and_another_is_refused(tokenizers):
+    old, new = tokenizers
+    model = make_model(old)
+    table = model.bert.embeddings.word_embeddings.weight
+    extend_embeddings(model, old, old)
+    assert model.bert.embeddings.word_embeddings.weight is table
+    with pytest.raises(ValueError, match="must begin with the model's vocabulary"):
+        extend_embeddings(model, new, old)
+
+
+@pytest.mark.parametrize(
+    "model_class, fresh",
+    [
+        (D2lBertForPreTraining, ()),
+        (D2lBertForMaskedLM, ("nsp.", "bert.pooler.")),
+        (D2lBertModel, ("mlm.", "nsp.")),
+    ],
+)
+def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(tokenizers, tmp_path, capsys, model_class, fresh):
+    old, new = tokenizers
+    saved = make_model(old, model_class).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    save_tokenizer(old, tmp_path)
+    torch.manual_seed(1)
+    model = start_from(str(tmp_path), read_architecture(str(tmp_path)), new)
+    assert model.training and model.dtype == torch.float32 and model.config.vocab_size == len(new)
+    weights = saved.state_dict()
+    for name, now in model.state_dict().items():
+        if not name.startswith(fresh):
+            was = weights[name if name in weights else name.removeprefix("bert.")]
+            assert torch.equal(now[: len(was)], was.float()), name
+        elif name.endswith("weight") and now.dim() == 2:
+            assert now[: len(old)].std() == pytest.approx(0.02, rel=0.3), name
+    said = capsys.readouterr().err
+    assert ("NSP head" in said) == ("nsp." in fresh) and ("MLM head" in said) == ("mlm." in fresh)
+
+
+def test_a_saved_model_without_a_weight_of_the_encoder_is_refused(tokenizers, tmp_path):
+    old, _ = tokenizers
+    make_model(old).save_pretrained(tmp_path)
+    save_tokenizer(old, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match=r"init_from .*no weights for bert\.encoder\.layer\.2"):
+        start_from(str(tmp_path), read_architecture(str(tmp_path)), old)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training import data, prepare
+from d2l_bert.training import data, prepare, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pretrain import make_accelerator, make_phases, train_step
+from d2l_bert.training.pretrain import make_accelerator, make_phases, pretrain, train_step
 from d2l_bert.training.run_folder import start_folder
 
 
@@ -234,3 +235,126 @@ def test_the_books_recipe_runs_its_pairs_of_sentences(books, tmp_path):
 def test_a_loaders_worker_changes_nothing(books, tmp_path):
     alone = run(books, tmp_path / "alone", "--max_steps=4")
     assert run(books, tmp_path / "helped", "--max_steps=4", "--dataloader_num_workers=2") == alone
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a trained model
+
+SHORT = ["--max_seq_length=48", "--global_batch_size=8", "--dataloader_num_workers=0", "--mixed_precision=no"]
+
+
+@pytest.fixture(scope="module")
+def spelling(books, tmp_path_factory):
+    """The folder of a model with a vocabulary of 60 entries, so that most words are split."""
+    folder = tmp_path_factory.mktemp("spelling") / "model"
+    run(books, folder, "--max_steps=2", "--vocab_size=60", "--mixed_precision=no")
+    return folder
+
+
+def run_from(model, corpus, folder, *options):
+    """Train on from a model; returns the weights."""
+    assert (
+        main(["pretrain", f"--init_from={model}", f"--corpus={corpus}", f"--output_dir={folder}", *SHORT, *options])
+        == 0
+    )
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_starts_from_a_models_weights_architecture_and_tokenizer(books, spelling, tmp_path):
+    """A step at a rate of next to nothing leaves everything where it was."""
+    out = tmp_path / "out"
+    weights = run_from(spelling, books, out, "--max_steps=1", "--learning_rate=1e-12", "--hidden_dropout_prob=0.3")
+    before = load_file(spelling / "model.safetensors")
+    assert weights.keys() == before.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-9, rtol=0)
+    for name in ("tokenizer.json", "vocab.txt"):
+        assert (out / name).read_bytes() == (spelling / name).read_bytes()
+    config, was = (json.loads((folder / "config.json").read_text()) for folder in (out, spelling))
+    assert {name for name in was if config[name] != was[name]} == {"hidden_dropout_prob"}
+    card = (out / "README.md").read_text()
+    assert "pretrained further on books" in card and "base_model" not in card
+    assert f"the weights, architecture and vocabulary of {spelling.name} |" in card and str(spelling) not in card
+
+
+def test_the_architecture_from_python_must_be_the_models(books, trained, tmp_path):
+    options = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "out"), max_steps=1, max_seq_length=48)
+    with pytest.raises(ValueError, match="hidden_size is 32 there, and 128 here"):
+        pretrain(D2lBertConfig(), replace(options, init_from=str(trained)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_on_resuming_the_checkpoint_wins_over_the_model_started_from(books, spelling, tmp_path, capsys):
+    options = ["--max_steps=4", "--save_steps=2", "--extend_vocab=10"]
+    whole = run_from(spelling, books, tmp_path / "out", *options)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    resumed = run_from(spelling, books, tmp_path / "out", *options, "--resume_from_checkpoint=latest")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    other = tmp_path / "other"
+    shutil.copytree(spelling, other)
+    command = ["pretrain", f"--init_from={other}", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SHORT]
+    assert main([*command, *options, "--resume_from_checkpoint=latest"]) == 2
+    assert "another run: init_from was" in capsys.readouterr().err
+
+
+def test_words_are_added_in_the_run_or_in_what_was_prepared_for_it(books, spelling, tmp_path, capsys):
+    tokens = tmp_path / "tokens"
+    out = [f"--output_dir={tokens}", f"--tokenizer={spelling}"]
+    assert main(["prepare", f"--corpus={books}", *out, "--extend_vocab=12", "--min_frequency=3"]) == 0
+    assert "added 12 words to the vocabulary" in (said := capsys.readouterr().err)
+    assert "pieces a word" in said and "[UNK]" in said
+    options = ["--max_steps=1", "--learning_rate=1e-12"]
+    run_from(spelling, tokens, tmp_path / "a", *options)
+    run_from(spelling, books, tmp_path / "b", *options, "--extend_vocab=12", "--min_frequency=3")
+    for name in ("model.safetensors", "vocab.txt", "tokenizer.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    old, new = AutoTokenizer.from_pretrained(spelling), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert len(new) == len(old) + 12
+    name = "bert.embeddings.word_embeddings.weight"
+    was, now = (load_file(folder / "model.safetensors")[name] for folder in (spelling, tmp_path / "a"))
+    torch.testing.assert_close(now[: len(old)], was, atol=1e-9, rtol=0)
+    for row in range(len(old), len(new)):
+        pieces = old(new.convert_ids_to_tokens(row), add_special_tokens=False)["input_ids"]
+        torch.testing.assert_close(now[row], was[pieces].mean(0), atol=1e-7, rtol=1e-5)
+    assert "up to 12 words of the corpus were added" in (tmp_path / "a" / "README.md").read_text()
+
+
+def test_more_words_than_there_are_is_said_and_rare_ones_are_not_added(books, spelling, tmp_path, capsys):
+    words = Counter(re.findall("[a-z]+", " ".join(book.read_text() for book in books.iterdir()).lower()))
+    rare = {word for word in words if words[word] < 60}
+    sizes = []
+    for least in (2, 60):
+        tokens = tmp_path / f"tokens-{least}"
+        out = [f"--output_dir={tokens}", f"--tokenizer={spelling}", "--extend_vocab=5000", f"--min_frequency={least}"]
+        assert main(["prepare", f"--corpus={books}", *out]) == 0
+        assert f"not 5,000: no others are split and occur {least} times" in capsys.readouterr().err
+        vocabulary = AutoTokenizer.from_pretrained(tokens).get_vocab()
+        assert least == 2 or not rare & set(vocabulary)
+        sizes.append(len(vocabulary))
+    assert rare and sizes[0] > sizes[1] > 60
+
+
+def test_the_options_of_the_tokenizer_reach_it(books, tmp_path):
+    shutil.copytree(books, tmp_path / "books")
+    for book in (tmp_path / "books").iterdir():
+        book.write_text(book.read_text() + "café " * 100 + "anan.\n")
+    out = [f"--output_dir={tmp_path / 'tokens'}", "--strip_accents=false", "--min_frequency=50", "--limit_alphabet=20"]
+    assert main(["prepare", f"--corpus={tmp_path / 'books'}", *out]) == 0
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "tokens").get_vocab()
+    assert len([piece for piece in vocabulary if len(piece) == 1]) == 20
+    assert "café" in vocabulary and "anna" in vocabulary and "anan" not in vocabulary
+    settled = json.loads((tmp_path / "tokens" / "prepared.json").read_text())["settled"]
+    options = ("strip_accents", "min_frequency", "limit_alphabet", "extend_vocab")
+    assert [settled[name] for name in options] == [False, 50, 20, 0]
+
+
+def test_the_card_names_a_model_from_the_hub_as_its_base(trained):
+    record, metrics = (json.loads((trained / name).read_text()) for name in ("run_config.json", "metrics.json"))
+    model = D2lBertForPreTraining.from_pretrained(trained)
+    record["run"]["init_from"] = "somebody/some-bert"
+    card = publish.render_card(trained, model, record, metrics, [])
+    assert card.data.base_model == "somebody/some-bert"
+    assert "the weights, architecture and vocabulary of somebody/some-bert |" in card.text
+    report = record["data"]["tokenizer"]
+    assert f"{report['pieces_per_word']:.2f} pieces a word" in card.text
+    assert all(f"`{piece}`" in card.text for piece in report["longest_pieces"])

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,
-    Texts,
     added_entries,
     describe,
     extend_wordpiece,
@@ -134,6 +133,16 @@ def test_every_piece_but_specials_and_characters_occurs_in_the_text(tokenizer):
 def test_any_iterator_of_text_will_do(tokenizer):
     for texts in (iter(make_texts()), (text for text in make_texts()), tuple(make_texts())):
         assert train_wordpiece(texts, vocab_size=400).get_vocab() == tokenizer.get_vocab()
+
+
+class Texts:
+    """Strings that are read anew every time somebody asks for them."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def __iter__(self):
+        return self.read()
 
 
 def test_what_can_be_read_again_gives_the_same_bytes_and_is_never_held(folder, tmp_path):

@@ -3,8 +3,7 @@
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -13,16 +12,6 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Strings that are read anew every time somebody asks for them, and never held: `read` gives an iterator."""
-
-    read: Callable[[], Iterator[str]]
-
-    def __iter__(self) -> Iterator[str]:
-        return self.read()
 
 
 def train_wordpiece(
@@ -39,7 +28,7 @@ def train_wordpiece(
 
     Args:
         texts: strings, gone through three times. An iterator, which gives them only once, is copied into memory;
-            anything else (a list, `Texts`) is not. What training counts grows with the distinct words.
+            anything else (a list) is not. What training counts grows with the distinct words.
         vocab_size: most entries the vocabulary may have, the five special tokens included. Little text makes fewer.
         lowercase: fold case, as `bert-base-uncased` does.
         strip_accents: drop accents; `None` does it where `lowercase` does, as in BERT.

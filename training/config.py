@@ -75,16 +75,32 @@ class TextConfig:
     )
     vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
     lowercase: bool = option(True, "fold case", TOKENIZER)
+    strip_accents: bool | None = option(None, "drop accents; the default is as lowercase", TOKENIZER)
+    min_frequency: int = option(2, "how often what is merged, or added as a word, must occur", TOKENIZER)
+    limit_alphabet: int = option(1000, "most characters to know; rarer ones become [UNK]", TOKENIZER)
+    extend_vocab: int = option(
+        0, "most whole words of the text to add to an existing tokenizer's vocabulary", TOKENIZER
+    )
 
     def check(self) -> None:
         """Refuse what cannot be read, before anything is."""
         self._check_types()
         if not self.corpus and self.dataset is None:
             raise ValueError("corpus names no text; give files, folders or python-docs")
-        for name in ("vocab_size", "max_validation_characters", "preprocessing_num_workers"):
+        whole = ["vocab_size", "min_frequency", "limit_alphabet", "max_validation_characters"]
+        for name in (*whole, "preprocessing_num_workers"):
             self._check_range(name, 1)
-        self._check_range("min_paragraph_characters", 0)
+        for name in ("min_paragraph_characters", "extend_vocab"):
+            self._check_range(name, 0)
         self._check_range("validation_fraction", 0, 1, above=True)
+        if self.extend_vocab and self.existing_tokenizer() is None:
+            raise ValueError(
+                "extend_vocab adds to a tokenizer that exists; give one, or raise vocab_size for one that is trained"
+            )
+
+    def existing_tokenizer(self) -> str | None:
+        """Folder or Hub id of the tokenizer to use instead of training one."""
+        return self.tokenizer
 
     def settled(self) -> dict:
         """The options that the tokens on disk follow from."""
@@ -149,6 +165,12 @@ class PretrainConfig(TextConfig):
         "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
     )
 
+    init_from: str | None = option(
+        None,
+        "d2l-bert model to start from, a folder or Hub id: its weights, architecture and tokenizer",
+        OPTIMIZER,
+        metavar="MODEL",
+    )
     attention_init: Literal["normal", "neighbours"] = option(
         "normal", "BERT's random start, or heads that look at the tokens before and after", OPTIMIZER
     )
@@ -228,6 +250,15 @@ class PretrainConfig(TextConfig):
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise ValueError("source_weights are all 0; give one source at least some weight")
         self.lengths(1)
+        if self.init_from is not None and self.attention_init != "normal":
+            raise ValueError(
+                f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
+                f"leave it out"
+            )
+
+    def existing_tokenizer(self) -> str | None:
+        """Folder or Hub id of the tokenizer to use instead of training one."""
+        return self.init_from if self.tokenizer is None else self.tokenizer
 
     def lengths(self, max_steps: int) -> list[tuple[int, int]]:
         """The first step, counted from 0, of each length of pairs, and the length; `max_seq_length` comes last."""
@@ -274,3 +305,6 @@ def _is_a(value, kind):
 
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
+
+# What an existing tokenizer settles.
+TOKENIZER_TRAINING_OPTIONS = ("vocab_size", "lowercase", "strip_accents", "min_frequency", "limit_alphabet")

@@ -1,12 +1,27 @@
 """Where the weights of a run start, beyond the normal distribution that the model itself draws (BERT's)."""
 
+import copy
+
 import torch
 from torch import nn
+from transformers import AutoConfig, BertTokenizer, PreTrainedModel
+
+from d2l_bert.modeling import conversion
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.tokenization.wordpiece import added_entries
+from d2l_bert.training.prepare import load_tokenizer
+from d2l_bert.training.tracking import say
 
 
 # Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
 # fresh model has to tell apart; 10,000, the Transformer's own, would leave most of the table's columns constant.
 LONGEST_WAVE = 100
+
+# What a run may change in the architecture of the model that it starts from.
+FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
+# Parts that a saved model may do without, under a person's names for them.
+HEADS = {"mlm": "MLM head", "nsp": "NSP head", "bert.pooler": "pooler"}
 
 
 @torch.no_grad()
@@ -53,3 +68,138 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
 def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
     """Two matrices (R, C) as the even and odd columns of one (R, 2C)."""
     return torch.stack((even, odd), dim=-1).flatten(1)
+
+
+def read_architecture(name: str) -> D2lBertConfig:
+    """
+    The numbers of a saved model.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        ValueError: nothing there, or a model that is not ours.
+    """
+    with conversion.reading(name, "init_from "):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if not isinstance(config, D2lBertConfig):
+            mend = f"; first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else ""
+            raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one{mend}")
+    return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
+
+
+def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
+    """
+    The tokenizer that the embeddings of a saved model belong to.
+
+    Args:
+        name: the model, a folder or an id on the Hub.
+        given: another tokenizer, which stands in where the model brings none, and must extend it where it does.
+
+    Raises:
+        ValueError: there is none, or one that does not fit.
+    """
+    what, vocab_size = f"init_from {name}", read_architecture(name).vocab_size
+    with conversion.reading(name, "init_from "):
+        has_own = conversion.has_tokenizer(name)
+    if not has_own and given is None:
+        raise ValueError(f"{what}: it brings no tokenizer; give --tokenizer, or put its tokenizer.json beside it")
+    tokenizer = load_tokenizer(name if has_own else given)
+    if len(tokenizer) != vocab_size:
+        raise ValueError(
+            f"{what}: its vocabulary has {vocab_size} entries, and tokenizer {name if has_own else given} has "
+            f"{len(tokenizer)}; give the model with the tokenizer that it was trained with"
+        )
+    if has_own and given is not None:
+        _refuse_another_vocabulary(what, tokenizer, load_tokenizer(given))
+    return tokenizer
+
+
+def check_start(name: str, architecture: D2lBertConfig, given: str | None = None) -> None:
+    """
+    Refuse, before any text is read, a saved model that a run cannot start from.
+
+    Args:
+        name: the model, a folder or an id on the Hub.
+        architecture: what the run asks for; the vocabulary is not compared.
+        given: as in `read_start_tokenizer`.
+
+    Raises:
+        ValueError: another architecture than the model's, dropout apart; or a tokenizer that does not fit.
+    """
+    own = read_architecture(name)
+    for field in D2lBertConfig.__annotations__:
+        there, here = getattr(own, field), getattr(architecture, field)
+        if there != here and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
+            raise ValueError(f"init_from {name}: {field} is {there!r} there, and {here!r} here; take the model's")
+    read_start_tokenizer(name, given)
+
+
+def start_from(
+    model_class: type[PreTrainedModel],
+    name: str,
+    architecture: D2lBertConfig,
+    tokenizer: BertTokenizer,
+    given: str | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """
+    A saved model with its weights, in float32 and ready to train. Heads that it lacks start anew, which is said.
+
+    Args:
+        model_class: what to make of it, with both pretraining heads or the MLM head alone.
+        name: the model, a folder or an id on the Hub.
+        architecture: its own but for dropout.
+        tokenizer: the run's; entries that the model's own lacks get embeddings from `extend_embeddings`.
+        given: as in `read_start_tokenizer`.
+        attn_implementation: the kernel that computes attention.
+
+    Raises:
+        ValueError: weights that are not there, or a tokenizer that does not begin with the model's vocabulary.
+    """
+    known = read_start_tokenizer(name, given)
+    _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
+    config = copy.deepcopy(architecture)
+    config.vocab_size = len(known)
+    with conversion.reading(name, "init_from "):
+        model, missing, _ = conversion.load_and_compare(
+            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
+        fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
+        others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
+        if others:
+            raise ValueError(f"it has no weights for {others[0]}")
+    if fresh:
+        say(f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made")
+    extend_embeddings(model, known, tokenizer)
+    return model.train()
+
+
+@torch.no_grad()
+def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_tokenizer: BertTokenizer) -> None:
+    """
+    Give a model embeddings (V, H) for words that were added to its vocabulary, its other numbers unchanged.
+
+    Each new row of the word embeddings, of the decoder and of its bias is the mean of the rows of the pieces that the
+    word was split into before, as in Fast Vocabulary Transfer (Gee et al., 2022).
+
+    Raises:
+        ValueError: `new_tokenizer` does not begin with the vocabulary of `old_tokenizer`.
+    """
+    words = added_entries(old_tokenizer, new_tokenizer)
+    if not words:
+        return
+    model.resize_token_embeddings(len(new_tokenizer), mean_resizing=False)
+    decoder = model.get_output_embeddings()
+    tables = [model.get_input_embeddings().weight, decoder.weight, decoder.bias]  # (V, H), (V, H), (V,)
+    for row, word in enumerate(words, len(old_tokenizer)):
+        pieces = [piece.id for piece in old_tokenizer.backend_tokenizer.model.tokenize(word)]
+        for table in tables:
+            table[row] = table[pieces].mean(0)
+
+
+def _refuse_another_vocabulary(what, known, tokenizer):
+    try:
+        added_entries(known, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}; its own tokenizer serves, as it is or with --extend_vocab") from None

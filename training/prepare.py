@@ -1,5 +1,6 @@
 """Text to tokenizer and tokens, once for many runs: what has to be there before the first step."""
 
+import itertools
 import json
 import os
 import shutil
@@ -9,11 +10,14 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
 
-from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
+from d2l_bert.tokenization.wordpiece import describe, extend_wordpiece, save_tokenizer, train_wordpiece
 from d2l_bert.training import arrow, corpus, data
 from d2l_bert.training.config import TextConfig
 from d2l_bert.training.tracking import say
 
+
+# Held-out sentences that a tokenizer is described on.
+DESCRIBED_SENTENCES = 20_000
 
 # A prepared folder: this record, the tokenizer, the tokens, which documents train and which are held out, and the
 # source of each document.
@@ -30,6 +34,7 @@ class PreparedText:
     dataset_is_on_hub: bool
     paragraphs: dict[str, int]
     tokenizer: BertTokenizer
+    tokenizer_report: dict
     tokens: arrow.TokenizedCorpus
     train_documents: np.ndarray
     held_out_documents: np.ndarray
@@ -56,6 +61,7 @@ class PreparedText:
             "train_tokens": int(sizes[self.train_documents].sum()),
             "held_out_documents": len(self.held_out_documents),
             "held_out_tokens": int(sizes[self.held_out_documents].sum()),
+            "tokenizer": self.tokenizer_report,
         }
 
 
@@ -69,7 +75,8 @@ def prepare(run: TextConfig) -> PreparedText:
     """
     if is_prepared(run):
         return read_prepared(Path(run.corpus[0]))
-    tokenizer = load_tokenizer(run.tokenizer) if run.tokenizer is not None else None
+    existing = run.existing_tokenizer()
+    tokenizer = None if existing is None else load_tokenizer(existing)
     if run.dataset is not None:
         source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
     else:
@@ -86,10 +93,14 @@ def prepare(run: TextConfig) -> PreparedText:
     sizes = np.load(text / "document_characters.npy")
     try:
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
+        sample = arrow.SentenceSample(text, train)
         if tokenizer is None:
             say(f"training a tokenizer of at most {run.vocab_size:,} pieces")
-            sample = arrow.SentenceSample(text, train)
-            tokenizer = train_wordpiece(sample, vocab_size=run.vocab_size, lowercase=run.lowercase)
+            tokenizer = train_wordpiece(
+                sample, run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet
+            )
+        elif run.extend_vocab:
+            tokenizer = extend_tokenizer(tokenizer, sample, run)
     except ValueError as error:
         raise ValueError(f"{source.name}: {error}") from None
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers))
@@ -98,11 +109,36 @@ def prepare(run: TextConfig) -> PreparedText:
     if min(len(train), len(held_out)) < 2:
         raise ValueError(f"{source.name}: its text holds no token that the tokenizer knows; give more text")
     of_sources = np.load(text / "document_sources.npy")
+    report = describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
+    say(
+        f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
+        f"{report['unknown_share']:.2%} [UNK]; longest pieces {' '.join(report['longest_pieces'])}"
+    )
     text = PreparedText(
-        run.settled(), source.name, source.is_on_hub, paragraphs, tokenizer, tokens, train, held_out, of_sources
+        run.settled(),
+        source.name,
+        source.is_on_hub,
+        paragraphs,
+        tokenizer,
+        report,
+        tokens,
+        train,
+        held_out,
+        of_sources,
     )
     say(text.summary())
     return text
+
+
+def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertTokenizer:
+    """The tokenizer with up to `extend_vocab` words of the sample; says how many it became."""
+    extended = extend_wordpiece(tokenizer, sample, run.extend_vocab, run.min_frequency)
+    added = len(extended) - len(tokenizer)
+    line = f"added {added:,} words to the vocabulary"
+    if added < run.extend_vocab:
+        line += f", not {run.extend_vocab:,}: no others are split and occur {run.min_frequency:,} times"
+    say(line)
+    return extended
 
 
 def is_prepared(run: TextConfig) -> bool:
@@ -155,6 +191,7 @@ def read_prepared(folder: Path) -> PreparedText:
             record["dataset_is_on_hub"],
             record["paragraphs"],
             load_tokenizer(str(folder)),
+            record["counts"]["tokenizer"],
             arrow.TokenizedCorpus(folder / record["tokens"]),
             **{name: np.load(folder / f"{name}.npy") for name in TABLES},
         )

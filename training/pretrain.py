@@ -18,7 +18,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, evaluate, masking
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.initialize import look_at_neighbours
+from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.optim import linear_schedule, make_adamw
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
@@ -38,7 +38,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     Pretrain a BERT from text.
 
     Args:
-        architecture: the model's numbers; its vocabulary follows the tokenizer.
+        architecture: the model's numbers; its vocabulary follows the tokenizer. With `init_from` they are that
+            model's, `D2lBertConfig.from_pretrained(run.init_from)`, dropout apart.
         run: everything else.
 
     Returns:
@@ -51,6 +52,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     run.check()
     check_architecture(architecture, run)
+    if run.init_from is not None:
+        check_start(run.init_from, architecture, run.tokenizer)
     accelerator = make_accelerator(run)
     run = dataclasses.replace(
         run,
@@ -74,11 +77,7 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     """Build the model, go through the steps, and leave everything in `folder`."""
     torch.manual_seed(run.seed)
     task = PAIR_TASKS.get(run.objective)
-    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
-    model_class = D2lBertForPreTraining if task else D2lBertForMaskedLM
-    model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
-    if run.attention_init == "neighbours":
-        look_at_neighbours(model)
+    model = make_model(architecture, run, text.tokenizer, resumed)
     if run.gradient_checkpointing:
         # The old name goes in Transformers 6, and the new one came with 5.23.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -166,8 +165,21 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
     if run.max_seq_length > architecture.max_position_embeddings:
         raise ValueError(
             f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
-            f"({architecture.max_position_embeddings}); lower it, or raise max_position_embeddings"
+            f"({architecture.max_position_embeddings}); lower it"
+            + (", or raise max_position_embeddings" if run.init_from is None else "")
         )
+
+
+def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: Path | None):
+    """The model at its start; on resuming, any of its shape, as the checkpoint has the weights."""
+    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
+    model_class = D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
+    if run.init_from is not None and not resumed:
+        return start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
+    model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
+    if run.attention_init == "neighbours":
+        look_at_neighbours(model)
+    return model
 
 
 def make_accelerator(run: PretrainConfig) -> Accelerator:

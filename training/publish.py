@@ -97,7 +97,8 @@ def render_card(
         predictions: texts with one mask, and for each its likeliest tokens with their probabilities.
     """
     run, data = record["run"], record["data"]
-    corpus = data["corpus_name"]
+    corpus, start = data["corpus_name"], run["init_from"]
+    starts_on_hub = start is not None and not Path(start).exists()
     task = pair_task(metrics)
     card_data = ModelCardData(
         language=run["language"],
@@ -107,6 +108,7 @@ def render_card(
         tags=["d2l-bert", "bert", "fill-mask", *([task.name.replace(" ", "-")] if task else [])],
         datasets=[run["dataset"]] if data["dataset_is_on_hub"] else None,
         model_name=folder.name,
+        base_model=start if starts_on_hub else None,
         eval_results=_eval_results(metrics, corpus),
         widget=[
             {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
@@ -121,6 +123,7 @@ def render_card(
         parameters=model.num_parameters(),
         config=model.config,
         corpus=corpus,
+        start=start if starts_on_hub or start is None else Path(start).resolve().name,
         run=run,
         versions=record["versions"],
         data=data,

@@ -58,6 +58,9 @@ def output_folder(run: PretrainConfig, is_main_process: bool = True):
 
 def _refuse_what_is_there(run, folder):
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    start = Path(run.init_from or "").resolve()
+    if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
+        raise ValueError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
     if RUN_FILE not in entries:
         if entries:
             raise ValueError(

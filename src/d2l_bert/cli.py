@@ -89,6 +89,10 @@ def pretrain_command(arguments) -> None:
         longest = run_changes.get("max_seq_length", run.max_seq_length)
         run_changes["length_schedule"] = [e for e in run.length_schedule if int(e.partition(":")[0]) < longest]
     _refuse_two_sources(given)
+    _refuse_what_a_tokenizer_settles(given)
+    if "init_from" in given:
+        architecture = _start_architecture(given)
+        run_changes.setdefault("attention_init", "normal")  # the recipe's own makes way
     run = replace(run, **run_changes)
     for field in dataclasses.fields(TextConfig):
         if field.name in given and field.name != "corpus" and is_prepared(run):
@@ -107,6 +111,7 @@ def prepare_command(arguments) -> None:
 
     given = vars(arguments)
     _refuse_two_sources(given)
+    _refuse_what_a_tokenizer_settles(given)
     run = TextConfig(
         **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
     )
@@ -119,6 +124,29 @@ def prepare_command(arguments) -> None:
 def _refuse_two_sources(given):
     if "corpus" in given and "dataset" in given:
         raise ValueError("corpus and dataset are two sources of text; give one")
+
+
+def _refuse_what_a_tokenizer_settles(given):
+    from d2l_bert.training.config import TOKENIZER_TRAINING_OPTIONS
+
+    existing = next((name for name in ("tokenizer", "init_from") if name in given), None)
+    for name in TOKENIZER_TRAINING_OPTIONS:
+        # Words are added from a frequency on.
+        if existing and name in given and not (name == "min_frequency" and given.get("extend_vocab")):
+            raise ValueError(
+                f"{name} is for training a tokenizer, and {existing} gives one that exists ({given[existing]}); "
+                f"leave {name} out"
+            )
+
+
+def _start_architecture(given):
+    """That of the model in `init_from`; the recipe's makes way, the user's is refused."""
+    from d2l_bert.training.initialize import FREE_FIELDS, read_architecture
+
+    for name in architecture_options():
+        if name in given and name not in FREE_FIELDS:
+            raise ValueError(f"{name} is settled by the model in init_from ({given['init_from']}); leave {name} out")
+    return read_architecture(given["init_from"])
 
 
 def fill_mask_command(arguments) -> None:
