@@ -117,8 +117,27 @@ def test_a_dataset_that_is_not_there(fails_to_pretrain, tmp_path):
     assert "cannot be loaded" in fails_to_pretrain(None, f"--dataset={tmp_path / 'nowhere'}")
 
 
-def test_two_sources_at_once(fails_to_pretrain, books, tmp_path):
-    assert "two sources" in fails_to_pretrain(books, f"--dataset={tmp_path}")
+def test_a_split_that_is_not_there(fails_to_pretrain, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "Some text."}\n')
+    for options in ([], ["--streaming"]):
+        line = fails_to_pretrain(None, f"--dataset={tmp_path / 'data'}", "--dataset_split=dev", *options)
+        assert "dev" in line and "['train']" in line
+
+
+def test_a_damaged_row_far_down_in_a_stream(fails_to_pretrain, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "Some text."}\n' * 2000)
+    (tmp_path / "data" / "b.jsonl").write_text('{"text": "Some text."\n')
+    line = fails_to_pretrain(None, f"--dataset={tmp_path / 'data'}", "--streaming")
+    assert f"dataset {tmp_path / 'data'}: broke off after 2,000 rows" in line
+
+
+def test_a_corpus_of_files_without_text(fails_to_pretrain, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("a.txt", "b.csv", "c.parquet"):
+        (tmp_path / "data" / name).touch()
+    assert "data: too little text" in fails_to_pretrain(tmp_path / "data")
 
 
 def test_a_dataset_without_the_column(fails_to_pretrain, tmp_path):
@@ -156,6 +175,12 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--extend_vocab=-1", "extend_vocab must be at least 0"),
         ("--extend_vocab=5", "give one, or raise vocab_size"),
         ("--strip_accents=maybe", "true or false, not 'maybe'"),
+        ("--max_documents=0", "max_documents must be at least 1"),
+        ("--dataset_config=a", "a single dataset"),
+        ("--dataset x/a x/b --dataset_config=a", "write each as ID:CONFIG"),
+        ("--dataset x/a:b --dataset_config=a", "one configuration for each"),
+        ("--dataset x/a:", "ID or ID:CONFIG"),
+        ("--dataset :b", "ID or ID:CONFIG"),
     ],
 )
 def test_values_out_of_range(fails, books, tmp_path, option, mend):

@@ -4,10 +4,15 @@ import json
 import os
 import shutil
 
+import datasets
 import pytest
 from conftest import SMALL
+from huggingface_hub import ModelCard
 
 from d2l_bert.cli import main
+from d2l_bert.training.config import PretrainConfig, TextConfig
+from d2l_bert.training.prepare import prepare
+from d2l_bert.training.run_folder import default_output_dir
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +69,9 @@ def test_what_is_settled_cannot_be_asked_for_again(books, prepared, tmp_path, ca
         assert option.partition("=")[0][2:] in said and "settled in the prepared folder" in said
     assert "prepared already" in refused(capsys, "prepare", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}")
     assert "something already" in refused(capsys, "prepare", f"--corpus={books}", f"--output_dir={prepared}")
-    two = ("prepare", f"--corpus={books}", "--dataset=x/y", f"--output_dir={tmp_path / 'out'}")
-    assert "two sources" in refused(capsys, *two)
+    for more in ([str(books)], ["--dataset", "x/y"]):
+        said = refused(capsys, "prepare", "--corpus", prepared, *more, f"--output_dir={tmp_path / 'out'}")
+        assert "give it alone" in said
     assert os.listdir(tmp_path) == []
 
 
@@ -99,7 +105,50 @@ def test_cleaning_is_reported_and_recorded(books, tmp_path, capsys):
     rules = ["--drop_duplicate_paragraphs", "--min_paragraph_characters=20", "--unicode_normalization=NFC"]
     out = ["--vocab_size=400", f"--output_dir={tmp_path / 'tokens'}"]
     assert main(["prepare", f"--corpus={tmp_path / 'books'}", *rules, *out]) == 0
-    assert "duplicates dropped" in capsys.readouterr().err
+    assert " duplicates" in capsys.readouterr().err
     record = json.loads((tmp_path / "tokens" / "prepared.json").read_text())
-    assert record["paragraphs"]["paragraphs"] == 10 * 25 and record["paragraphs"]["duplicates"] >= paragraphs
+    assert record["reading"]["paragraphs"] == 10 * 25 and record["reading"]["duplicates"] >= paragraphs
     assert record["settled"]["unicode_normalization"] == "NFC"
+
+
+def test_files_and_datasets_are_one_corpus(books, tmp_path, monkeypatch):
+    for name, mark in (("left", "Alpha"), ("right", "Omega")):
+        (tmp_path / name).mkdir()
+        rows = [f"{mark} row number {n}.\n\nIt has two paragraphs." for n in range(8)]
+        lines = [json.dumps({"text": text}) for text in ["", *rows]]
+        (tmp_path / name / "train.jsonl").write_text("\n".join(lines))
+    load, asked = datasets.load_dataset_builder, []
+
+    def from_hub(name, config):  # some/set is on the Hub, and is what lies in the folder "right"
+        asked.append((name, config))
+        return load(str(tmp_path / "right") if name == "some/set" else name)
+
+    monkeypatch.setattr("datasets.load_dataset_builder", from_hub)
+    run = TextConfig(
+        corpus=[str(books)], dataset=[str(tmp_path / "left"), "some/set:small"], vocab_size=300, max_documents=7
+    )
+    text = prepare(run)
+    assert asked == [(str(tmp_path / "left"), None), ("some/set", "small")]
+    assert text.corpus_name == "books, left, some/set" and text.hub_datasets == ["some/set"]
+    assert text.document_sources.tolist() == [0] * 7 + [1] * 7 + [2] * 7
+    assert text.reading["rows_without_text"] == 2
+    assert prepare(run).reading == text.reading  # found again, nothing read
+    source = [f"--corpus={books}", "--dataset", str(tmp_path / "left"), "some/set:small", "--max_documents=7"]
+    assert main(["pretrain", *source, f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=1"]) == 0
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.datasets == ["some/set"]
+
+
+def test_where_the_text_is_and_what_the_folder_is_called(tmp_path):
+    (tmp_path / "a:b").mkdir()
+    both = TextConfig(dataset=["some/set", "other/set:en", f"{tmp_path}/a:b"])
+    assert both.named_datasets() == [("some/set", None), ("other/set", "en"), (f"{tmp_path}/a:b", None)]
+    one = TextConfig(dataset=["some/set"], dataset_config="en")
+    assert one.named_datasets() == [("some/set", "en")] and one.text_paths() == []
+    assert TextConfig().text_paths() == ["python-docs"]
+    for options, name in (
+        ({}, "python-docs"),
+        ({"dataset": ["some/set:en"]}, "set"),
+        ({"corpus": ["x/books.txt"]}, "books"),
+        ({"corpus": ["books"], "dataset": ["some/set"]}, "texts"),
+    ):
+        assert default_output_dir(PretrainConfig(**options)) == f"d2l-bert-tiny-{name}"

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -79,6 +79,13 @@ def train_wordpiece(
     merged = set(SPECIAL_TOKENS) | set(characters)
     merges = [piece for piece in train(vocab_size, continuations) if piece not in merged]
     pieces = [*SPECIAL_TOKENS, *characters, *merges]
+    return make_tokenizer(pieces, lowercase, strip_accents, model_max_length)
+
+
+def make_tokenizer(
+    pieces: Sequence[str], lowercase: bool, strip_accents: bool | None = None, model_max_length: int = 512
+) -> BertTokenizer:
+    """The tokenizer of a vocabulary in the order of its ids; the other arguments are as in `train_wordpiece`."""
     return BertTokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         do_lower_case=lowercase,

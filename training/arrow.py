@@ -130,7 +130,7 @@ def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corp
         counts = Counter()
         name = ", ".join(source.name for source in sources)
         documents = corpus.clean(watched(corpus.all_documents(sources), f"reading {name}"), cleaning, counts)
-        blocks = corpus.enough_blocks(corpus.split_sentences(documents, language))
+        blocks = corpus.enough_blocks(corpus.split_sentences(documents, language, counts))
         with written_whole(path) as partial:
             _write_text(blocks, partial)
             for source in sources:

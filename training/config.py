@@ -6,6 +6,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from d2l_bert.training.masking import Masking
@@ -47,18 +48,29 @@ class TextConfig:
         ValueError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    corpus: list[str] = option(
-        ["python-docs"],
+    corpus: list[str] | None = option(
+        None,
         "files and folders of text (.txt, .md, .jsonl, .csv, .tsv, .parquet, packed as .gz or .zst or not), or "
-        "python-docs, the documentation installed with Python",
+        "python-docs, the documentation installed with Python; without a dataset the default is python-docs",
         TEXT,
         how=True,
         metavar="PATH",
     )
-    dataset: str | None = option(None, "dataset to read instead, a Hub id or a folder", TEXT, how=True, metavar="ID")
-    dataset_config: str | None = option(None, "its configuration", TEXT, how=True, metavar="NAME")
-    dataset_split: str = option("train", "its split", TEXT, how=True, metavar="NAME")
-    text_column: str = option("text", "column of text in a dataset or a table", TEXT, how=True, metavar="NAME")
+    dataset: list[str] = option(
+        [],
+        "datasets, Hub ids or folders (of save_to_disk too), each with its configuration behind a colon if it has "
+        "several: Salesforce/wikitext:wikitext-2-raw-v1",
+        TEXT,
+        how=True,
+        metavar="ID[:CONFIG]",
+    )
+    dataset_config: str | None = option(None, "the configuration of a single one", TEXT, how=True, metavar="NAME")
+    dataset_split: str = option("train", "the split of each", TEXT, how=True, metavar="NAME")
+    streaming: bool = option(False, "read datasets row by row, without downloading them whole", TEXT, how=True)
+    text_column: str = option("text", "column of text in datasets and tables", TEXT, how=True, metavar="NAME")
+    max_documents: int | None = option(
+        None, "most documents (text files, rows) to read from each path and each dataset", TEXT
+    )
     language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
     unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
         "none", "normal form to bring paragraphs into", TEXT
@@ -85,10 +97,15 @@ class TextConfig:
     def check(self) -> None:
         """Refuse what cannot be read, before anything is."""
         self._check_types()
-        if not self.corpus and self.dataset is None:
+        if not self.text_paths() and not self.dataset:
             raise ValueError("corpus names no text; give files, folders or python-docs")
+        if self.dataset_config is not None and len(self.dataset) != 1:
+            raise ValueError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
+        for name, config in self.named_datasets():
+            if not name or config == "" or (config is not None and self.dataset_config not in (None, config)):
+                raise ValueError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
         whole = ["vocab_size", "min_frequency", "limit_alphabet", "max_validation_characters"]
-        for name in (*whole, "preprocessing_num_workers"):
+        for name in (*whole, "preprocessing_num_workers", "max_documents"):
             self._check_range(name, 1)
         for name in ("min_paragraph_characters", "extend_vocab"):
             self._check_range(name, 0)
@@ -101,6 +118,22 @@ class TextConfig:
     def existing_tokenizer(self) -> str | None:
         """Folder or Hub id of the tokenizer to use instead of training one."""
         return self.tokenizer
+
+    def text_paths(self) -> list[str]:
+        """The files and folders to read; `python-docs` if neither they nor datasets are named."""
+        if self.corpus is None:
+            return [] if self.dataset else ["python-docs"]
+        return self.corpus
+
+    def named_datasets(self) -> list[tuple[str, str | None]]:
+        """Id and configuration of each dataset; a folder may have a colon in its name."""
+        named = []
+        for dataset in self.dataset:
+            name, colon, config = dataset.rpartition(":")
+            if not colon or Path(dataset).exists():
+                name, config = dataset, self.dataset_config
+            named.append((name, config))
+        return named
 
     def settled(self) -> dict:
         """The options that the tokens on disk follow from."""

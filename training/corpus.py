@@ -5,12 +5,15 @@ Nothing here knows of tokens.
 
 import ast
 import codecs
+import contextlib
 import dataclasses
 import gc
 import hashlib
 import importlib.metadata
 import inspect
 import itertools
+import operator
+import os
 import platform
 import re
 import sysconfig
@@ -59,13 +62,18 @@ class Document:
 
 @dataclasses.dataclass
 class Source:
-    """Text to train on: its name, what identifies its content, and its documents."""
+    """
+    Text to train on: its name, what identifies its content wherever it lies, and its documents.
+
+    Reading the documents adds to `counts` what was passed over: `rows_without_text` of tables and datasets, and
+    `files_without_text`.
+    """
 
     name: str
     identity: list
     documents: Iterator[Document]
+    counts: Counter
     is_on_hub: bool = False
-    counts: Counter = dataclasses.field(default_factory=Counter)
 
 
 def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
@@ -75,9 +83,9 @@ def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
             yield dataclasses.replace(document, source=number)
 
 
-def file_source(paths: Sequence[str], text_column: str = "text") -> Source:
+def file_source(path: str | Path, text_column: str = "text", max_documents: int | None = None) -> Source:
     """
-    Text files, tables and folders of them, in sorted order; `python-docs` names the embedded corpus.
+    A text file, a table or a folder of them, in sorted order; `python-docs` names the embedded corpus.
 
     A text file is a document, a blank line ends a paragraph; of a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each
     row is one. Any of them but Parquet may be packed (`.gz`, `.zst`). A file of another name is read as text if it is
@@ -85,33 +93,53 @@ def file_source(paths: Sequence[str], text_column: str = "text") -> Source:
 
     Args:
         text_column: column of text in the tables.
+        max_documents: most text files and rows to read; those without text do not count.
 
     Raises:
         ValueError: a path that does not exist or a folder without texts; while it is read, a file that is not UTF-8
             text, or a table without texts in that column.
     """
-    sources = [PYTHON_DOCS if str(path) == PYTHON_DOCS else text_files(path) for path in paths]
-    identity = []
-    for source in sources:
-        if source == PYTHON_DOCS:
-            versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
-            identity.append([PYTHON_DOCS, platform.python_version(), versions])
-        else:
-            identity.append([[file.name, _content_hash(file), text_column] for file in source])
-    names = [str(path) if str(path) == PYTHON_DOCS else Path(path).resolve().name for path in paths]
-    return Source(", ".join(names), identity, _documents(sources, text_column))
+    counts = Counter()
+    if str(path) == PYTHON_DOCS:
+        versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
+        identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
+        return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(), max_documents), counts)
+    files = text_files(path)
+    identity = [[[file.name, _content_hash(file)] for file in files], text_column, max_documents]
+    documents = _documents(files, text_column, max_documents, counts)
+    return Source(_name(Path(path).resolve()), identity, documents, counts)
 
 
-def _documents(sources, text_column):
-    for source in sources:
-        if source == PYTHON_DOCS:
-            yield from python_docs()
+def _name(path):
+    """The name of a file or folder as text, whatever bytes it has."""
+    return os.fsencode(path.name).decode(errors="replace")
+
+
+def _documents(files, text_column, most, counts):
+    texts = itertools.islice(_texts(files, text_column, counts), most)
+    for file, group in itertools.groupby(texts, key=operator.itemgetter(0)):
+        if tables.kind_of(file) in tables.TABLE_SUFFIXES:
+            yield from row_documents(_name(file), (text for _, text in group))
         else:
-            for file in source:
-                if tables.kind_of(file) in tables.TABLE_SUFFIXES:
-                    yield from row_documents(file.name, tables.text_rows(file, text_column))
-                else:
-                    yield Document(file.name, text_paragraphs(file))
+            yield from (Document(_name(file), paragraphs) for _, paragraphs in group)
+
+
+def _texts(files, text_column, counts):
+    """Pairs of a file and a text: a text file's paragraphs, a table's rows. Files without any are counted."""
+    for file in files:
+        if file.stat().st_size == 0:  # nothing, whatever its name promises
+            texts = ()
+        elif tables.kind_of(file) in tables.TABLE_SUFFIXES:
+            texts = rows_with_text(tables.text_rows(file, text_column), counts)
+        else:
+            paragraphs = text_paragraphs(file)
+            first = list(itertools.islice(paragraphs, 1))
+            texts = (itertools.chain(part, paragraphs) for part in [first] if part)
+        found = False
+        for text in texts:
+            found = True
+            yield file, text
+        counts["files_without_text"] += not found
 
 
 def _content_hash(file):
@@ -174,8 +202,6 @@ def _decoded(file):
             raise ValueError(
                 f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
             )
-        if data.startswith(codecs.BOM_UTF8):
-            start, data = len(codecs.BOM_UTF8), data[len(codecs.BOM_UTF8) :]
         while data:
             more = stream.read(READ_BYTES)
             if b"\0" in data:
@@ -190,7 +216,7 @@ def _decoded(file):
                     f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {start + error.start}); "
                     f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
                 ) from None
-            yield text.replace("\r\n", "\n")
+            yield text.removeprefix("" if start else "\ufeff").replace("\r\n", "\n")
             start, data = start + used, data[used:] + more
 
 
@@ -206,44 +232,148 @@ def _squeezed(blocks):
     return [squeezed for block in blocks if (squeezed := " ".join(block.split()))]
 
 
-def dataset_source(name: str, config: str | None = None, split: str = "train", text_column: str = "text") -> Source:
+def dataset_source(
+    name: str,
+    config: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    streaming: bool = False,
+    max_documents: int | None = None,
+) -> Source:
     """
-    A dataset that `datasets.load_dataset` finds, on the Hub or in a local folder.
+    A dataset that `datasets.load_dataset` finds, on the Hub or in a local folder, or a folder left by `save_to_disk`.
 
     A row is a document. Where rows are single lines, as in WikiText, blocks of them are.
 
+    Args:
+        streaming: read the rows where they lie, instead of downloading and converting all of them first.
+        max_documents: most rows to read; those without text do not count.
+
     Raises:
-        ValueError: no such dataset, configuration, split or column, or a column that does not hold text.
+        ValueError: no such dataset, configuration, split or column, or a column that does not hold text; while it is
+            read, a damaged row.
     """
+    is_on_hub = not Path(name).exists()
+    shown = name if is_on_hub else _name(Path(name).resolve())
+    try:
+        with _quiet_datasets():
+            if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+                rows, content = _open_saved(name, config, split)
+            else:
+                rows, content = _open_dataset(name, config, split, streaming)
+    except StopIteration:  # what the library's JSON reader says of empty files
+        raise ValueError(f"dataset {name}: its files hold no rows; give one with text") from None
+    except Exception as error:  # the library has another class of exception for every way to miss
+        raise ValueError(f"dataset {name}: cannot be loaded ({_reason(error)})") from None
+    if rows.features is not None:  # else a stream whose columns show when it is read
+        _check_column(name, text_column, rows.features)
+        kind = rows.features[text_column]
+        if getattr(kind, "dtype", None) not in ("string", "large_string"):
+            raise ValueError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
+        rows = rows.select_columns([text_column])
+    counts = Counter()
+    texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
+    identity = [shown, config, split, text_column, max_documents, content]
+    return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
+
+
+def _open_dataset(name, config, split, streaming):
+    """Rows, and what names their content: hashes of local files, else the library's own, which knows the revision."""
     import datasets
 
+    builder = datasets.load_dataset_builder(name, config)
+    if streaming:
+        rows = builder.as_streaming_dataset(split=split)
+    else:
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    of_splits = builder.config.data_files or {}
+    files = of_splits.get(split) or itertools.chain.from_iterable(of_splits.values())
+    files = [Path(file) for file in files]
+    if files and all(file.is_file() for file in files):
+        return rows, [[file.name, _content_hash(file)] for file in files]
+    return rows, [builder.config_id, builder.hash]
+
+
+def _open_saved(folder, config, split):
+    import datasets
+
+    if config is not None:
+        raise ValueError(f"it was saved by save_to_disk and has no configurations, so none that is called {config}")
+    rows = datasets.load_from_disk(folder)
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            raise ValueError(f"no split {split!r}; it has {', '.join(rows)}: name one with --dataset_split")
+        rows = rows[split]
+    content = [_content_hash(Path(file["filename"])) for file in rows.cache_files]
+    return rows.with_format(None), content  # a format is saved too, and would turn texts into arrays
+
+
+def _dataset_texts(name, rows, column):
+    """The texts of a dataset's rows, one row at a time."""
+    rows = iter(rows)
+    with _quiet_datasets():
+        for number in itertools.count(1):
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # the reader of each format has its own
+                where = f"dataset {name}: broke off after {number - 1:,} rows"
+                raise ValueError(f"{where} ({_reason(error)}); repair it or leave it out") from None
+            _check_column(f"{name}, row {number:,}", column, row)
+            text = row[column]
+            if text is not None and not isinstance(text, str):
+                raise ValueError(
+                    f"dataset {name}, row {number:,}: column {column!r} holds no text but {type(text).__name__}"
+                )
+            yield text
+
+
+def _check_column(where, column, names):
+    if column not in names:
+        raise ValueError(
+            f"dataset {where}: no column {column!r}; it has {', '.join(names)}: name one with --text_column"
+        )
+
+
+def _reason(error):
+    error = error.__cause__ or error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@contextlib.contextmanager
+def _quiet_datasets():
+    """The library logs an error before it raises it; the exception says it."""
+    from datasets import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the library has another class of exception for every way to miss
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"dataset {name}: cannot be loaded ({type(error).__name__}: {reason})") from None
-    if text_column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise ValueError(f"dataset {name}: no column {text_column!r}; it has {columns}: name one with --text_column")
-    kind = rows.features[text_column]
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        raise ValueError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
-    is_on_hub = not Path(name).exists()
-    shown = name if is_on_hub else Path(name).resolve().name
-    identity = [shown, config, split, text_column, rows._fingerprint]
-    return Source(shown, identity, row_documents(shown, rows[text_column]), is_on_hub)
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
-def row_documents(name: str, texts: Iterable[str | None]) -> Iterator[Document]:
+def rows_with_text(texts: Iterable[str | None], counts: Counter) -> Iterator[str]:
+    """Leave out the rows that are None, empty or white space, and count them as `rows_without_text`."""
+    for text in texts:
+        if text and not text.isspace():
+            yield text
+        else:
+            counts["rows_without_text"] += 1
+
+
+def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
     """Rows of texts as documents, one each; where they are single lines, `BLOCK_ROWS` of them make one."""
     texts = iter(texts)
     first = list(itertools.islice(texts, 1000))
     rows = itertools.chain(first, texts)
-    if any(text and "\n" in text.strip() for text in first):
+    if any("\n" in text.strip() for text in first):
         for number, text in enumerate(rows):
-            yield Document(f"{name} row {number}", split_paragraphs(text or ""))
+            yield Document(f"{name} row {number}", split_paragraphs(text))
         return
-    lines = (line for text in rows if text and (line := " ".join(text.split())))
+    lines = (" ".join(text.split()) for text in rows)
     for number in itertools.count():
         block = list(itertools.islice(lines, BLOCK_ROWS))
         if not block:
@@ -309,33 +439,38 @@ class Block:
     paragraph_ends: list[int]
 
 
-def split_sentences(documents: Iterable[Document], language: str = "en") -> Iterator[Block]:
+def split_sentences(
+    documents: Iterable[Document], language: str = "en", counts: Counter | None = None
+) -> Iterator[Block]:
     """
     Documents in sentences, as `sentencex` finds them for `language` (an ISO code), a block at a time.
 
     A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence. Documents without a
-    sentence are left out, and not counted. What is longer than `LONGEST_SENTENCE` is cut between two words.
+    sentence are left out, and not counted. What is longer than `LONGEST_SENTENCE` is cut between two words; `counts`
+    gets how many there were.
     """
+    counts = Counter() if counts is None else counts
     number = 0
     for document in documents:
         found = 0
-        for sentences, paragraph_ends in _blocks(document.paragraphs, language):
+        for sentences, paragraph_ends in _blocks(document.paragraphs, language, counts):
             yield Block(number, document.source, document.name, sentences, paragraph_ends)
             found = 1
         number += found
 
 
-def _blocks(paragraphs, language):
+def _blocks(paragraphs, language, counts):
     sentences, paragraph_ends = [], []
     for paragraph in paragraphs:
-        pieces = (piece for sentence in sentencex.segment(language, paragraph) for piece in _bounded(sentence.strip()))
         found = False
-        for piece in pieces:
-            found = True
-            if len(sentences) == 2 * BLOCK_SENTENCES:
-                yield sentences, paragraph_ends
-                sentences, paragraph_ends = [], []
-            sentences.append(piece)
+        for sentence in sentencex.segment(language, paragraph):
+            counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
+            for piece in _bounded(sentence.strip()):
+                found = True
+                if len(sentences) == 2 * BLOCK_SENTENCES:
+                    yield sentences, paragraph_ends
+                    sentences, paragraph_ends = [], []
+                sentences.append(piece)
         if found:
             paragraph_ends.append(len(sentences))
         if len(sentences) >= BLOCK_SENTENCES:

@@ -4,13 +4,14 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
 
-from d2l_bert.tokenization.wordpiece import describe, extend_wordpiece, save_tokenizer, train_wordpiece
+from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, corpus, data
 from d2l_bert.training.config import TextConfig
 from d2l_bert.training.tracking import say
@@ -31,8 +32,8 @@ class PreparedText:
 
     settled: dict
     corpus_name: str
-    dataset_is_on_hub: bool
-    paragraphs: dict[str, int]
+    hub_datasets: list[str]
+    reading: dict[str, int]
     tokenizer: BertTokenizer
     tokenizer_report: dict
     tokens: arrow.TokenizedCorpus
@@ -55,8 +56,8 @@ class PreparedText:
         return {
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.tokens.path.name.removeprefix("tokens-"),
-            "dataset_is_on_hub": self.dataset_is_on_hub,
-            "paragraphs": self.paragraphs,
+            "hub_datasets": self.hub_datasets,
+            "reading": self.reading,
             "train_documents": len(self.train_documents),
             "train_tokens": int(sizes[self.train_documents].sum()),
             "held_out_documents": len(self.held_out_documents),
@@ -74,51 +75,43 @@ def prepare(run: TextConfig) -> PreparedText:
         ValueError: text that cannot be read, too little of it, or a tokenizer that cannot serve.
     """
     if is_prepared(run):
-        return read_prepared(Path(run.corpus[0]))
+        return read_prepared(Path(run.text_paths()[0]))
     existing = run.existing_tokenizer()
     tokenizer = None if existing is None else load_tokenizer(existing)
-    if run.dataset is not None:
-        source = corpus.dataset_source(run.dataset, run.dataset_config, run.dataset_split, run.text_column)
-    else:
-        source = corpus.file_source(run.corpus, run.text_column)
+    sources = read_sources(run)
+    name = ", ".join(source.name for source in sources)
     folder = arrow.cache_folder()
     cleaning = corpus.Cleaning(run.unicode_normalization, run.min_paragraph_characters, run.drop_duplicate_paragraphs)
-    text = arrow.prepare_text([source], run.language, cleaning, folder)
-    paragraphs = arrow.text_counts(text)
-    if cleaning != corpus.Cleaning():
-        say(
-            f"cleaning: of {paragraphs['paragraphs']:,} paragraphs {paragraphs.get('normalized', 0):,} normalised, "
-            f"{paragraphs.get('too_short', 0):,} too short and {paragraphs.get('duplicates', 0):,} duplicates dropped"
-        )
-    sizes = np.load(text / "document_characters.npy")
+    text = arrow.prepare_text(sources, run.language, cleaning, folder)
+    counts = arrow.text_counts(text)
+    for line in reading_report(counts):
+        say(line)
     try:
+        sizes = np.load(text / "document_characters.npy")
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
         sample = arrow.SentenceSample(text, train)
         if tokenizer is None:
-            say(f"training a tokenizer of at most {run.vocab_size:,} pieces")
-            tokenizer = train_wordpiece(
-                sample, run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet
-            )
+            tokenizer = trained_tokenizer(run, sample, folder)
         elif run.extend_vocab:
             tokenizer = extend_tokenizer(tokenizer, sample, run)
     except ValueError as error:
-        raise ValueError(f"{source.name}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers))
     has_tokens = tokens.sizes() > 0
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
-        raise ValueError(f"{source.name}: its text holds no token that the tokenizer knows; give more text")
+        raise ValueError(f"{name}: its text holds no token that the tokenizer knows; give more text")
     of_sources = np.load(text / "document_sources.npy")
-    report = describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
+    report = wordpiece.describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
     say(
         f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
         f"{report['unknown_share']:.2%} [UNK]; longest pieces {' '.join(report['longest_pieces'])}"
     )
     text = PreparedText(
         run.settled(),
-        source.name,
-        source.is_on_hub,
-        paragraphs,
+        name,
+        list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
+        counts,
         tokenizer,
         report,
         tokens,
@@ -130,9 +123,50 @@ def prepare(run: TextConfig) -> PreparedText:
     return text
 
 
+def read_sources(run: TextConfig) -> list[corpus.Source]:
+    """A source of text for each path and each dataset.
+
+    Raises:
+        ValueError: one that cannot be read, or a prepared folder among others.
+    """
+    for path in run.text_paths():
+        if (Path(path) / PREPARED_FILE).is_file():
+            raise ValueError(f"corpus {path}: a prepared folder is a whole corpus; give it alone, or its text")
+    files = [corpus.file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
+    how = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
+    return files + [corpus.dataset_source(name, config, *how) for name, config in run.named_datasets()]
+
+
+def reading_report(counts: dict[str, int]) -> Iterator[str]:
+    """What a person should know of how a text was read: what was passed over, cut or cleaned away."""
+    for what in ("files", "rows"):
+        if found := counts.get(f"{what}_without_text"):
+            yield f"passed over: {found:,} {what} without text"
+    if cut := counts.get("long_sentences"):
+        yield f"cut between words: {cut:,} sentences of more than {corpus.LONGEST_SENTENCE:,} characters"
+    cleaned = {"normalized": "normalised", "too_short": "too short", "duplicates": "duplicates"}
+    if found := [f"{counts[rule]:,} {word}" for rule, word in cleaned.items() if rule in counts]:
+        yield f"cleaning, of {counts['paragraphs']:,} paragraphs: {', '.join(found)}"
+
+
+def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Path) -> BertTokenizer:
+    """A tokenizer trained on the sample, or the one that was before, on the same sample with the same options."""
+    how = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
+    made_from = (sample.text.name, sample.blocks.tobytes().hex(), how, arrow.code_of(wordpiece))
+    path = folder / f"tokenizer-{arrow.fingerprint(made_from)}"
+    if not path.exists():
+        part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
+        say(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
+        tokenizer = wordpiece.train_wordpiece(sample, *how)
+        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        with arrow.written_whole(path) as partial:
+            (partial / "pieces.json").write_text(json.dumps(pieces))
+    return wordpiece.make_tokenizer(json.loads((path / "pieces.json").read_text()), run.lowercase, run.strip_accents)
+
+
 def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertTokenizer:
     """The tokenizer with up to `extend_vocab` words of the sample; says how many it became."""
-    extended = extend_wordpiece(tokenizer, sample, run.extend_vocab, run.min_frequency)
+    extended = wordpiece.extend_wordpiece(tokenizer, sample, run.extend_vocab, run.min_frequency)
     added = len(extended) - len(tokenizer)
     line = f"added {added:,} words to the vocabulary"
     if added < run.extend_vocab:
@@ -143,7 +177,8 @@ def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertT
 
 def is_prepared(run: TextConfig) -> bool:
     """Whether the corpus is a folder that `write_prepared` left."""
-    return run.dataset is None and len(run.corpus) == 1 and (Path(run.corpus[0]) / PREPARED_FILE).is_file()
+    paths = run.text_paths()
+    return not run.dataset and len(paths) == 1 and (Path(paths[0]) / PREPARED_FILE).is_file()
 
 
 def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
@@ -158,17 +193,17 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
     """
     run.check()
     if is_prepared(run):
-        raise ValueError(f"corpus {run.corpus[0]}: is prepared already; give its text")
+        raise ValueError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
     text = prepare(run)
-    save_tokenizer(text.tokenizer, folder)
+    wordpiece.save_tokenizer(text.tokenizer, folder)
     shutil.copytree(text.tokens.path, folder / text.tokens.path.name, copy_function=_link_or_copy)
     for name in TABLES:
         np.save(folder / f"{name}.npy", getattr(text, name))
     record = {
         "settled": text.settled,
         "corpus_name": text.corpus_name,
-        "dataset_is_on_hub": text.dataset_is_on_hub,
-        "paragraphs": text.paragraphs,
+        "hub_datasets": text.hub_datasets,
+        "reading": text.reading,
         "tokens": text.tokens.path.name,
         "counts": text.counts(),
     }
@@ -188,8 +223,8 @@ def read_prepared(folder: Path) -> PreparedText:
         text = PreparedText(
             record["settled"],
             record["corpus_name"],
-            record["dataset_is_on_hub"],
-            record["paragraphs"],
+            record["hub_datasets"],
+            record["reading"],
             load_tokenizer(str(folder)),
             record["counts"]["tokenizer"],
             arrow.TokenizedCorpus(folder / record["tokens"]),

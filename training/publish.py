@@ -106,7 +106,7 @@ def render_card(
         library_name="transformers",
         pipeline_tag="fill-mask",
         tags=["d2l-bert", "bert", "fill-mask", *([task.name.replace(" ", "-")] if task else [])],
-        datasets=[run["dataset"]] if data["dataset_is_on_hub"] else None,
+        datasets=data["hub_datasets"] or None,
         model_name=folder.name,
         base_model=start if starts_on_hub else None,
         eval_results=_eval_results(metrics, corpus),

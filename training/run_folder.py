@@ -92,13 +92,15 @@ def _refuse_what_is_there(run, folder):
 
 def default_output_dir(run: PretrainConfig) -> str:
     """`d2l-bert-<recipe>-<corpus>`, here."""
-    name = run.dataset or (run.corpus[0] if len(run.corpus) == 1 else "texts")
-    return f"d2l-bert-{run.recipe}-{Path(name).resolve().stem}"
+    names = run.text_paths() + [name for name, _ in run.named_datasets()]
+    return f"d2l-bert-{run.recipe}-{Path(names[0]).resolve().stem if len(names) == 1 else 'texts'}"
 
 
 def make_record(run: PretrainConfig, max_steps: int, architecture, text, accelerator) -> dict:
     """Everything that run_config.json says: resolved options, library versions, the corpus, the machine."""
-    resolved = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
+    resolved = dataclasses.replace(
+        run, corpus=run.text_paths(), max_steps=max_steps, num_train_epochs=None, max_minutes=None
+    )
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
     return {
         "run": dataclasses.asdict(resolved),

@@ -47,9 +47,9 @@ def opened(file: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
 
 
-def text_rows(file: Path, column: str) -> Iterator[str]:
+def text_rows(file: Path, column: str) -> Iterator[str | None]:
     """
-    The texts in `column` of a table, in order; rows without one are left out.
+    The texts in `column` of a table, in order; None or an empty text for a row without one.
 
     Args:
         file: its suffix says how to read it: `.jsonl` (objects, or texts alone), `.csv` and `.tsv` with a first line
@@ -63,15 +63,23 @@ def text_rows(file: Path, column: str) -> Iterator[str]:
     for line, text in read(file, column):
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}")
-        if text:
-            yield text
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:  # JSON can write half of a pair
+            half = f"U+{ord(text[error.start]):04X}"
+            raise ValueError(
+                f"{file}, line {line}: half a character ({half}, a lone surrogate); repair the line or take it out"
+            ) from None
+        yield text
 
 
 def _json_rows(file, column):
     with opened(file) as stream:
         for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line) if line.strip() else ""
+                row = json.loads(line)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
             except (ValueError, RecursionError):
@@ -105,6 +113,8 @@ def _parquet_rows(file, column):
     try:
         with pq.ParquetFile(file) as table:
             _check_column(file, column, table.schema_arrow.names)
+            if table.schema_arrow.names.count(column) > 1:
+                raise ValueError(f"{file}: has several columns {column!r}; name another")
             kind = table.schema_arrow.field(column).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise ValueError(f"{file}: column {column!r} holds no text but {kind}; name another")
@@ -117,6 +127,8 @@ def _parquet_rows(file, column):
         raise ValueError(
             f"{file}: cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text after row {row} ({error.reason}); convert it") from None
 
 
 def _check_column(where, column, names):

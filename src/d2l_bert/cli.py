@@ -88,7 +88,6 @@ def pretrain_command(arguments) -> None:
     elif "length_schedule" not in run_changes:  # the recipe's own must fit
         longest = run_changes.get("max_seq_length", run.max_seq_length)
         run_changes["length_schedule"] = [e for e in run.length_schedule if int(e.partition(":")[0]) < longest]
-    _refuse_two_sources(given)
     _refuse_what_a_tokenizer_settles(given)
     if "init_from" in given:
         architecture = _start_architecture(given)
@@ -97,7 +96,7 @@ def pretrain_command(arguments) -> None:
     for field in dataclasses.fields(TextConfig):
         if field.name in given and field.name != "corpus" and is_prepared(run):
             raise ValueError(
-                f"{field.name} is settled in the prepared folder {run.corpus[0]}; leave it out, or prepare anew"
+                f"{field.name} is settled in the prepared folder {run.text_paths()[0]}; leave it out, or prepare anew"
             )
     changes = {name: given[name] for name in architecture_options() if name in given}
     pretrain(type(architecture)(**{**architecture.to_dict(), **changes}), run)
@@ -110,7 +109,6 @@ def prepare_command(arguments) -> None:
     from d2l_bert.training.publish import new_folder
 
     given = vars(arguments)
-    _refuse_two_sources(given)
     _refuse_what_a_tokenizer_settles(given)
     run = TextConfig(
         **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
@@ -119,11 +117,6 @@ def prepare_command(arguments) -> None:
         text = write_prepared(run, folder)
     print(text.summary())
     print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
-
-
-def _refuse_two_sources(given):
-    if "corpus" in given and "dataset" in given:
-        raise ValueError("corpus and dataset are two sources of text; give one")
 
 
 def _refuse_what_a_tokenizer_settles(given):
@@ -408,7 +401,7 @@ def _add_option(group, name, kind, default, help="", metavar=None):
         default = " ".join(default)
     elif isinstance(default, bool):
         default = str(default).lower()
-    shown = "" if default is None else f"({default})"
+    shown = "" if default in (None, "") else f"({default})"
     group.add_argument(f"--{name}", help=f"{help} {shown}".strip().replace("%", "%%"), **options)
 
 
