@@ -367,6 +367,11 @@ def test_nul_characters_pass_through():
     assert split.sentences == ["A nul\0 here.", "And\0."]
 
 
+def test_japanese_sentences_are_split():
+    (split,) = corpus.split_sentences([corpus.Document("d", ["今日は天気がいいです。公園へ行きますか？"])], "ja")
+    assert split.sentences == ["今日は天気がいいです。", "公園へ行きますか？"]
+
+
 def book(paragraphs, sentences_each):
     sentences = [f"Sentence {n}." for n in range(paragraphs * sentences_each)]
     ends = range(0, len(sentences), sentences_each)

@@ -152,3 +152,29 @@ def test_where_the_text_is_and_what_the_folder_is_called(tmp_path):
         ({"corpus": ["books"], "dataset": ["some/set"]}, "texts"),
     ):
         assert default_output_dir(PretrainConfig(**options)) == f"d2l-bert-tiny-{name}"
+
+
+WHO, WHERE = ("我", "你", "老师", "学生"), ("学校", "公园", "图书馆", "车站")
+ALSO, DONE = ("先生", "学生", "友だち", "あなた"), ("駅", "公園", "図書館", "レストラン")
+
+
+@pytest.mark.parametrize(
+    ("language", "sentences"),
+    [
+        ("zh", [f"{who}今天去{where}看书。" for who in WHO for where in WHERE]),
+        ("ja", [f"{who}は今日{where}へ行きます。" for who in ALSO for where in DONE]),
+    ],
+)
+def test_a_language_without_spaces_is_learnt_from(language, sentences, tmp_path):
+    for number in range(24):
+        text = "".join(sentences[number % 5 :]) + "\0"
+        (tmp_path / f"{number}.txt.jsonl").write_text(json.dumps({"text": text}))
+    run = TextConfig(corpus=[str(tmp_path)], language=language, vocab_size=200)
+    prepared = prepare(run)
+    assert len(prepared.tokens.sentence_ends(0)) == len(sentences)
+    tokens = prepared.tokens.tokens(0)
+    assert len(tokens) > 5 * len(sentences) and prepared.tokenizer.unk_token_id not in tokens
+    out = tmp_path / "out"
+    source = [f"--corpus={tmp_path}", f"--language={language}", f"--output_dir={out}"]
+    assert main(["pretrain", *source, "--vocab_size=200", *options("--max_steps=2")]) == 0
+    assert (out / "model.safetensors").exists()

@@ -71,7 +71,13 @@ class TextConfig:
     max_documents: int | None = option(
         None, "most documents (text files, rows) to read from each path and each dataset", TEXT
     )
-    language: str = option("en", "language of the text (ISO 639), for splitting sentences", TEXT, metavar="CODE")
+    language: str = option(
+        "en",
+        "language of the text (ISO 639, lower case), for splitting sentences; languages that sentencex has no rules "
+        "for are split as their nearest relative that it knows, or as English",
+        TEXT,
+        metavar="CODE",
+    )
     unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
         "none", "normal form to bring paragraphs into", TEXT
     )
@@ -104,6 +110,8 @@ class TextConfig:
         for name, config in self.named_datasets():
             if not name or config == "" or (config is not None and self.dataset_config not in (None, config)):
                 raise ValueError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
+        if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
+            raise ValueError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
         whole = ["vocab_size", "min_frequency", "limit_alphabet", "max_validation_characters"]
         for name in (*whole, "preprocessing_num_workers", "max_documents"):
             self._check_range(name, 1)
