@@ -207,7 +207,8 @@ What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
 accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_figures}
   trained in {metrics["train_seconds"]:.0f} s at {speed}, \
-{metrics["train_tokens_per_second"]:,.0f} tokens/s
+{metrics["train_tokens_per_second"]:,.0f} tokens/s; \
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding
 
 A held-out {units[:-1]}, masked tokens in brackets:
 {showcase(model, tokenizer, example, task)}

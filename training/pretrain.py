@@ -116,7 +116,7 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     loader = torch.utils.data.DataLoader(
         steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
     )
-    for step, micro_batches in enumerate(loader, start + 1):
+    for step, micro_batches in enumerate(meter.waiting(loader), start + 1):
         torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
         rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
         meter.add(train_on(micro_batches, rate))
@@ -351,19 +351,15 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
 
     Returns:
         MLM loss (nats a masked token), loss of the pair task (nats a pair; 0 without one), norm of the gradient, real
-        tokens, and pairs, or sequences where there is no pair task: (5,).
+        tokens, tokens computed, padding included, and pairs, or sequences where there is no pair task: (6,).
     """
     device = accelerator.device
-    counts = torch.zeros(3)
+    counts = torch.zeros(4)
     for batch in micro_batches:
-        counts += torch.stack(
-            [
-                (batch["labels"] != -100).sum(),
-                count_examples(batch),
-                batch["attention_mask"].sum(),
-            ]
-        )
-    masked_tokens, examples, tokens = accelerator.reduce(counts.to(device), "sum")
+        real = batch["attention_mask"]
+        computed = torch.tensor(real.numel())
+        counts += torch.stack([(batch["labels"] != -100).sum(), count_examples(batch), real.sum(), computed])
+    masked_tokens, examples, tokens, padded_tokens = accelerator.reduce(counts.to(device), "sum")
     divisors = {"num_items_in_batch": masked_tokens}
     if "next_sentence_label" in micro_batches[0]:
         divisors["num_pairs_in_batch"] = examples
@@ -381,7 +377,7 @@ def train_step(accelerator, model, optimizer, micro_batches, learning_rate: floa
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, examples])
+    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, padded_tokens, examples])
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

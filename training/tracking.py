@@ -92,15 +92,31 @@ def _clock(seconds):
 
 
 class Meter:
-    """Averages of what `train_step` returns since the last row, and the time that training proper took."""
+    """Averages of what `train_step` returns since the last row, and the time that training proper took.
+
+    `padding_share` is the share of padding in the tokens computed, `data_wait_share` that of the time in which the
+    step waited for its batches.
+    """
 
     def __init__(self, state: dict, task: PairTask | None):
         """Go on from the totals in a checkpoint's state, or from nothing."""
         self.task, self.unit = task, unit(task)
-        names = ("train_seconds", "train_tokens", f"train_{self.unit}")
+        names = ("train_seconds", "train_wait_seconds", "train_tokens", "train_padded_tokens", f"train_{self.unit}")
         self.totals = {name: state.get(name, 0.0) for name in names}
         self.resume_clock()
-        self.values = []
+        self.values, self.waited = [], 0.0
+
+    def waiting(self, batches: Iterable) -> Iterator:
+        """Pass batches on, and keep the time that they were waited for."""
+        batches = iter(batches)
+        while True:
+            start = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.monotonic() - start
+            yield batch
 
     def add(self, values: torch.Tensor) -> None:
         """Take in one step."""
@@ -111,9 +127,10 @@ class Meter:
         values = torch.stack(self.values).double().cpu()
         seconds = time.monotonic() - self.since
         mlm_loss, pair_loss, norm = values[:, :3].mean(0).tolist()
-        tokens, examples = values[:, 3:].sum(0).tolist()
-        for name, spent in zip(self.totals, (seconds, tokens, examples), strict=True):
-            self.totals[name] += spent
+        tokens, padded_tokens, examples = values[:, 3:].sum(0).tolist()
+        spent = (seconds, self.waited, tokens, padded_tokens, examples)
+        for name, value in zip(self.totals, spent, strict=True):
+            self.totals[name] += value
         row = {
             "loss": mlm_loss + pair_loss,
             "mlm_loss": mlm_loss,
@@ -121,19 +138,23 @@ class Meter:
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "tokens_per_second": tokens / seconds,
+            "padding_share": 1 - tokens / padded_tokens,
+            "data_wait_share": self.waited / seconds,
             "seconds_left": steps_left * seconds / len(values),
         }
-        self.values = []
+        self.values, self.waited = [], 0.0
         self.resume_clock()
         return row
 
     def speed(self) -> dict[str, float]:
-        """Seconds, pairs (or sequences) and tokens a second over the whole run."""
+        """Seconds, pairs (or sequences) and real tokens a second, and what was lost, over the whole run."""
         seconds = self.totals["train_seconds"]
         return {
             "train_seconds": seconds,
             f"train_{self.unit}_per_second": self.totals[f"train_{self.unit}"] / seconds,
             "train_tokens_per_second": self.totals["train_tokens"] / seconds,
+            "train_padding_share": 1 - self.totals["train_tokens"] / self.totals["train_padded_tokens"],
+            "train_data_wait_share": self.totals["train_wait_seconds"] / seconds,
         }
 
     def resume_clock(self) -> None:
