@@ -149,7 +149,7 @@ def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(tokenizers, 
     saved.save_pretrained(tmp_path)
     save_tokenizer(old, tmp_path)
     torch.manual_seed(1)
-    model = start_from(str(tmp_path), read_architecture(str(tmp_path)), new)
+    model = start_from(D2lBertForPreTraining, str(tmp_path), read_architecture(str(tmp_path)), new)
     assert model.training and model.dtype == torch.float32 and model.config.vocab_size == len(new)
     weights = saved.state_dict()
     for name, now in model.state_dict().items():
@@ -169,4 +169,4 @@ def test_a_saved_model_without_a_weight_of_the_encoder_is_refused(tokenizers, tm
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ValueError, match=r"init_from .*no weights for bert\.encoder\.layer\.2"):
-        start_from(str(tmp_path), read_architecture(str(tmp_path)), old)
+        start_from(D2lBertForPreTraining, str(tmp_path), read_architecture(str(tmp_path)), old)

@@ -200,6 +200,8 @@ def learn(books):
             lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         )
         values = train_step(make_accelerator(run), model, optimizer, batches, 0.0, 1e9)
+        mlm_loss, pair_loss, norm, tokens, _, examples = values  # how much is computed depends on the split
+        values = torch.stack([mlm_loss, pair_loss, norm, tokens, examples])
         return values, gradients[0], functools.partial(model, **batches[0])
 
     return step
