@@ -391,7 +391,8 @@ def test_no_sentence_is_lost_to_an_epoch(objective, corpus, seed, pairing):
         for start, end in zip([0, *document[:-1]], document, strict=True):
             if objective == "sop" and end - start == 1:  # no order in a single token that stands alone
                 continue
-            assert tokens[start:end].all()
+            # A random B may be too long for the room that A leaves, and the longer one of them is truncated.
+            assert tokens[start:end].any() if objective == "nsp" else tokens[start:end].all()
 
 
 def test_paragraphs_of_one_sentence_are_the_random_sentences_of_other_pairs():
