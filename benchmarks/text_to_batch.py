@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "padding", "order", "shares", "producer"))
     parser.add_argument("--books")
     parser.add_argument("--words", type=int, nargs="+", default=[10, 100], help="millions")
-    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
@@ -64,9 +63,12 @@ def memory(arguments):
             environment = {**os.environ, "HF_HOME": str(folder / "cache")}
             command = [sys.executable, "-m", "d2l_bert"]
             prepared = [*command, "prepare", "--corpus", folder / "text", "--output_dir", folder / "tokens"]
-            prepared += ["--vocab_size", "30522", "--preprocessing_num_workers", arguments.processes]
+            prepared += ["--vocab_size", "30522"]
             seconds, peak, said = watched(prepared, environment)
-            print(f"{'prepare':>10} {words:>13} {size:>10.0f} {seconds:>8.0f} {size / seconds:>6.1f} {peak:>17.0f}")
+            print(
+                f"{'prepare':>10} {words:>13} {size:>10.0f} {seconds:>8.0f} {size / seconds:>6.1f} {peak:>17.0f}",
+                flush=True,
+            )
             for line in said.splitlines():
                 if " documents in " in line or "training a tokenizer" in line:
                     print(f"{'':>10}   {line}")

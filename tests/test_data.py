@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, corpus, data, masking, packing, prepare
 from d2l_bert.training.config import PretrainConfig
 
@@ -227,6 +228,33 @@ def test_tokens_on_disk_are_the_tokenizers(text, books, tmp_path):
             assert tokens.tokens(document, 5, 12).tolist() == flat[5:12]
             assert tokens.sentence_ends(document).tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
             assert tokens.paragraph_ends(document).tolist() == [3 * paragraph for paragraph in range(1, 11)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), max_size=5), st.booleans())
+def test_words_are_tokenized_as_their_sentence_is(sentences, lowercase):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc[]é你.,0", *(f"##{piece}" for piece in "abcé0")]
+    tokenizer = wordpiece.make_tokenizer(pieces, lowercase)
+    sentences = [" ".join(text.split()) for text in (*sentences, "Abc, b\u0301 [MASK] caab.", "你a你 \u0301b\x07c")]
+    encode = arrow.SentenceEncoder(tokenizer.backend_tokenizer.to_str())
+    assert encode.by_word
+    encode.by_word = False
+    whole = encode(sentences)
+    encode.by_word, encode.known = True, {}
+    for _ in range(2):  # once the words are new, once they are known
+        for found, expected in zip(encode(sentences), whole, strict=True):
+            assert found.tolist() == expected.tolist()
+    special = tokenizer.convert_tokens_to_ids("[MASK]")
+    assert special not in whole[0]
+
+
+def test_only_so_many_words_are_remembered(monkeypatch):
+    monkeypatch.setattr(arrow, "MOST_KNOWN_WORDS", 3)
+    tokenizer = wordpiece.make_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"], True)
+    encode = arrow.SentenceEncoder(tokenizer.backend_tokenizer.to_str())
+    assert [ids.tolist() for ids in encode(["a b", "", "c a"])] == [[5, 6, 7, 5], [2, 0, 2]]
+    assert encode(["a d b e"])[0].tolist() == [5, 8, 6, 9] and set(encode.known) == {"a", "b", "c"}
+    assert encode(["f d"])[0].tolist() == [10, 8] and set(encode.known) == {"a", "b", "c"}
 
 
 def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, text):

@@ -86,7 +86,9 @@ class TextConfig:
     validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
-    preprocessing_num_workers: int = option(1, "processes that tokenize", MACHINE, how=True)
+    preprocessing_num_workers: int | None = option(
+        None, "processes that tokenize; the default is one for each core, at most 8", MACHINE, how=True
+    )
 
     tokenizer: str | None = option(
         None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True

@@ -170,9 +170,13 @@ class EpochPlans:
         rows = plan_pairs(self.tokens, documents, rng=rng, **self.pairing)
         rows = tqdm(rows, f"laying out epoch {number + 1}", unit=" pairs", leave=False, delay=2, disable=None)
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-            while len(part := np.fromiter(itertools.islice(rows, 65_536), dtype=pairs.PAIR)):
-                part.tofile(file)
-        path = Path(file.name)
+            path = Path(file.name)
+            try:
+                while len(part := np.fromiter(itertools.islice(rows, 65_536), dtype=pairs.PAIR)):
+                    part.tofile(file)
+            except BaseException:
+                path.unlink()
+                raise
         if path.stat().st_size:
             shuffled = np.memmap(path, pairs.PAIR, mode="r+")
             rng.shuffle(np.asarray(shuffled))

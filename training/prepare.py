@@ -96,7 +96,9 @@ def prepare(run: TextConfig) -> PreparedText:
             tokenizer = extend_tokenizer(tokenizer, sample, run)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers))
+    tokens = arrow.TokenizedCorpus(
+        arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers or usable_cores())
+    )
     has_tokens = tokens.sizes() > 0
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
@@ -135,6 +137,11 @@ def read_sources(run: TextConfig) -> list[corpus.Source]:
     files = [corpus.file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
     how = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
     return files + [corpus.dataset_source(name, config, *how) for name, config in run.named_datasets()]
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, at most 8."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
 def reading_report(counts: dict[str, int]) -> Iterator[str]:
