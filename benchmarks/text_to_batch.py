@@ -70,7 +70,7 @@ def memory(arguments):
                 flush=True,
             )
             for line in said.splitlines():
-                if " documents in " in line or "training a tokenizer" in line:
+                if " documents in " in line or "tokenizer of at most" in line or "trained it" in line:
                     print(f"{'':>10}   {line}")
             trained = [*command, "pretrain", "--corpus", folder / "tokens", "--output_dir", folder / "model"]
             trained += ["--max_steps", "20", "--eval_steps", "20", "--save_steps", "20"]
@@ -187,16 +187,6 @@ def contents(micro_batches):
     return total, count
 
 
-class Contents(torch.utils.data.Dataset):
-    """Steps as what identifies their contents."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __getitem__(self, step):
-        return contents(self.steps[step])
-
-
 def order(arguments):
     run = replace(base_run(arguments), global_batch_size=64, length_schedule=["32:0.4"])
     text = prepare(run)
@@ -214,11 +204,8 @@ def order(arguments):
         same = 0
         for start in range(200):
             end = 200 if start == 0 else min(start + 5, 200)  # from the first step on all of them
-            again = Contents(pretrain.make_steps(run, text, 200))
-            loader = torch.utils.data.DataLoader(
-                again, batch_size=None, sampler=range(start, end), num_workers=workers, collate_fn=tuple
-            )
-            same += [tuple(found) for found in loader] == expected[start:end]
+            again = data.load(pretrain.make_steps(run, text, 200), start, end, workers)
+            same += list(map(contents, again)) == expected[start:end]
         print(f"  {workers} workers: {same} of 200 runs that begin at another step the same", flush=True)
 
 
@@ -279,10 +266,7 @@ def producer(arguments):
         speeds = []
         for repetition in range(5):
             start = first + 300 * repetition
-            loader = torch.utils.data.DataLoader(
-                steps, batch_size=None, sampler=range(start, start + 301), num_workers=1
-            )
-            batches = iter(loader)
+            batches = data.load(steps, start, start + 301, num_workers=1)
             next(batches)  # the worker is there
             begin, tokens = time.monotonic(), 0
             for micro_batches in batches:
@@ -294,8 +278,8 @@ def producer(arguments):
         pretrain.pretrain(architecture, run)
         metrics = json.loads((Path(folder) / "model" / "metrics.json").read_text())
     print(
-        f"training: {metrics['train_tokens_per_second']:,.0f} tokens/s, of them {metrics['train_padding_share']:.1%} "
-        f"more in padding; {metrics['train_data_wait_share']:.2%} of the time waiting for batches"
+        f"training: {metrics['train_tokens_per_second']:,.0f} tokens/s; {metrics['train_padding_share']:.1%} of the tokens "
+        f"computed were padding, {metrics['train_data_wait_share']:.2%} of the time waiting for batches"
     )
 
 

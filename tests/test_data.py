@@ -112,8 +112,7 @@ def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, tm
     assert len(steps.phases[1].plans._ends) == 3, "the second epoch is reached"
     for start in (0, 1, 49, 50, 69):
         again = make_steps(text, tmp_path / f"there-{start}")
-        loader = torch.utils.data.DataLoader(again, batch_size=None, sampler=range(start, 70), num_workers=workers)
-        assert [sequences_of(micro_batches) for micro_batches in loader] == expected[start:]
+        assert [sequences_of(step) for step in data.load(again, start, 70, workers)] == expected[start:]
 
 
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])

@@ -107,6 +107,10 @@ class TextConfig:
         self._check_types()
         if not self.text_paths() and not self.dataset:
             raise ValueError("corpus names no text; give files, folders or python-docs")
+        if self.streaming and not self.dataset:
+            raise ValueError(
+                "streaming is for datasets, and none is given; leave it out, files are read in pieces anyway"
+            )
         if self.dataset_config is not None and len(self.dataset) != 1:
             raise ValueError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
         for name, config in self.named_datasets():

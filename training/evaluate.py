@@ -21,6 +21,8 @@ PYTHON_SENTENCES = [
     "Return True if the object is an [MASK] of the class.",
 ]
 
+MOST_TRIED = 10_000  # held-out sentences that are looked at for an example
+
 COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
 
 
@@ -163,8 +165,11 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     rng = np.random.default_rng(0)
     tokenizer, sentences, unusual = text.tokenizer, [], []
     documents = text.held_out_documents.tolist()
-    everywhere = [(document, s) for document in documents for s in range(len(text.tokens.sentence_ends(document)))]
-    for document, sentence in rng.permutation(everywhere).tolist():
+    sizes = [len(text.tokens.sentence_ends(document)) for document in documents]
+    up_to = np.cumsum(sizes)
+    for place in rng.choice(up_to[-1], min(up_to[-1], MOST_TRIED), replace=False).tolist():
+        number = int(np.searchsorted(up_to, place, side="right"))
+        document, sentence = documents[number], place - int(up_to[number]) + sizes[number]
         ends = text.tokens.sentence_ends(document)
         ids = text.tokens.tokens(document)[ends[sentence - 1] if sentence else 0 : ends[sentence]].tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,9 @@ def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Pat
     if not path.exists():
         part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         say(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
+        start = time.monotonic()
         tokenizer = wordpiece.train_wordpiece(sample, *how)
+        say(f"trained it in {time.monotonic() - start:.0f} s")
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         with arrow.written_whole(path) as partial:
             (partial / "pieces.json").write_text(json.dumps(pieces))

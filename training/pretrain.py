@@ -113,10 +113,8 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or math.ceil(max_steps / 10)
     steps = make_steps(run, text, max_steps, **ranks)
-    loader = torch.utils.data.DataLoader(
-        steps, batch_size=None, sampler=range(start, max_steps), num_workers=run.dataloader_num_workers
-    )
-    for step, micro_batches in enumerate(meter.waiting(loader), start + 1):
+    loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
+    for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
         torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
         rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
         meter.add(train_on(micro_batches, rate))
@@ -237,12 +235,11 @@ def make_passes(run: PretrainConfig, text: PreparedText):
     """How often an epoch visits the documents of each source; None if every one once."""
     if not run.source_weights:
         return None
+    count = int(text.document_sources.max()) + 1
+    if count != len(run.source_weights):
+        raise ValueError(f"source_weights: {len(run.source_weights)} of them for {count} sources; give one for each")
     sources = text.document_sources[text.train_documents]
-    sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=len(run.source_weights))
-    if len(sizes) != len(run.source_weights):
-        raise ValueError(
-            f"source_weights: {len(run.source_weights)} of them for {len(sizes)} sources; give one for each"
-        )
+    sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=count)
     return data.source_passes(sizes, [float(weight) for weight in run.source_weights])
 
 
