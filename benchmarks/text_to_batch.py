@@ -278,8 +278,8 @@ def producer(arguments):
         pretrain.pretrain(architecture, run)
         metrics = json.loads((Path(folder) / "model" / "metrics.json").read_text())
     print(
-        f"training: {metrics['train_tokens_per_second']:,.0f} tokens/s; {metrics['train_padding_share']:.1%} of the tokens "
-        f"computed were padding, {metrics['train_data_wait_share']:.2%} of the time waiting for batches"
+        f"training: {metrics['train_tokens_per_second']:,.0f} tokens/s; {metrics['train_padding_share']:.1%} of the "
+        f"tokens computed were padding, {metrics['train_data_wait_share']:.2%} of the time it waited for batches"
     )
 
 
