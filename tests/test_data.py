@@ -259,10 +259,11 @@ def test_only_so_many_words_are_remembered(monkeypatch):
 def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, text):
     monkeypatch.setattr(arrow, "TOKENIZED_AT_ONCE", 2)
     sentences = [f"Anna walked to the garden with {number} apples." for number in range(1000)]
-    # 25 documents: paragraphs of 3 sentences, with a zero-width space, which leaves no token, in every second.
+    # 25 documents: a zero-width space, which leaves no token, then paragraphs of 3 sentences, some with another.
     documents = [sentences[40 * number : 40 * number + 40 * (1 + 3 * (number % 2))] for number in range(25)]
     paragraphs = [
-        [
+        ["\u200b"]
+        + [
             " ".join(document[start : start + 3]) + ("\u200b." if start % 2 else "")
             for start in range(0, len(document), 3)
         ]
@@ -275,7 +276,7 @@ def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, 
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
     assert len(tokens) == 25 and tokens.sizes().sum() == len(np.concatenate([tokens.tokens(d) for d in range(25)]))
     for number, found in enumerate(paragraphs):
-        expected = [text.tokenizer(paragraph, add_special_tokens=False)["input_ids"] for paragraph in found]
+        expected = [text.tokenizer(paragraph, add_special_tokens=False)["input_ids"] for paragraph in found[1:]]
         assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
         ends = np.append(0, tokens.sentence_ends(number))[tokens.paragraph_ends(number)]
         assert ends.tolist() == np.cumsum([len(ids) for ids in expected]).tolist()

@@ -87,7 +87,7 @@ class TextConfig:
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
     preprocessing_num_workers: int | None = option(
-        None, "processes that tokenize; the default is one for each core, at most 8", MACHINE, how=True
+        None, "processes that tokenize; the default is one for each core, at most 8", TEXT, how=True
     )
 
     tokenizer: str | None = option(
