@@ -256,6 +256,16 @@ def test_only_so_many_words_are_remembered(monkeypatch):
     assert encode(["f d"])[0].tolist() == [10, 8] and set(encode.known) == {"a", "b", "c"}
 
 
+def test_the_blocks_of_a_lone_book_count_as_documents(text, tmp_path):
+    paragraphs = [f"Anna has {number} apples. Boris has none. Nobody sold the {number}." for number in range(1000)]
+    source = corpus.Source("book", ["z"], iter([corpus.Document("book", paragraphs)]), Counter())
+    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
+    assert len(tokens) == len(arrow.read_arrow(path)) == 46  # 22 paragraphs are the first that reach 64 sentences
+    assert np.load(path / "document_characters.npy").sum() == sum(len(text.replace(". ", ".")) for text in paragraphs)
+    assert np.load(path / "document_sources.npy").tolist() == [0] * 46
+
+
 def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, text):
     monkeypatch.setattr(arrow, "TOKENIZED_AT_ONCE", 2)
     sentences = [f"Anna walked to the garden with {number} apples." for number in range(1000)]

@@ -166,6 +166,15 @@ def packed(batch):
     return {name: tensor.reshape(1, -1) for name, tensor in {**batch, **fields}.items()}
 
 
+def test_each_objective_lays_out_pairs_of_its_own(books):
+    for objective in ("nsp", "sop", "none"):
+        run = PretrainConfig(corpus=[str(books)], objective=objective, vocab_size=400, max_seq_length=48, max_steps=1)
+        (phase,) = make_phases(run, prepare.prepare(run), 1)
+        pairs = phase.plans.epoch(0)
+        assert (pairs["a_document"] != pairs["b_document"]).any() == (objective == "nsp")
+        assert (pairs["b_end"] == pairs["b_start"]).all() == (objective == "none")
+
+
 @pytest.fixture
 def learn(books):
     """Train a new model on a step: gives its figures, its gradient (flat), and the model on its first batch."""

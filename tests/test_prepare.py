@@ -25,6 +25,21 @@ def prepared(books, tmp_path_factory):
     return folder
 
 
+def test_the_tokenizer_is_trained_as_asked_and_found_again(books, prepared, tmp_path, capsys):
+    pieces = (prepared / "vocab.txt").read_text().splitlines()
+    assert "Anna" in pieces and "Then" in pieces
+    again = ["prepare", f"--corpus={books}", f"--output_dir={tmp_path / 'tokens'}", "--vocab_size=400"]
+    capsys.readouterr()
+    assert main([*again, "--lowercase=false"]) == 0
+    assert "training a tokenizer" not in capsys.readouterr().err
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        assert (tmp_path / "tokens" / name).read_bytes() == (prepared / name).read_bytes()
+    for changed in ("--lowercase", "--min_frequency=60", "--limit_alphabet=30"):
+        shutil.rmtree(tmp_path / "tokens")
+        assert main([*again, "--lowercase=false", changed]) == 0
+        assert (tmp_path / "tokens" / "vocab.txt").read_text().splitlines() != pieces
+
+
 def options(*changes):
     """The small model's options that a prepared text leaves open."""
     return [*(option for option in SMALL if not option.startswith("--vocab_size")), *changes]

@@ -208,15 +208,14 @@ def _decoded(file):
                 raise ValueError(
                     f"{file}: a binary file (NUL at byte {start + data.index(0)}), not text; leave it out"
                 )
-            end = len(data) - (more != b"" and data.endswith(b"\r"))  # its line feed may come next
             try:
-                text, used = codecs.utf_8_decode(data[:end], "strict", not more)
+                text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {start + error.start}); "
                     f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
                 ) from None
-            yield text.removeprefix("" if start else "\ufeff").replace("\r\n", "\n")
+            yield text.removeprefix("" if start else "\ufeff")
             start, data = start + used, data[used:] + more
 
 
@@ -462,17 +461,14 @@ def split_sentences(
 def _blocks(paragraphs, language, counts):
     sentences, paragraph_ends = [], []
     for paragraph in paragraphs:
-        found = False
         for sentence in sentencex.segment(language, paragraph):
             counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
             for piece in _bounded(sentence.strip()):
-                found = True
                 if len(sentences) == 2 * BLOCK_SENTENCES:
                     yield sentences, paragraph_ends
                     sentences, paragraph_ends = [], []
                 sentences.append(piece)
-        if found:
-            paragraph_ends.append(len(sentences))
+        paragraph_ends.append(len(sentences))
         if len(sentences) >= BLOCK_SENTENCES:
             yield sentences, paragraph_ends
             sentences, paragraph_ends = [], []
