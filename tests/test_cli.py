@@ -177,6 +177,7 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--strip_accents=maybe", "true or false, not 'maybe'"),
         ("--max_documents=0", "max_documents must be at least 1"),
         ("--streaming", "none is given; leave it out"),
+        ("--pairing=sentences --short_seq_prob=0.5", "short_seq_prob is for segments"),
         ("--preprocessing_num_workers=0", "preprocessing_num_workers must be at least 1"),
         ("--source_weights 1 two", "numbers such as 2 or 0.5, got 'two'"),
         ("--source_weights 0", "give one source at least some weight"),

@@ -499,3 +499,46 @@ def test_the_embedded_corpus_knows_the_packages_requirements_and_theirs():
     names = [found.metadata["Name"].lower().replace("_", "-") for found in corpus._required_distributions("d2l-bert")]
     assert {"torch", "transformers", "huggingface-hub", "numpy"} <= set(names)
     assert len(set(names)) == len(names) and "pytest" not in names
+
+
+def test_a_row_with_more_fields_than_names_is_no_text_cut_short(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,Early.\n2,It was late, and dark.\n")
+    with pytest.raises(ValueError, match="a.csv, line 3: more fields than the first line has names; put texts with"):
+        texts(corpus.file_source(tmp_path / "a.csv"))
+    (tmp_path / "b.tsv").write_text("text\ttext\nOne.\tTwo.\n")
+    with pytest.raises(ValueError, match="two columns are called 'text'"):
+        texts(corpus.file_source(tmp_path / "b.tsv"))
+
+
+def test_what_is_passed_over_in_a_folder_is_counted_and_links_are_followed(tmp_path):
+    folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for path in (folder / "sub", elsewhere):
+        path.mkdir(parents=True)
+    (elsewhere / "linked.txt").write_text("Behind a link.")
+    (folder / "sub" / "a.txt").write_text("Here.")
+    (folder / "notes.rst").write_text("Not read.")
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "sub" / "loop").symlink_to(folder)
+    source = corpus.file_source(folder)
+    assert sorted(name for name, _ in texts(source)) == ["a.txt", "linked.txt"]
+    assert source.counts["files_of_other_kinds"] == 1 and source.counts["broken_links"] == 1
+
+
+def test_a_dictionary_of_texts_is_text(tmp_path):
+    column = pa.array(["One. Two.", "Three."]).dictionary_encode()
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert [line for _, lines in texts(corpus.file_source(tmp_path / "a.parquet")) for line in lines] == [
+        "One. Two.",
+        "Three.",
+    ]
+
+
+def test_text_in_four_bytes_a_character_and_a_file_as_a_dataset_are_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Text.".encode("utf-32"))
+    with pytest.raises(ValueError, match="UTF-32 text; convert it"):
+        texts(corpus.file_source(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match="a.txt: a file; give it with --corpus"):
+        corpus.dataset_source(str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        corpus.file_source("/dev/null")

@@ -80,8 +80,9 @@ def sequences_of(micro_batches):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 40])
-@pytest.mark.parametrize("most_tokens", [WHOLE, 5 * 48, 48])
+@pytest.mark.parametrize(
+    "world_size, most_tokens", [(1, 5 * 48), (1, 48), (2, WHOLE), (4, 5 * 48), (4, 48), (40, WHOLE)]
+)
 def test_a_step_holds_the_same_however_it_is_split(text, tmp_path, world_size, most_tokens, packed):
     whole = make_steps(text, tmp_path)
     for step in (0, 49, 50, 60):
@@ -395,6 +396,25 @@ def test_held_out_documents_are_no_training_documents_and_the_same_for_every_see
     assert len(train) == len(held_out) == 2
     with pytest.raises(ValueError, match="too little text"):
         data.split_documents(np.array([5, 5, 5]), 0.1, 10**9)
+
+
+def test_a_document_that_is_more_than_the_held_out_part_is_not_held_out():
+    sizes = np.array([100] * 40 + [90_000])
+    for fraction, most in ((0.05, 10**9), (0.9, 300)):
+        train, held_out = data.split_documents(sizes, fraction, most)
+        assert 40 in train and len(held_out) >= 2
+    train, held_out = data.split_documents(np.array([900, 1000, 800, 700]), 0.05, 10**9)
+    assert held_out.tolist() == [2, 3]  # there are no others: the smallest
+
+
+def test_a_small_plan_is_laid_out_once_for_all_steps_of_its_epoch(text, tmp_path, monkeypatch):
+    laid_out = []
+    lay_out = data.EpochPlans._lay_out
+    monkeypatch.setattr(data.EpochPlans, "_lay_out", lambda self, n: (laid_out.append(n), lay_out(self, n))[1])
+    steps = make_steps(text, tmp_path)
+    for step in range(40):
+        steps[step]
+    assert laid_out == sorted(set(laid_out)) and len(laid_out) > 2
 
 
 def test_a_micro_batch_that_counts_for_nothing_has_no_loss_and_no_gradient(text, tmp_path):

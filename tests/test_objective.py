@@ -175,6 +175,14 @@ def test_each_objective_lays_out_pairs_of_its_own(books):
         assert (pairs["b_end"] == pairs["b_start"]).all() == (objective == "none")
 
 
+def test_labels_that_cannot_be_balanced_are_spoken_of(tmp_path, capsys):
+    for number in range(300):
+        (tmp_path / f"{number}.txt").write_text("yes" if number % 2 else "no")
+    options = [*SMALL, "--max_steps=1", f"--output_dir={tmp_path / 'out'}"]
+    assert main(["pretrain", f"--corpus={tmp_path}", *options]) == 0
+    assert "100% of the pairs have label 1" in capsys.readouterr().err
+
+
 @pytest.fixture
 def learn(books):
     """Train a new model on a step: gives its figures, its gradient (flat), and the model on its first batch."""

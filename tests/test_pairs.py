@@ -225,6 +225,14 @@ def test_documents_of_one_sentence_are_balanced_too():
     assert (one_word["next_sentence_label"] == IS_RANDOM).all() and len(one_word) == 50
 
 
+def test_labels_are_balanced_in_spite_of_documents_of_one_token():
+    rng = np.random.default_rng(0)
+    documents = [[1] if rng.random() < 0.05 else [int(rng.integers(2, 30))] for _ in range(4000)]
+    labels = Corpus(documents).segment_pairs(64)["next_sentence_label"]
+    # Half of the documents of one token get a random B against the coin.
+    assert abs(labels.sum() - 2000 - 100) < 3 * 0.5 * np.sqrt(4000) + made_by.MOST_OWED
+
+
 def is_true_continuation(pair):
     return pair["b_document"] == pair["a_document"] and pair["b_start"] == pair["a_end"]
 
@@ -236,6 +244,14 @@ def test_a_random_b_out_of_the_only_document_is_never_the_true_continuation(pair
     random = made[made["next_sentence_label"] == IS_RANDOM]
     assert len(random) > 100
     assert not any(is_true_continuation(pair) for pair in random)
+
+
+@both_pairings
+def test_a_random_b_out_of_the_only_document_is_no_part_of_a(pairing):
+    corpus = Corpus([[3] * 30])
+    made = np.concatenate([corpus.pairs(pairing, STEADY_LENGTH, seed) for seed in range(50)])
+    random = made[made["next_sentence_label"] == IS_RANDOM]
+    assert ((random["b_end"] <= random["a_start"]) | (random["b_start"] > random["a_end"])).all()
 
 
 @both_pairings

@@ -10,6 +10,7 @@ from conftest import SMALL
 from huggingface_hub import ModelCard
 
 from d2l_bert.cli import main
+from d2l_bert.training import arrow
 from d2l_bert.training.config import PretrainConfig, TextConfig
 from d2l_bert.training.prepare import prepare
 from d2l_bert.training.run_folder import default_output_dir
@@ -110,6 +111,56 @@ def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, cap
     )
     assert str(folder) in said and "prepare the text again" in said
     assert os.listdir(tmp_path) == ["tokens"]
+
+
+def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, capsys):
+    files = [path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file()]
+    assert len(files) >= 10
+    for file in files:
+        folder = tmp_path / "tokens"
+        shutil.copytree(prepared, folder)
+        content = bytearray((folder / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / file).write_bytes(content)
+        out = f"--output_dir={tmp_path / 'out'}"
+        said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
+        assert str(folder) in said and "prepare the text again" in said, file
+        shutil.rmtree(folder)
+    shutil.copytree(prepared, folder)
+    (folder / "prepared.json").unlink()
+    said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
+    assert "a prepared folder without its prepared.json" in said
+    assert os.listdir(tmp_path) == ["tokens"]
+
+
+def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(arrow, "cache_folder", lambda: tmp_path / "cache")
+    (tmp_path / "book.txt").write_text("\n\n".join(f"Anna has {n} apples. Boris sold them." for n in range(200)))
+    command = ["prepare", f"--corpus={tmp_path / 'book.txt'}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=300"]
+    assert main(command) == 0
+    for kind, name in (
+        ("text", "counts.json"),
+        ("text", "document_sources.npy"),
+        ("tokenizer", "pieces.json"),
+        ("tokens", "data.arrow"),
+        ("tokens", "paragraph_ends.npy"),
+    ):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (file,) = (tmp_path / "cache").glob(f"{kind}-*/{name}")
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        said = refused(capsys, *command)
+        assert f"cache {file.parent}: damaged" in said and "delete this folder" in said
+        file.write_bytes(whole)
+    assert main(command) == 0
+
+
+def test_a_name_that_no_json_could_hold_is_refused_at_once(books, tmp_path, capsys):
+    out = f"--output_dir={tmp_path}/r\udcff"
+    assert "its name is not UTF-8" in refused(capsys, "prepare", f"--corpus={books}", out)
+    assert "its name is not UTF-8" in refused(capsys, "pretrain", f"--corpus={books}", out, *SMALL, "--max_steps=1")
+    assert "given 2 times" in refused(capsys, "prepare", "--corpus", books, books, f"--output_dir={tmp_path / 'out'}")
+    assert os.listdir(tmp_path) == []
 
 
 def test_cleaning_is_reported_and_recorded(books, tmp_path, capsys):

@@ -5,11 +5,13 @@ Text lies in blocks, rows of some paragraphs of a document; small tables beside 
 
 import bisect
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
 import shutil
 import sys
+import unicodedata
 import uuid
 from array import array
 from collections import Counter, deque
@@ -70,8 +72,23 @@ def written_whole(path: Path) -> Iterator[Path]:
         except OSError:  # another process was faster; it wrote the same
             if not path.exists():
                 raise
+    except OSError as error:
+        raise ValueError(
+            f"cache {path.parent}: cannot be written ({error.strerror}); free some space, or set HF_HOME to another "
+            f"folder"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def undamaged(folder: Path) -> Iterator[None]:
+    """Name the folder of the cache, and the mend, if what was written there cannot be read."""
+    try:
+        yield
+    except Exception as error:  # each kind of file has a class of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
 
 
 class NumberFile:
@@ -101,7 +118,14 @@ class NumberFile:
 
 def read_arrow(path: Path) -> datasets.Dataset:
     """The memory-mapped rows of a folder written here."""
-    return datasets.Dataset.from_file(str(path / "data.arrow"))
+    with undamaged(path):
+        return datasets.Dataset.from_file(str(path / "data.arrow"))
+
+
+def read_table(path: Path, name: str) -> np.ndarray:
+    """A memory-mapped table of a folder written here."""
+    with undamaged(path):
+        return np.load(path / f"{name}.npy", mmap_mode="r")
 
 
 def _writer(path, schema):
@@ -127,6 +151,7 @@ def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corp
         document), `document_characters.npy`, `document_sources.npy` and `counts.json`.
     """
     identity = [source.identity for source in sources]
+    identity.append([importlib.metadata.version("sentencex"), unicodedata.unidata_version])
     path = (
         folder
         / f"text-{fingerprint(identity, language, vars(cleaning), code_of(corpus, tables, sys.modules[__name__]))}"
@@ -164,7 +189,8 @@ def _write_text(blocks, folder):
 
 def text_counts(text: Path) -> dict[str, int]:
     """What was counted while the text was read: paragraphs, and what was cleaned away or passed over."""
-    return json.loads((text / "counts.json").read_text())
+    with undamaged(text):
+        return json.loads((text / "counts.json").read_text())
 
 
 class SentenceSample:
@@ -179,9 +205,9 @@ class SentenceSample:
     """
 
     def __init__(self, text: Path, documents: np.ndarray, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS):
-        ends = np.load(text / "document_ends.npy")
+        ends = read_table(text, "document_ends")
         first, last = np.append(0, ends)[documents], ends[documents]
-        total = int(np.load(text / "document_characters.npy")[documents].sum())
+        total = int(read_table(text, "document_characters")[documents].sum())
         self.text, self.share = text, min(1.0, most_characters / max(total, 1))
         blocks = np.concatenate([np.arange(*span) for span in zip(first, last, strict=True)])
         self.blocks = blocks[np.unique((np.arange(int(len(blocks) * self.share)) / self.share).astype(int))]
@@ -215,7 +241,7 @@ def prepare_tokens(text: Path, tokenizer, folder: Path, processes: int = 1) -> P
         blocks = len(read_arrow(text))
         spans = [(first, min(first + TOKENIZED_AT_ONCE, blocks)) for first in range(0, blocks, TOKENIZED_AT_ONCE)]
         done = in_order(_tokenize, spans, min(processes, len(spans)), _open_text, (text, backend.to_str()))
-        documents = len(np.load(text / "document_ends.npy"))
+        documents = len(read_table(text, "document_ends"))
         with written_whole(path) as partial:
             _write_tokens(watched(done, "tokenizing", documents, lambda part: len(part["document_ends"])), partial)
     return path
@@ -262,7 +288,7 @@ def _alone_on_a_core(initializer, arguments):
 def _open_text(text, backend):
     global _rows, _document_ends, _encode
     _rows, _encode = read_arrow(text), SentenceEncoder(backend)
-    _document_ends = np.load(text / "document_ends.npy", mmap_mode="r")
+    _document_ends = read_table(text, "document_ends")
 
 
 class SentenceEncoder:
@@ -355,11 +381,11 @@ class TokenizedCorpus:
         columns = [batch.column("input_ids") for batch in read_arrow(path).data.table.to_batches() if batch.num_rows]
         self._chunks = [column.values.to_numpy() for column in columns]
         self._chunk_starts = np.cumsum([0, *map(len, self._chunks)]).tolist()
-        self._sentence_ends, self._paragraph_ends, self._document_ends = (
-            np.load(path / f"{name}.npy", mmap_mode="r") for name in _TABLES
-        )
+        self._sentence_ends, self._paragraph_ends, self._document_ends = (read_table(path, name) for name in _TABLES)
         if self._chunk_starts[-1] != self._sentence_ends[-1] or len(self._sentence_ends) != self._document_ends[-1]:
-            raise ValueError(f"{path}: its files do not fit each other")
+            raise ValueError(
+                f"cache {path}: damaged (its files do not fit each other); delete this folder and run again"
+            )
 
     def __getstate__(self):  # a loader's worker opens the files itself
         return {"path": self.path}

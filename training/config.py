@@ -68,9 +68,7 @@ class TextConfig:
     dataset_split: str = option("train", "the split of each", TEXT, how=True, metavar="NAME")
     streaming: bool = option(False, "read datasets row by row, without downloading them whole", TEXT, how=True)
     text_column: str = option("text", "column of text in datasets and tables", TEXT, how=True, metavar="NAME")
-    max_documents: int | None = option(
-        None, "most documents (text files, rows) to read from each path and each dataset", TEXT
-    )
+    max_documents: int | None = option(None, "most text files and rows to read from each path and each dataset", TEXT)
     language: str = option(
         "en",
         "language of the text (ISO 639, lower case), for splitting sentences; languages that sentencex has no rules "
@@ -291,6 +289,8 @@ class PretrainConfig(TextConfig):
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_range("max_seq_length", 8)
+        if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
+            raise ValueError("short_seq_prob is for segments, and pairing is sentences; leave it out")
         for weight in self.source_weights:
             if not re.fullmatch(r"\d*\.?\d+", weight):
                 raise ValueError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")

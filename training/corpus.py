@@ -88,8 +88,9 @@ def file_source(path: str | Path, text_column: str = "text", max_documents: int 
     A text file, a table or a folder of them, in sorted order; `python-docs` names the embedded corpus.
 
     A text file is a document, a blank line ends a paragraph; of a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each
-    row is one. Any of them but Parquet may be packed (`.gz`, `.zst`). A file of another name is read as text if it is
-    named, or packed; folders are searched for the known ones, hidden files and folders passed over.
+    row is one, or, where rows are single lines, `BLOCK_ROWS` of them are (`row_documents`). Any of them but Parquet
+    may be packed (`.gz`, `.zst`). A file of another name is read as text if it is named, or packed; folders are
+    searched for the known ones, hidden files and folders passed over.
 
     Args:
         text_column: column of text in the tables.
@@ -104,8 +105,8 @@ def file_source(path: str | Path, text_column: str = "text", max_documents: int 
         versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
         identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(), max_documents), counts)
-    files = text_files(path)
-    identity = [[[file.name, _content_hash(file)] for file in files], text_column, max_documents]
+    files = text_files(path, counts)
+    identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
     documents = _documents(files, text_column, max_documents, counts)
     return Source(_name(Path(path).resolve()), identity, documents, counts)
 
@@ -142,7 +143,12 @@ def _texts(files, text_column, counts):
         counts["files_without_text"] += not found
 
 
-def _content_hash(file):
+def content_hash(file: Path) -> str:
+    """The SHA-256 of a file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     digest = hashlib.sha256()
     try:
         with file.open("rb") as opened:
@@ -153,8 +159,16 @@ def _content_hash(file):
         raise ValueError(f"{file}: cannot be read ({error.strerror}); mend its permissions or leave it out") from None
 
 
-def text_files(path: str | Path) -> list[Path]:
-    """The files of text that `path`, a file or a folder, stands for, sorted."""
+def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
+    """
+    The files of text that `path`, a file or a folder, stands for, sorted.
+
+    Args:
+        counts: gets `files_of_other_kinds` and `broken_links` that were passed over. Hidden files do not count.
+
+    Raises:
+        ValueError: none there, or a folder in it that cannot be read.
+    """
     path = Path(path)
     if path.is_file():
         if tables.kind_of(path) == ".json":
@@ -162,19 +176,41 @@ def text_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if (tables.kind_of(file) in READ_SUFFIXES or file.suffix.lower() in tables.PACKED_SUFFIXES)
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    if not path.is_dir():
+        raise ValueError(f"{path}: neither a file nor a folder; write its text into a file")
+    files, counts = [], Counter() if counts is None else counts
+    for file in _files_below(path):
+        if tables.kind_of(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
+            counts["files_of_other_kinds"] += 1
+        elif not file.is_file():
+            counts["broken_links"] += 1
+        else:
+            files.append(file)
     if not files:
         raise ValueError(
             f"{path}: no text file in this folder; what is read is {', '.join(READ_SUFFIXES)}, "
             f"and {' and '.join(tables.PACKED_SUFFIXES)} of them"
         )
-    return files
+    return sorted(files)
+
+
+def _files_below(path):
+    """All files but hidden ones, links to folders followed, each folder once."""
+
+    def refuse(error):
+        raise ValueError(
+            f"{error.filename}: cannot be read ({error.strerror}); mend its permissions or leave it out"
+        ) from None
+
+    seen = set()
+    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        folders[:] = (
+            name
+            for name in sorted(folders)
+            if not name.startswith(".") and os.path.realpath(os.path.join(folder, name)) not in seen
+        )
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def text_paragraphs(file: Path) -> Iterator[str]:
@@ -198,6 +234,10 @@ def _decoded(file):
     """The text of a UTF-8 file in pieces."""
     with tables.opened(file) as stream:
         start, data = 0, stream.read(READ_BYTES)  # `data` begins with byte `start`
+        if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+            raise ValueError(
+                f"{file}: UTF-32 text; convert it, for example with `iconv -f UTF-32 -t UTF-8`, or leave it out"
+            )
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ValueError(
                 f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
@@ -252,6 +292,8 @@ def dataset_source(
         ValueError: no such dataset, configuration, split or column, or a column that does not hold text; while it is
             read, a damaged row.
     """
+    if Path(name).is_file():
+        raise ValueError(f"dataset {name}: a file; give it with --corpus")
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else _name(Path(name).resolve())
     try:
@@ -290,7 +332,7 @@ def _open_dataset(name, config, split, streaming):
     files = of_splits.get(split) or itertools.chain.from_iterable(of_splits.values())
     files = [Path(file) for file in files]
     if files and all(file.is_file() for file in files):
-        return rows, [[file.name, _content_hash(file)] for file in files]
+        return rows, [[file.name, content_hash(file)] for file in files]
     return rows, [builder.config_id, builder.hash]
 
 
@@ -304,7 +346,7 @@ def _open_saved(folder, config, split):
         if split not in rows:
             raise ValueError(f"no split {split!r}; it has {', '.join(rows)}: name one with --dataset_split")
         rows = rows[split]
-    content = [_content_hash(Path(file["filename"])) for file in rows.cache_files]
+    content = [content_hash(Path(file["filename"])) for file in rows.cache_files]
     return rows.with_format(None), content  # a format is saved too, and would turn texts into arrays
 
 

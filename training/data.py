@@ -9,6 +9,7 @@ Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots, S
 import bisect
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
     Args:
         sizes: size of each document, in characters or tokens (documents,).
         fraction: share of the text to hold out.
-        most: most text to hold out, in the unit of `sizes`: more would cost time and tell no more.
+        most: most text to hold out, in the unit of `sizes`: more would cost time and tell no more. The last document
+            may go beyond it; one that alone is more is held out only if there are no others.
 
     Returns:
         Document numbers to train on and to hold out, ascending; at least two of each.
@@ -57,6 +59,8 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
         )
     order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(sizes))
     wanted = min(fraction * sizes.sum(), most)
+    # Documents that are more than that alone go last, smaller ones first.
+    order = order[np.argsort(np.where(sizes[order] > wanted, sizes[order], 0), kind="stable")]
     count = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
     count = min(max(count, 2), len(sizes) - 2)
     return np.sort(order[count:]), np.sort(order[:count])
@@ -123,7 +127,7 @@ def pair_lengths(rows: np.ndarray) -> np.ndarray:
 class EpochPlans:
     """The pairs of each epoch, laid out beforehand and kept on disk, each epoch in another order with other pairs.
 
-    Plans of a few kilobytes are laid out again when they are needed: a tiny text has thousands of epochs in a run.
+    Small plans are laid out again when they are needed: a tiny text has thousands of epochs in a run.
 
     Args:
         documents: document numbers of every epoch; or, with `passes`, those that `epoch_documents` chooses from.
@@ -144,11 +148,17 @@ class EpochPlans:
         self.tokens, self.documents, self.pairing, self.seed = tokens, documents, pairing, seed
         self.sources, self.passes = sources, passes
         chosen = [array if array is None else array.tobytes().hex() for array in (documents, sources, passes)]
-        self.folder = folder / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs))}"
+        self.folder = (
+            folder
+            / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs, sys.modules[__name__]))}"
+        )
         self._ends = [0]  # pairs up to the end of each epoch laid out so far
+        self._small = {}  # the last plans that are not kept on disk
 
     def epoch(self, number: int) -> np.ndarray:
         """The pairs of one epoch: a memory-mapped array of `pairs.PAIR`."""
+        if number in self._small:
+            return self._small[number]
         path = self.folder / f"epoch-{number:05d}.pairs"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -158,6 +168,7 @@ class EpochPlans:
                     if laid_out.stat().st_size < SMALL_PLAN:
                         rows = np.fromfile(laid_out, pairs.PAIR)
                         laid_out.unlink()
+                        self._small = {**dict(list(self._small.items())[-1:]), number: rows}
                         return rows
                     os.replace(laid_out, path)
         return np.memmap(path, pairs.PAIR, mode="r")
@@ -174,6 +185,12 @@ class EpochPlans:
             try:
                 while len(part := np.fromiter(itertools.islice(rows, 65_536), dtype=pairs.PAIR)):
                     part.tofile(file)
+            except OSError as error:
+                path.unlink()
+                raise ValueError(
+                    f"cache {self.folder}: cannot be written ({error.strerror}); free some space, or set HF_HOME to "
+                    f"another folder"
+                ) from None
             except BaseException:
                 path.unlink()
                 raise

@@ -97,7 +97,7 @@ def segment_pairs(
                 a, b = (starts[first], ends[split - 1]), (starts[split], ends[last])
             else:
                 split, a, b = first + 1, (starts[first], ends[first]), None
-                if a[1] - a[0] > 1 and (objective == "sop" or random_pairs_owed == MOST_OWED):
+                if a[1] - a[0] > 1 and (objective == "sop" or random_pairs_owed >= MOST_OWED):
                     a, b = _cut_in_two(a, rng)
             if objective == "sop":
                 if b is not None:
@@ -111,7 +111,7 @@ def segment_pairs(
                 is_random, random_pairs_owed = False, random_pairs_owed - 1
             if is_random:
                 wanted = max(1, target - (a[1] - a[0]))
-                other, b = _random_span(documents, several, document, a[1], sentence_ends, wanted, rng)
+                other, b = _random_span(documents, several, document, a, sentence_ends, wanted, rng)
                 first = split
             else:
                 other, first = document, last + 1
@@ -163,7 +163,7 @@ def sentence_pairs(
                 was_second = True
             elif rng.random() < 0.5:
                 other, b = _waiting_span(waiting, document, rng) or _random_span(
-                    documents, several, document, a[1], sentence_ends, 1, rng
+                    documents, several, document, a, sentence_ends, 1, rng
                 )
                 a, b = _truncate(a, b, room, rng)
                 yield document, *a, other, *b, IS_RANDOM
@@ -206,10 +206,11 @@ def single_segments(
             start = end
 
 
-def _random_span(documents, several, document, true_continuation, sentence_ends, wanted, rng):
+def _random_span(documents, several, document, a, sentence_ends, wanted, rng):
     """Whole sentences of at least `wanted` tokens, if there are as many, from a random place in another document.
 
-    Where `document` is the only one they come from elsewhere in it, never from the true continuation.
+    Where `document` is the only one they come from elsewhere in it: neither out of A nor from its true continuation,
+    or, if there is nothing else, out of A.
     """
     other = document
     if several:
@@ -217,14 +218,15 @@ def _random_span(documents, several, document, true_continuation, sentence_ends,
             other = int(documents[rng.integers(len(documents))])
     ends = sentence_ends(other)
     starts = np.concatenate(([0], ends[:-1]))
+    candidates, limit = np.arange(len(ends)), ends[-1]
     if other == document:
-        candidates = np.flatnonzero(starts != true_continuation)
-    else:
-        candidates = np.arange(len(ends))
+        candidates = np.flatnonzero((ends <= a[0]) | (starts > a[1]))
+        if not len(candidates):
+            candidates = np.flatnonzero(starts != a[1])
     first = int(candidates[rng.integers(len(candidates))])
-    last = min(int(np.searchsorted(ends, starts[first] + wanted)), len(ends) - 1)
-    if other == document and starts[first] < true_continuation:  # nor may it run into the continuation
-        last = min(last, int(np.searchsorted(ends, true_continuation)))
+    if other == document and starts[first] < a[1]:  # nor may it run into them
+        limit = a[0] if starts[first] < a[0] else a[1]
+    last = min(int(np.searchsorted(ends, starts[first] + wanted)), int(np.searchsorted(ends, limit)))
     return other, (int(starts[first]), int(ends[last]))
 
 
@@ -252,7 +254,7 @@ def _alone(sentence, documents, several, sentence_ends, room, rng, objective):
     if two and rng.random() < 0.5:
         other, label, (a, b) = document, IS_NEXT, two
     else:
-        (other, b), label = _random_span(documents, several, document, a[1], sentence_ends, 1, rng), IS_RANDOM
+        (other, b), label = _random_span(documents, several, document, a, sentence_ends, 1, rng), IS_RANDOM
     a, b = _truncate(a, b, room, rng)
     yield document, *a, other, *b, label
 

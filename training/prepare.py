@@ -88,7 +88,7 @@ def prepare(run: TextConfig) -> PreparedText:
     for line in reading_report(counts):
         say(line)
     try:
-        sizes = np.load(text / "document_characters.npy")
+        sizes = arrow.read_table(text, "document_characters")
         train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
         sample = arrow.SentenceSample(text, train)
         if tokenizer is None:
@@ -103,8 +103,8 @@ def prepare(run: TextConfig) -> PreparedText:
     has_tokens = tokens.sizes() > 0
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
-        raise ValueError(f"{name}: its text holds no token that the tokenizer knows; give more text")
-    of_sources = np.load(text / "document_sources.npy")
+        raise ValueError(f"{name}: too few of its documents hold a token that the tokenizer knows; give more text")
+    of_sources = arrow.read_table(text, "document_sources")
     report = wordpiece.describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
     say(
         f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
@@ -132,9 +132,15 @@ def read_sources(run: TextConfig) -> list[corpus.Source]:
     Raises:
         ValueError: one that cannot be read, or a prepared folder among others.
     """
-    for path in run.text_paths():
-        if (Path(path) / PREPARED_FILE).is_file():
+    for path in (paths := run.text_paths()):
+        if os.path.isfile(Path(path) / PREPARED_FILE):
             raise ValueError(f"corpus {path}: a prepared folder is a whole corpus; give it alone, or its text")
+        if any(Path(path).glob("tokens-*/data.arrow")):
+            raise ValueError(f"corpus {path}: a prepared folder without its {PREPARED_FILE}; prepare the text again")
+        if paths.count(path) > 1:
+            raise ValueError(
+                f"corpus {path}: given {paths.count(path)} times; source_weights says how much of it to take"
+            )
     files = [corpus.file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
     how = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
     return files + [corpus.dataset_source(name, config, *how) for name, config in run.named_datasets()]
@@ -147,9 +153,14 @@ def usable_cores() -> int:
 
 def reading_report(counts: dict[str, int]) -> Iterator[str]:
     """What a person should know of how a text was read: what was passed over, cut or cleaned away."""
-    for what in ("files", "rows"):
-        if found := counts.get(f"{what}_without_text"):
-            yield f"passed over: {found:,} {what} without text"
+    passed_over = {
+        "files_without_text": "files without text",
+        "rows_without_text": "rows without text",
+        "files_of_other_kinds": "files of other kinds",
+        "broken_links": "broken links",
+    }
+    if found := [f"{counts[key]:,} {words}" for key, words in passed_over.items() if counts.get(key)]:
+        yield f"passed over: {', '.join(found)}"
     if cut := counts.get("long_sentences"):
         yield f"cut between words: {cut:,} sentences of more than {corpus.LONGEST_SENTENCE:,} characters"
     cleaned = {"normalized": "normalised", "too_short": "too short", "duplicates": "duplicates"}
@@ -171,7 +182,9 @@ def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Pat
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         with arrow.written_whole(path) as partial:
             (partial / "pieces.json").write_text(json.dumps(pieces))
-    return wordpiece.make_tokenizer(json.loads((path / "pieces.json").read_text()), run.lowercase, run.strip_accents)
+    with arrow.undamaged(path):
+        pieces = json.loads((path / "pieces.json").read_text())
+    return wordpiece.make_tokenizer(pieces, run.lowercase, run.strip_accents)
 
 
 def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertTokenizer:
@@ -188,7 +201,7 @@ def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertT
 def is_prepared(run: TextConfig) -> bool:
     """Whether the corpus is a folder that `write_prepared` left."""
     paths = run.text_paths()
-    return not run.dataset and len(paths) == 1 and (Path(paths[0]) / PREPARED_FILE).is_file()
+    return not run.dataset and len(paths) == 1 and os.path.isfile(Path(paths[0]) / PREPARED_FILE)
 
 
 def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
@@ -206,7 +219,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
         raise ValueError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
     text = prepare(run)
     wordpiece.save_tokenizer(text.tokenizer, folder)
-    shutil.copytree(text.tokens.path, folder / text.tokens.path.name, copy_function=_link_or_copy)
+    shutil.copytree(text.tokens.path, folder / text.tokens.path.name)
     for name in TABLES:
         np.save(folder / f"{name}.npy", getattr(text, name))
     record = {
@@ -216,6 +229,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
         "reading": text.reading,
         "tokens": text.tokens.path.name,
         "counts": text.counts(),
+        "files": {path.relative_to(folder).as_posix(): corpus.content_hash(path) for path in _files(folder)},
     }
     (folder / PREPARED_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return text
@@ -230,6 +244,9 @@ def read_prepared(folder: Path) -> PreparedText:
     """
     try:
         record = json.loads((folder / PREPARED_FILE).read_text())
+        for name, content in record["files"].items():
+            if corpus.content_hash(folder / name) != content:
+                raise ValueError(f"{name} is not what was written")
         text = PreparedText(
             record["settled"],
             record["corpus_name"],
@@ -240,20 +257,15 @@ def read_prepared(folder: Path) -> PreparedText:
             arrow.TokenizedCorpus(folder / record["tokens"]),
             **{name: np.load(folder / f"{name}.npy") for name in TABLES},
         )
-        damaged = None if text.counts() == record["counts"] else "its counts are others than its record says"
     except Exception as error:  # each part of it has a class of its own
-        damaged = " ".join(str(error).split())
-    if damaged:
-        raise ValueError(f"corpus {folder}: a damaged prepared folder ({damaged}); prepare the text again")
+        reason = " ".join(str(error).split())
+        raise ValueError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
     say(text.summary())
     return text
 
 
-def _link_or_copy(source, target):
-    try:
-        os.link(source, target)
-    except OSError:  # on another disk
-        shutil.copyfile(source, target)
+def _files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def load_tokenizer(name: str) -> BertTokenizer:

@@ -113,6 +113,8 @@ def train(architecture, run, text: PreparedText, accelerator, folder: Path, resu
     eval_every = run.eval_steps or math.ceil(max_steps / 10)
     save_every = run.save_steps or math.ceil(max_steps / 10)
     steps = make_steps(run, text, max_steps, **ranks)
+    if task and accelerator.is_main_process:
+        warn_of_labels(steps)
     loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
     for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
         torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
@@ -270,6 +272,14 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.Held
     if not len(held_out.rows):
         raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
     return held_out
+
+
+def warn_of_labels(steps: data.PretrainingSteps) -> None:
+    """Say so if one label of the pairs is much more frequent than the other."""
+    labels = steps.phases[-1].plans.epoch(0)["next_sentence_label"]
+    share = labels.mean()
+    if abs(share - 0.5) > 0.1 and len(labels) > 100:
+        say(f"{share:.0%} of the pairs have label 1: the text has too few sentences that follow one another")
 
 
 def pairing(run: PretrainConfig, length: int) -> dict:

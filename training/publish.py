@@ -52,6 +52,7 @@ def new_folder(folder: Path):
         ValueError: `folder` holds something already, or cannot be made.
     """
     folder = folder.absolute()
+    check_name(folder)
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"{folder}: there is something already; name a new or empty folder")
     try:
@@ -67,8 +68,19 @@ def new_folder(folder: Path):
             partial.rename(folder)  # an empty folder of this name makes way
         except OSError as error:
             raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+    except OSError as error:
+        reason = error.strerror or error.args[0][0][-1]  # shutil's own has a list of them
+        raise ValueError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_name(folder: Path) -> None:
+    """Refuse a name that no JSON and no card could hold, before there is anything to lose."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
 
 
 def _umask():

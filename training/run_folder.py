@@ -35,6 +35,7 @@ def output_folder(run: PretrainConfig, is_main_process: bool = True):
             resumed or replaced.
     """
     folder = Path(run.output_dir or default_output_dir(run))
+    publish.check_name(folder)
     if not is_main_process:
         yield folder
         return

@@ -62,7 +62,9 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
     read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(kind_of(file), _csv_rows)
     for line, text in read(file, column):
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}")
+            raise ValueError(
+                f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}; name another"
+            )
         try:
             (text or "").encode()
         except UnicodeEncodeError as error:  # JSON can write half of a pair
@@ -97,7 +99,14 @@ def _csv_rows(file, column):
         rows = csv.DictReader(lines, dialect="excel-tab" if kind_of(file) == ".tsv" else "excel", strict=True)
         try:
             _check_column(file, column, rows.fieldnames or [])
+            if rows.fieldnames.count(column) > 1:
+                raise ValueError(f"{file}: two columns are called {column!r}; give each a name of its own")
             for row in rows:
+                if None in row:  # where the reader puts what goes beyond the names
+                    raise ValueError(
+                        f"{file}, line {rows.line_num}: more fields than the first line has names; "
+                        f"put texts with commas or tabs between quotes"
+                    )
                 yield rows.line_num, row[column]
         except UnicodeDecodeError as error:
             raise ValueError(
@@ -116,7 +125,9 @@ def _parquet_rows(file, column):
             if table.schema_arrow.names.count(column) > 1:
                 raise ValueError(f"{file}: has several columns {column!r}; name another")
             kind = table.schema_arrow.field(column).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+            values = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if not any(is_text(values) for is_text in texts):
                 raise ValueError(f"{file}: column {column!r} holds no text but {kind}; name another")
             row = 0
             for batch in table.iter_batches(batch_size=1000, columns=[column]):
