@@ -307,7 +307,7 @@ def dataset_source(
     except Exception as error:  # the library has another class of exception for every way to miss
         raise ValueError(f"dataset {name}: cannot be loaded ({_reason(error)})") from None
     if rows.features is not None:  # else a stream whose columns show when it is read
-        _check_column(name, text_column, rows.features)
+        tables.check_column(f"dataset {name}", text_column, rows.features)
         kind = rows.features[text_column]
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
             raise ValueError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
@@ -362,20 +362,13 @@ def _dataset_texts(name, rows, column):
             except Exception as error:  # the reader of each format has its own
                 where = f"dataset {name}: broke off after {number - 1:,} rows"
                 raise ValueError(f"{where} ({_reason(error)}); repair it or leave it out") from None
-            _check_column(f"{name}, row {number:,}", column, row)
+            tables.check_column(f"dataset {name}, row {number:,}", column, row)
             text = row[column]
             if text is not None and not isinstance(text, str):
                 raise ValueError(
                     f"dataset {name}, row {number:,}: column {column!r} holds no text but {type(text).__name__}"
                 )
             yield text
-
-
-def _check_column(where, column, names):
-    if column not in names:
-        raise ValueError(
-            f"dataset {where}: no column {column!r}; it has {', '.join(names)}: name one with --text_column"
-        )
 
 
 def _reason(error):

@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,7 +87,7 @@ def _json_rows(file, column):
             except (ValueError, RecursionError):
                 raise ValueError(f"{file}, line {number}: no JSON; repair the line or take it out") from None
             if isinstance(row, dict):
-                _check_column(f"{file}, line {number}", column, row)
+                check_column(f"{file}, line {number}", column, row)
                 row = row[column]
             yield number, row
 
@@ -98,7 +98,7 @@ def _csv_rows(file, column):
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(lines, dialect="excel-tab" if kind_of(file) == ".tsv" else "excel", strict=True)
         try:
-            _check_column(file, column, rows.fieldnames or [])
+            check_column(file, column, rows.fieldnames or [])
             if rows.fieldnames.count(column) > 1:
                 raise ValueError(f"{file}: two columns are called {column!r}; give each a name of its own")
             for row in rows:
@@ -121,7 +121,7 @@ def _csv_rows(file, column):
 def _parquet_rows(file, column):
     try:
         with pq.ParquetFile(file) as table:
-            _check_column(file, column, table.schema_arrow.names)
+            check_column(file, column, table.schema_arrow.names)
             if table.schema_arrow.names.count(column) > 1:
                 raise ValueError(f"{file}: has several columns {column!r}; name another")
             kind = table.schema_arrow.field(column).type
@@ -142,7 +142,8 @@ def _parquet_rows(file, column):
         raise ValueError(f"{file}: not UTF-8 text after row {row} ({error.reason}); convert it") from None
 
 
-def _check_column(where, column, names):
+def check_column(where: object, column: str, names: Iterable[str]) -> None:
+    """Refuse a table or a dataset, `where`, without the column."""
     if column not in names:
         listed = ", ".join(map(str, names)) or "none"
         raise ValueError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")
