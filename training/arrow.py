@@ -346,7 +346,7 @@ def _tokenize(span):
         "input_ids": ids,
         "block_ends": token_ends[block_ends - 1],
         "sentence_ends": token_ends[lengths > 0],
-        "paragraph_ends": kept[np.union1d(paragraph_ends, document_ends)],
+        "paragraph_ends": kept[paragraph_ends],
         "document_ends": kept[document_ends],
     }
 
