@@ -20,10 +20,11 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.training import data, evaluate, prepare
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
-from d2l_bert.training.pretrain import make_accelerator, make_phases, train_step
+from d2l_bert.training.pretrain import make_phases, train_step
 
 
 OPTIONS = ("--max_steps=6", "--save_steps=3", "--save_total_limit=9", "--mixed_precision=no")
@@ -216,9 +217,9 @@ def learn(books):
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         )
-        values = train_step(make_accelerator(run), model, optimizer, batches, 0.0, 1e9)
-        mlm_loss, pair_loss, norm, tokens, _, examples = values  # how much is computed depends on the split
-        values = torch.stack([mlm_loss, pair_loss, norm, tokens, examples])
+        done = train_step(make_accelerator("no"), model, [optimizer], batches, 0.0, 1e9)
+        # How much is computed, padding included, depends on the split.
+        values = torch.tensor([done.mlm_loss, done.pair_loss, done.grad_norm, done.tokens, done.examples])
         return values, gradients[0], functools.partial(model, **batches[0])
 
     return step

@@ -20,9 +20,10 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.training import data, prepare, publish
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.pretrain import make_accelerator, make_phases, pretrain, train_step
+from d2l_bert.training.pretrain import make_phases, pretrain, train_step
 from d2l_bert.training.run_folder import start_folder
 from d2l_bert.training.tracking import Meter
 
@@ -92,7 +93,7 @@ def test_a_table_trains_as_the_files_it_was_made_of_do(books, tmp_path):
 def test_a_batch_can_be_learnt_by_heart(books):
     """Both losses of one step's pairs go to nothing when it is repeated: every gradient arrives where it should."""
     config = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, global_batch_size=8, max_steps=1)
-    accelerator = make_accelerator(replace(config, mixed_precision="no"))
+    accelerator = make_accelerator("no")
     text = prepare.prepare(config)
     micro_batches = data.PretrainingSteps(make_phases(replace(config, micro_batch_size=3), text, 1))[0]
     torch.manual_seed(0)
@@ -100,7 +101,7 @@ def test_a_batch_can_be_learnt_by_heart(books):
     model = D2lBertForPreTraining(D2lBertConfig(vocab_size=len(text.tokenizer), hidden_size=64, **numbers))
     optimizer = make_adamw(model, 3e-3, 0.0, (0.9, 0.98), 1e-6)
     for _ in range(150):
-        mlm_loss, nsp_loss, *_ = train_step(accelerator, model, optimizer, micro_batches, 3e-3, 1.0).tolist()
+        mlm_loss, nsp_loss, *_ = train_step(accelerator, model, [optimizer], micro_batches, 3e-3, 1.0)
     assert mlm_loss < 0.05 and nsp_loss < 0.05
 
 

@@ -1,53 +1,221 @@
-"""Resumable state: `checkpoint-<step>/`, complete or not there at all, and without a pickle.
+"""Resumable state: `checkpoint-<step>/`, complete or not there at all, every byte as it was saved, and no pickle.
 
 The data order and every dropout mask follow from the step: weights, optimizer moments and the step are all it takes.
 A checkpoint is also a model folder: `from_pretrained` loads it.
 """
 
+import contextlib
 import json
-import os
 import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import nn
 
+from d2l_bert.training import publish
+from d2l_bert.training.corpus import content_hash
+from d2l_bert.training.distributed import on_main, plain_model, spread, whole
+from d2l_bert.training.optim import MovingAverage
 from d2l_bert.training.tracking import say
 
 
 STATE_FILE = "training_state.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+AVERAGE_FILE = "average.safetensors"
+MANIFEST_FILE = "manifest.json"
 
 
-def save_checkpoint(folder: Path, step: int, model, optimizer, state: dict, keep: int) -> Path:
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds
+
+
+@dataclass
+class Learner:
+    """What an optimizer step changes: weights, moments, and what else depends on the steps before."""
+
+    accelerator: Accelerator
+    model: nn.Module  # the bare one; its parameters may be FSDP's shards
+    optimizers: list[torch.optim.Optimizer]
+    average: MovingAverage | None = None
+
+    def __post_init__(self):
+        # Once and for all: in the middle of things FSDP shows others under these names.
+        self.parameters = dict(self.model.named_parameters())
+
+    def plain(self, averaged: bool = False) -> nn.Module | None:
+        """The model in one piece, on the processor, in the main process; None in others. All must call.
+
+        Args:
+            averaged: with the moving average of the weights, if there is one.
+        """
+        weights = self.averages() if averaged and self.average else self._gather(self.parameters.items())
+        return plain_model(self.model, weights) if self.accelerator.is_main_process else None
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The moving average of every parameter, whole, in the main process; as `plain`."""
+        return self._gather(self.average.tensors().items() if self.average else ())
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What the optimizers know of each parameter, as `<parameter>|<key>`; as `plain`."""
+        return self._gather(
+            (f"{name}|{key}", tensor)
+            for name, parameter in self.parameters.items()
+            for key, tensor in self._state_of(parameter).items()
+        )
+
+    def load(self, folder: Path, scaler: dict | None) -> None:
+        """
+        Take over what the files in a checkpoint's folder hold. The main process reads them, for all.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        self._fill(folder / WEIGHTS_FILE, self.parameters)
+        self.model.tie_weights()
+        moments = {}
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for full_name, shape in self._shapes(folder / OPTIMIZER_FILE).items():
+            name, _, key = full_name.rpartition("|")
+            if name in self.parameters:
+                # Adam's count of steps is a number beside its moments, which have the parameter's shape.
+                like = self.parameters[name]
+                has_its_shape = shape == list(like.shape)
+                moment = torch.zeros_like(like) if has_its_shape else torch.zeros(shape, device=like.device)
+                moments[full_name] = self._state_of(like)[key] = moment.detach()
+        self._fill(folder / OPTIMIZER_FILE, moments)
+        if self.average:
+            self._fill(folder / AVERAGE_FILE, self.average.tensors())
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(scaler)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def unchanged(self):
+        """Put weights back, and forget moments, when the block ends: what was tried in it leaves no trace."""
+        before = [parameter.clone() for parameter in self.parameters.values()]
+        yield
+        for parameter, was in zip(self.parameters.values(), before, strict=True):
+            parameter.copy_(was)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    def _state_of(self, parameter):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if any(parameter is other for other in group["params"]):
+                    return optimizer.state[parameter]
+        raise AssertionError("a parameter without an optimizer")
+
+    def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
+        gathered = {}
+        for name, tensor in named:
+            tensor = whole(tensor)
+            if self.accelerator.is_main_process:
+                gathered[name] = tensor.cpu().contiguous()
+        return gathered
+
+    def _shapes(self, path):
+        return on_main(self.accelerator, _read_shapes, path)
+
+    def _fill(self, path, targets):
+        found = self._shapes(path)
+        other = found.keys() ^ targets.keys() or {n for n in found if found[n] != list(targets[n].shape)}
+        if other:
+            raise ValueError(f"{path}: not of this model ({min(other)}); give a checkpoint of this run")
+        reads = self.accelerator.is_main_process
+        with safe_open(path, "pt") if reads else contextlib.nullcontext() as file:
+            for name, target in targets.items():
+                spread(file.get_tensor(name) if reads else None, target)
+
+
+def _read_shapes(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Write
+
+
+def save_checkpoint(folder: Path, step: int, learner: Learner, tokenizer, state: dict, keep: int) -> Path:
     """
     Write `folder/checkpoint-<step>` beside and rename it when it is complete and synced; drop all but the last `keep`.
+    All processes must call; the main one writes.
 
     Args:
         step: optimizer steps done.
-        model: the bare model (not the distributed wrapper).
-        optimizer: its AdamW.
+        tokenizer: saved with the model.
         state: what else to keep, as JSON; `step` is added.
+
+    Raises:
+        ValueError: it cannot be written, the disk is full perhaps. What was saved before is still there.
     """
-    final = folder / f"checkpoint-{step}"
-    partial = folder / f".checkpoint-{step}.part"
+    scaler = learner.accelerator.scaler
+    state = {**state, "step": step, "scaler": scaler.state_dict() if scaler else None}
+    tensors = {OPTIMIZER_FILE: learner.moments(), AVERAGE_FILE: learner.averages()}
+    model, final = learner.plain(), folder / f"checkpoint-{step}"
+    return on_main(learner.accelerator, _write, final, model, tokenizer, tensors, state, keep)
+
+
+def _write(final, model, tokenizer, tensors, state, keep):
+    partial = _hidden(final)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    save_file(_optimizer_tensors(model, optimizer), partial / OPTIMIZER_FILE)
-    (partial / STATE_FILE).write_text(json.dumps({**state, "step": step}, indent=2) + "\n")
-    for path in (*partial.iterdir(), partial):
-        _sync(path)
-    if final.exists():  # from a run that was resumed from an earlier step
-        shutil.rmtree(final)
-    partial.rename(final)
-    _sync(folder)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    try:
+        partial.mkdir(parents=True)
+        publish.export_model(model, tokenizer, partial)
+        for name, named in tensors.items():
+            if named:
+                save_file(named, partial / name)
+        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+        (partial / MANIFEST_FILE).write_text(_manifest({p.name: content_hash(p) for p in sorted(partial.iterdir())}))
+        for path in (*partial.iterdir(), partial):
+            publish.sync(path)
+        partial.rename(final)
+        publish.sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(
+            f"{final}: cannot be written ({error}); earlier checkpoints are as they were: free some space, and go on "
+            f"with --resume_from_checkpoint latest"
+        ) from None
+    for old in checkpoints(final.parent)[:-keep]:
+        drop(old)
     return final
+
+
+def drop(checkpoint: Path) -> None:
+    """Delete a checkpoint, never leaving half of one under its name."""
+    if not checkpoint.name.startswith("."):
+        checkpoint = checkpoint.rename(_hidden(checkpoint))
+    shutil.rmtree(checkpoint)
+
+
+def _hidden(checkpoint):
+    return checkpoint.with_name(f".{checkpoint.name}.part")
+
+
+def _manifest(hashes):
+    return json.dumps({"sha256": hashes}, indent=2) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Read
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint whose every byte is as it was saved, and the JSON part of it."""
+
+    path: Path
+    state: dict
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
@@ -62,7 +230,7 @@ def step_of(path: Path) -> int:
     return int(re.search(r"\d+", path.name).group())
 
 
-def find_checkpoint(wanted: str, folder: Path) -> Path | None:
+def find_checkpoint(wanted: str, folder: Path) -> Checkpoint | None:
     """
     The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole, if any is.
 
@@ -70,68 +238,37 @@ def find_checkpoint(wanted: str, folder: Path) -> Path | None:
         ValueError: a path that is no checkpoint, or a damaged one.
     """
     if wanted != "latest":
-        read_state(Path(wanted))
-        return Path(wanted)
+        return read_checkpoint(Path(wanted))
     for path in reversed(checkpoints(folder)):
         try:
-            read_state(path)
-            return path
+            return read_checkpoint(path)
         except ValueError as error:
             say(f"{error}; trying the one before")
-    say(f"{folder}: no checkpoint yet, starting from the beginning")
+    say(f"{folder}: no checkpoint to go on from, starting from the beginning")
     return None
 
 
-def read_state(checkpoint: Path) -> dict:
+def read_checkpoint(path: Path) -> Checkpoint:
     """
-    The JSON part of a checkpoint whose files are whole.
+    A checkpoint, after comparing every byte of it with its manifest.
 
     Raises:
         ValueError: not a checkpoint, or a damaged one.
     """
-    if not (checkpoint / STATE_FILE).is_file():
-        raise ValueError(
-            f"{checkpoint}: not a checkpoint (no {STATE_FILE}); give a checkpoint-<step> folder, or latest"
-        )
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text())
-        for name in ("step", "max_steps", "identity"):
-            state[name]
-        for name in (WEIGHTS_FILE, OPTIMIZER_FILE):
-            with safe_open(checkpoint / name, "pt"):
-                pass
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"{checkpoint}: damaged ({type(error).__name__}: {error}); give another checkpoint") from None
-    return state
-
-
-def load_checkpoint(checkpoint: Path, model, optimizer) -> None:
-    """Put a checkpoint's weights and moments into the bare model and its AdamW."""
-    weights = load_file(checkpoint / WEIGHTS_FILE)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    tied = set(model.all_tied_weights_keys)
-    if set(missing) - tied or unexpected:
-        raise ValueError(f"{checkpoint}: its weights are not this model's ({[*missing, *unexpected][0]})")
-    moments = load_file(checkpoint / OPTIMIZER_FILE)
-    optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            tensor = moments[f"{name}|{key}"]
-            optimizer.state[parameter][key] = tensor.to(parameter.device)
-
-
-def _optimizer_tensors(model, optimizer) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, tensor in optimizer.state[parameter].items():
-            tensors[f"{name}|{key}"] = tensor.contiguous()
-    return tensors
-
-
-def _sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
+        manifest = (path / MANIFEST_FILE).read_text()
+    except FileNotFoundError:
+        what = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
+        raise ValueError(f"{path}: {what} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint, or latest") from None
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        saved = json.loads(manifest)["sha256"]
+        found = {name: content_hash(path / name) for name in saved}
+        changed = [name for name in saved if found[name] != saved[name]]
+        # A manifest that was changed itself is not what would be written for what it says.
+        if changed or manifest != _manifest(found):
+            raise ValueError(f"{(changed or [MANIFEST_FILE])[0]} is not as it was saved")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); give another checkpoint, or latest") from None
+    return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))

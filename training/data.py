@@ -9,6 +9,7 @@ Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots, S
 import bisect
 import itertools
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -395,7 +396,12 @@ def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Ite
     own, which took twice as long as making them.
     """
     loader = torch.utils.data.DataLoader(
-        _Arrays(steps), batch_size=None, sampler=range(first, end), num_workers=num_workers, collate_fn=_unchanged
+        _Arrays(steps),
+        batch_size=None,
+        sampler=range(first, end),
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_leave_signals_to_the_parent,
     )
     for micro_batches in loader:
         yield [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in micro_batches]
@@ -403,6 +409,12 @@ def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Ite
 
 def _unchanged(step):
     return step
+
+
+def _leave_signals_to_the_parent(worker):
+    """A worker ends with its parent, which may yet need it for the step it is in."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def batches(

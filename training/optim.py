@@ -34,3 +34,7 @@ def linear_schedule(step: int, warmup_steps: int, max_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return (max_steps - step) / max(1, max_steps - warmup_steps)
+
+
+class MovingAverage:
+    """Provisional."""

@@ -33,6 +33,7 @@ class PreparedText:
 
     settled: dict
     corpus_name: str
+    fingerprint: str
     hub_datasets: list[str]
     reading: dict[str, int]
     tokenizer: BertTokenizer
@@ -113,6 +114,7 @@ def prepare(run: TextConfig) -> PreparedText:
     text = PreparedText(
         run.settled(),
         name,
+        text.name.removeprefix("text-"),
         list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
         counts,
         tokenizer,
@@ -225,6 +227,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
     record = {
         "settled": text.settled,
         "corpus_name": text.corpus_name,
+        "fingerprint": text.fingerprint,
         "hub_datasets": text.hub_datasets,
         "reading": text.reading,
         "tokens": text.tokens.path.name,
@@ -250,6 +253,7 @@ def read_prepared(folder: Path) -> PreparedText:
         text = PreparedText(
             record["settled"],
             record["corpus_name"],
+            record["fingerprint"],
             record["hub_datasets"],
             record["reading"],
             load_tokenizer(str(folder)),

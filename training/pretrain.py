@@ -3,27 +3,27 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import math
-import os
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training import arrow, checkpoint, data, evaluate, masking
+from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.optim import linear_schedule, make_adamw
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
 from d2l_bert.training.run_folder import architecture_numbers, finish_folder, make_record, output_folder, start_folder
-from d2l_bert.training.tracking import Meter, Progress, say
+from d2l_bert.training.tracking import Meter, Progress, StepFigures, say
 
 
 # Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
@@ -50,22 +50,24 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
         ValueError: for whatever the user can mend, in one line.
     """
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
-    run.check()
-    check_architecture(architecture, run)
+    with distributed.said_once():
+        run.check()
+        check_architecture(architecture, run)
+        accelerator = distributed.make_accelerator(run.mixed_precision)
+        run = dataclasses.replace(
+            run,
+            mixed_precision=accelerator.mixed_precision,
+            attn_implementation=run.attn_implementation
+            or faster_attention(accelerator.device.type, run.max_seq_length),
+        )
+        check_device(run, accelerator.device.type)
     if run.init_from is not None:
-        check_start(run.init_from, architecture, run.tokenizer)
-    accelerator = make_accelerator(run)
-    run = dataclasses.replace(
-        run,
-        mixed_precision=accelerator.mixed_precision,
-        attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
-    )
-    if run.attn_implementation == "flex_attention" and accelerator.device.type == "cpu":
-        raise ValueError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
-    with output_folder(run, accelerator.is_main_process) as folder:
-        resumed = run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
-        with accelerator.main_process_first():
-            text = prepare(run)
+        distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
+    with contextlib.ExitStack() as held:
+        folder = distributed.on_main(accelerator, lambda: held.enter_context(output_folder(run)))
+        resumed = distributed.on_main(accelerator, find_start, run, folder)
+        # The first process reads and tokenizes, the others find what it left.
+        text = distributed.on_main(accelerator, prepare, run, shared=False) or prepare(run)
         run = dataclasses.replace(run, **text.settled)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
@@ -73,81 +75,110 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
     return folder
 
 
-def train(architecture, run, text: PreparedText, accelerator, folder: Path, resumed: Path | None) -> None:
+def train(
+    architecture: D2lBertConfig,
+    run: PretrainConfig,
+    text: PreparedText,
+    accelerator: Accelerator,
+    folder: Path,
+    resumed: checkpoint.Checkpoint | None,
+) -> None:
     """Build the model, go through the steps, and leave everything in `folder`."""
     torch.manual_seed(run.seed)
     task = PAIR_TASKS.get(run.objective)
     model = make_model(architecture, run, text.tokenizer, resumed)
-    if run.gradient_checkpointing:
-        # The old name goes in Transformers 6, and the new one came with 5.23.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    optimizer = make_adamw(
-        model, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
-    )
-    step_model, step_optimizer = accelerator.prepare(model, optimizer)
+    optimizers = [
+        make_adamw(model, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon)
+    ]
+    step_model, *step_optimizers = accelerator.prepare(model, *optimizers)
+    learner = checkpoint.Learner(accelerator, model, optimizers)
     ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
     held_out = make_held_out(run, text, **ranks)
+    is_main = accelerator.is_main_process
 
     def train_on(micro_batches, rate):
-        return train_step(accelerator, step_model, step_optimizer, micro_batches, rate, run.max_grad_norm)
+        return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
-    def evaluate_now():
-        sums = evaluate.held_out_counts(step_model, held_out, accelerator.device)
-        return evaluate.held_out_figures(accelerator.reduce(sums, "sum"), task)
+    def evaluate_now(stop):
+        """The held-out figures; None if the run is told to stop meanwhile."""
+        batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
+        with accelerator.autocast():
+            sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
+        distributed.reshard(step_model)
+        sums = accelerator.reduce(sums, "sum")
+        return None if stop.wanted() else evaluate.held_out_figures(sums, task)
 
-    identity = {**run.identity(), "architecture": architecture_numbers(architecture), "tokens": text.tokens.path.name}
-    if resumed:
-        state = resume(resumed, identity, model, optimizer)
-    else:
-        max_steps = decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, evaluate_now)
-        state = {"step": 0, "max_steps": max_steps}
-    start, max_steps = state["step"], state["max_steps"]
-    warmup_steps = math.ceil(run.warmup_ratio * max_steps)
-    record = make_record(run, max_steps, architecture, text, accelerator)
-    log = start_folder(folder, record, start) if accelerator.is_main_process else None
-    accelerator.wait_for_everyone()
+    identity = make_identity(run, architecture, text)
+    with interruption.StopSignals(accelerator) as stop, interruption.exhaustion_explained(micro_batch_pairs(run)):
+        if resumed:
+            distributed.on_main(accelerator, check_identity, resumed, identity)
+            learner.load(resumed.path, resumed.state["scaler"])
+            state = resumed.state
+        else:
+            max_steps = decide_steps(run, text, ranks, learner, train_on, lambda: evaluate_now(stop))
+            if stop.wanted():
+                leave(accelerator, stop, None)
+            state = {"step": 0, "max_steps": max_steps}
+        start, max_steps = state["step"], state["max_steps"]
+        record = make_record(run, max_steps, architecture, text, accelerator)
+        log = distributed.on_main(accelerator, start_folder, folder, record, start)
+        warmup_steps = math.ceil(run.warmup_ratio * max_steps)
+        guard = interruption.NonFiniteGuard(folder, state)
+        progress = Progress(start, max_steps, visible=is_main)
+        meter = Meter(state, task)
+        log_every = run.logging_steps or math.ceil(max_steps / 100)
+        eval_every = run.eval_steps or math.ceil(max_steps / 10)
+        save_every = run.save_steps or math.ceil(max_steps / 10)
 
-    progress = Progress(start, max_steps, visible=accelerator.is_main_process)
-    meter = Meter(state, task)
-    log_every = run.logging_steps or math.ceil(max_steps / 100)
-    eval_every = run.eval_steps or math.ceil(max_steps / 10)
-    save_every = run.save_steps or math.ceil(max_steps / 10)
-    steps = make_steps(run, text, max_steps, **ranks)
-    if task and accelerator.is_main_process:
-        warn_of_labels(steps)
-    loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
-    for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
-        torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
-        rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
-        meter.add(train_on(micro_batches, rate))
-        progress.step()
-        evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
-        if evaluates or saves or is_due(step, log_every, max_steps):
-            row = {"step": step, **meter.row(rate, max_steps - step)}
-            if not math.isfinite(row["loss"]):
-                raise ValueError(
-                    f"the loss is {row['loss']} at step {step}: training has diverged; lower learning_rate "
-                    f"({run.learning_rate:g}) and start again"
-                )
-            if accelerator.is_main_process:
-                log.write(row)
-                progress.show(row)
-        if evaluates:
-            figures = evaluate_now()
-            if accelerator.is_main_process:
-                log.write({"step": step, **figures})
-                progress.show_held_out(figures)
-        if saves and accelerator.is_main_process:
-            state = {**meter.totals, "max_steps": max_steps, "identity": identity}
-            checkpoint.save_checkpoint(folder, step, model, optimizer, state, run.save_total_limit)
-        if evaluates or saves:
-            meter.resume_clock()
-    progress.close()
-    if start == max_steps:
-        figures = evaluate_now()
-    if accelerator.is_main_process:
-        metrics = {**figures, **meter.speed()}
-        print(finish_folder(folder, model, text, record, metrics, log, held_out))
+        def note(row, show):
+            """Log a row, and show it if it is news."""
+            if is_main and log.write(row):
+                show(row)
+
+        def evaluate_and_note(step):
+            figures = evaluate_now(stop)
+            if figures:
+                note({"step": step, **figures}, progress.show_held_out)
+            return figures
+
+        steps = make_steps(run, text, max_steps, **ranks)
+        if task and is_main:
+            warn_of_labels(steps)
+        loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
+        if start and is_due(start, eval_every, max_steps):  # the run may have ended before it was done
+            figures = evaluate_and_note(start)
+        meter.resume_clock()
+        for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
+            torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
+            rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
+            done = train_on(micro_batches, rate)
+            meter.add(done)
+            progress.step()
+            if done.skipped:
+                note({"step": step, "event": "skipped", "reason": interruption.non_finite(done)}, progress.show_event)
+            guard.check(step, done)
+            stopping = stop.wanted()
+            evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
+            if evaluates or saves or stopping or is_due(step, log_every, max_steps):
+                note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
+            if evaluates:
+                figures = evaluate_and_note(step)
+                stopping = stop.wanted()
+            # While steps are being skipped the weights may be bad; what was saved before them is not pushed out.
+            if stopping or (saves and not guard.in_a_row) or step == max_steps:
+                state = {**meter.totals, **guard.state(), "max_steps": max_steps, "identity": identity}
+                saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
+            if stopping:
+                leave(accelerator, stop, saved)
+            if evaluates or saves:
+                meter.resume_clock()
+        progress.close()
+    published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}
+    report = distributed.on_main(
+        accelerator, lambda: finish_folder(folder, published, text, record, metrics, log, held_out.one(0))
+    )
+    if is_main:
+        print(report)
     # Who parts right after a sum over the processes can wait for ever: gloo's thread has yet to let go of the tensor,
     # for which it needs the interpreter's lock, and the main thread holds that while it waits for the thread.
     accelerator.wait_for_everyone()
@@ -170,38 +201,31 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
         )
 
 
-def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: Path | None):
+def check_device(run: PretrainConfig, device: str) -> None:
+    """Refuse what the device cannot do."""
+    if run.attn_implementation == "flex_attention" and device == "cpu":
+        raise ValueError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
+
+
+def find_start(run: PretrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from, if one was asked for and is there."""
+    return run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
+
+
+def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: checkpoint.Checkpoint | None):
     """The model at its start; on resuming, any of its shape, as the checkpoint has the weights."""
     # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
     model_class = D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
     if run.init_from is not None and not resumed:
-        return start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
-    model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
+        model = start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
+    else:
+        model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
     if run.attention_init == "neighbours":
         look_at_neighbours(model)
+    if run.gradient_checkpointing:
+        # The old name goes in Transformers 6, and the new one came with 5.23.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
-
-
-def make_accelerator(run: PretrainConfig) -> Accelerator:
-    """Accelerate's engine for this machine, in the precision asked for, or bf16 where the processor has it."""
-    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-    precision = run.mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
-    AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched != accelerator.num_processes:
-        raise ValueError(
-            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
-            f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
-        )
-    return accelerator
-
-
-def has_bf16(on_cpu: bool) -> bool:
-    """Whether bf16 arithmetic is in the hardware, not emulated."""
-    if on_cpu:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def faster_attention(device: str, length: int) -> str:
@@ -245,9 +269,14 @@ def make_passes(run: PretrainConfig, text: PreparedText):
     return data.source_passes(sizes, [float(weight) for weight in run.source_weights])
 
 
+def micro_batch_pairs(run: PretrainConfig) -> int:
+    """Most pairs of full length computed at once."""
+    return run.micro_batch_size or DEFAULT_MICRO_BATCH
+
+
 def most_tokens(run: PretrainConfig) -> int:
     """Most tokens in a micro-batch, padding included."""
-    return (run.micro_batch_size or DEFAULT_MICRO_BATCH) * run.max_seq_length
+    return micro_batch_pairs(run) * run.max_seq_length
 
 
 def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
@@ -288,7 +317,7 @@ def pairing(run: PretrainConfig, length: int) -> dict:
     return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
 
 
-def decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, evaluate_now) -> int:
+def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
@@ -304,87 +333,117 @@ def decide_steps(run, text, ranks, accelerator, model, optimizer, train_on, eval
     if run.num_train_epochs is not None:
         full = phases[-1]
         return math.ceil(run.num_train_epochs * len(full.plans.epoch(0)) / full.global_batch_size)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    step_seconds = 0.0
-    for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
-        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
+    with learner.unchanged():
+        step_seconds = 0.0
+        for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
+            train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
+            start = time.monotonic()
+            for timed in range(1, TIMED_STEPS + 1):
+                train_on(steps[phase.first_step + timed], 0.0)
+            step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / TIMED_STEPS
         start = time.monotonic()
-        for timed in range(1, TIMED_STEPS + 1):
-            train_on(steps[phase.first_step + timed], 0.0)
-        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / TIMED_STEPS
-    start = time.monotonic()
-    evaluate_now()
-    timings = torch.tensor([step_seconds, time.monotonic() - start], device=accelerator.device)
-    step_seconds, evaluation_seconds = accelerator.reduce(timings, "mean").tolist()
+        evaluate_now()
+        evaluation_seconds = time.monotonic() - start
+    timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
+    step_seconds, evaluation_seconds = learner.accelerator.reduce(timings, "mean").tolist()
     seconds = 60 * run.max_minutes - 10 * evaluation_seconds
-    model.load_state_dict(weights)
-    optimizer.state.clear()
     return max(1, int(seconds / step_seconds))
 
 
-def resume(path: Path, identity: dict, model, optimizer) -> dict:
+def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
+    """What a checkpoint must have in common with the run that goes on from it."""
+    return {
+        **run.identity(),
+        "corpus": f"{text.corpus_name} ({text.fingerprint})",
+        "tokenizer": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
+        **architecture_numbers(architecture),
+    }
+
+
+def check_identity(found: checkpoint.Checkpoint, identity: dict) -> None:
     """
-    Load a checkpoint.
+    Refuse a checkpoint of another run.
 
     Raises:
-        ValueError: it is of another run; the message names the first difference.
+        ValueError: names the first difference.
     """
-    state = checkpoint.read_state(path)
-    for name, value in identity.items():
-        was = state["identity"].get(name)
+    for name, value in json.loads(json.dumps(identity)).items():
+        was = found.state["identity"].get(name)
         if was != value:
-            if name == "architecture":
-                name = next(key for key in value if was.get(key) != value[key])
-                was, value = was.get(name), identity["architecture"][name]
-            raise ValueError(f"{path}: a checkpoint of another run: {name} was {was!r}, and is {value!r} now")
-    checkpoint.load_checkpoint(path, model, optimizer)
-    say(f"going on from {path}")
-    return state
+            raise ValueError(
+                f"{found.path}: a checkpoint of another run: {name} was {was!r}, and is {value!r} now; go on with "
+                f"what it was, or start a run of its own in another output_dir"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Train
 
 
-def train_step(accelerator, model, optimizer, micro_batches, learning_rate: float, max_grad_norm: float):
+def train_step(
+    accelerator: Accelerator, model, optimizers, micro_batches, learning_rate: float, max_grad_norm: float
+) -> StepFigures:
     """
-    One optimizer step.
+    One optimizer step, left out if its loss or gradient is not finite.
 
     Losses are sums divided once, by the counts of the whole step over all processes, so that the gradient does not
     depend on how the step is split.
 
     Args:
-        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where `micro_batches` have no label of pairs.
-
-    Returns:
-        MLM loss (nats a masked token), loss of the pair task (nats a pair; 0 without one), norm of the gradient, real
-        tokens, tokens computed, padding included, and pairs, or sequences where there is no pair task: (6,).
+        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where `micro_batches` have no label of pairs; as
+            Accelerate prepared it.
+        optimizers: as Accelerate prepared them.
     """
     device = accelerator.device
-    counts = torch.zeros(4)
-    for batch in micro_batches:
-        real = batch["attention_mask"]
-        computed = torch.tensor(real.numel())
-        counts += torch.stack([(batch["labels"] != -100).sum(), count_examples(batch), real.sum(), computed])
-    masked_tokens, examples, tokens, padded_tokens = accelerator.reduce(counts.to(device), "sum")
+    counts = accelerator.reduce(torch.stack([count(batch) for batch in micro_batches]).sum(0).to(device), "sum")
+    masked_tokens, examples = counts[:2]
     divisors = {"num_items_in_batch": masked_tokens}
     if "next_sentence_label" in micro_batches[0]:
         divisors["num_pairs_in_batch"] = examples
     losses = torch.zeros(2, device=device)
     for number, batch in enumerate(micro_batches, 1):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(model):
-            outputs = model(**batch, **divisors)
+        with distributed.summed_later(accelerator, model, number == len(micro_batches)):
+            with accelerator.autocast():
+                outputs = model(**batch, **divisors)
             # Gradients are averaged over the processes, and their losses are shares of one sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
         pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
         losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack([*accelerator.reduce(losses, "sum"), norm, tokens, padded_tokens, examples])
+    norm = distributed.whole(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+    # Every process sees the same numbers, and so leaves out the same steps.
+    figures = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
+    is_finite = all(map(math.isfinite, figures[:3]))
+    for optimizer in optimizers:
+        if is_finite or accelerator.scaler:  # which leaves out such steps itself, and scales less from then on
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+        optimizer.zero_grad()
+    return StepFigures(*figures, skipped=float(not is_finite))
+
+
+def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Masked tokens, pairs (or sequences), real tokens, tokens with padding, and squared lengths of a batch: (5,)."""
+    real = batch["attention_mask"]
+    if "sequence_ids" in batch:
+        ids = batch["sequence_ids"]
+        lengths = torch.stack([(ids == number).sum(1) for number in range(1, int(ids.max()) + 1)])
+    else:
+        lengths = real.sum(1)
+    masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
+    found = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
+    return torch.stack([number.float() for number in found])
+
+
+def leave(accelerator: Accelerator, stop: interruption.StopSignals, saved: Path | None) -> None:
+    """End a run that was told to stop, with the exit code of whatever told it."""
+    if accelerator.is_main_process:
+        there = f"{saved} is saved; go on" if saved else "no step was made; start"
+        say(f"{stop.name()}: stopped; {there} with the same command and --resume_from_checkpoint latest")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    raise stop.exit()
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

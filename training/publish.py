@@ -89,6 +89,15 @@ def _umask():
     return mask
 
 
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write `content` so that a reader finds the old file or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.part")

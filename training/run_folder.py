@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
@@ -22,10 +23,11 @@ METRICS_FILE = "metrics.json"
 LOG_FILE = "training_log.jsonl"
 CURVES_FILE = "training_curves.png"
 LOCK_FILE = ".lock"
+FINISH_FOLDER = ".model.part"
 
 
 @contextlib.contextmanager
-def output_folder(run: PretrainConfig, is_main_process: bool = True):
+def output_folder(run: PretrainConfig):
     """
     Hold the run's folder for as long as the block lasts; no second run can have it meanwhile. If the block fails and
     nothing was written, a folder that was made for it goes again.
@@ -36,9 +38,6 @@ def output_folder(run: PretrainConfig, is_main_process: bool = True):
     """
     folder = Path(run.output_dir or default_output_dir(run))
     publish.check_name(folder)
-    if not is_main_process:
-        yield folder
-        return
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     """Write the record and open the log; clear away what an earlier run left beyond the step this one starts from."""
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if checkpoint.step_of(old) > start or old.name.startswith("."):
-            shutil.rmtree(old)
+            checkpoint.drop(old)
     if start == 0:
         for name in (METRICS_FILE, CURVES_FILE, "README.md", "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
@@ -139,14 +138,35 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
 
 
 def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: TrainingLog, held_out) -> str:
-    """Write model, tokenizer, code, figures, curves and card; return what there is to say about them."""
-    publish.export_model(model, text.tokenizer, folder)
-    publish.write_json(folder / METRICS_FILE, metrics)
-    plot_curves(log.rows(), folder / CURVES_FILE)
-    sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
-    # Out of the folder, as a reader will load it.
-    filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(folder), text.tokenizer, sentences)
-    predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
-    card = publish.render_card(folder, model, record, metrics, predictions)
-    card.save(folder / "README.md")
-    return evaluate.report(folder, model, text.tokenizer, metrics, held_out.one(0), predictions)
+    """
+    Write model, tokenizer, code, figures, curves and card, all of them or none; return what there is to say of them.
+
+    Args:
+        model: to publish, in one piece.
+        held_out: a batch of one pair to show.
+    """
+    partial = folder / FINISH_FOLDER
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        publish.export_model(model, text.tokenizer, partial)
+        publish.write_json(partial / METRICS_FILE, metrics)
+        plot_curves(log.rows(), partial / CURVES_FILE)
+        # As a reader will load it.
+        published = type(model).from_pretrained(partial)
+        sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
+        filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
+        predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
+        publish.render_card(folder, published, record, metrics, predictions).save(partial / "README.md")
+        for path in partial.iterdir():
+            publish.sync(path)
+        for path in partial.iterdir():
+            path.replace(folder / path.name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder}: the model cannot be written ({error}); the checkpoints are as they were: free some space, and "
+            f"go on with --resume_from_checkpoint latest"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return evaluate.report(folder, published, text.tokenizer, metrics, held_out, predictions)

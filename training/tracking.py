@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -69,6 +70,11 @@ class Progress:
                 f"{row['tokens_per_second']:,.0f} tokens/s  {_clock(row['seconds_left'])} left"
             )
 
+    def show_event(self, row: dict) -> None:
+        """Say what happened in a step."""
+        if self.visible:
+            say(f"step {row['step']}: {row['event']}: {row['reason']}")
+
     def show_held_out(self, figures: dict) -> None:
         """Show what an evaluation found."""
         if self.visible:
@@ -89,6 +95,20 @@ def _clock(seconds):
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class StepFigures(NamedTuple):
+    """Provisional."""
+
+    mlm_loss: float
+    pair_loss: float
+    grad_norm: float
+    masked_tokens: float
+    examples: float
+    tokens: float
+    padded_tokens: float
+    squared_lengths: float
+    skipped: float = 0.0
 
 
 class Meter:
@@ -120,7 +140,11 @@ class Meter:
 
     def add(self, values: torch.Tensor) -> None:
         """Take in one step."""
-        self.values.append(values)
+        v = values
+        if not v.skipped:
+            self.values.append(
+                torch.tensor([v.mlm_loss, v.pair_loss, v.grad_norm, v.tokens, v.padded_tokens, v.examples])
+            )
 
     def row(self, learning_rate: float, steps_left: int) -> dict[str, float]:
         """The figures of a row of the log; the next row starts from here."""
@@ -177,6 +201,7 @@ class TrainingLog:
         """Append one row."""
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        return True
 
     def rows(self) -> list[dict]:
         """All rows; a last line that was cut off in the middle is left out."""

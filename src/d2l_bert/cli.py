@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import re
+import signal
 import sys
 import types
 import typing
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         arguments.parser.refuse(unknown[0].partition("=")[0])
+    # A job that is told to end cleans up as one that fails does.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         arguments.command(arguments)
     except (ValueError, OSError) as error:
@@ -64,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -1,0 +1,169 @@
+"""Several processes as one: Accelerate's engine, in force as it was asked for; one writer; shards made whole."""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
+
+
+# What `accelerate launch` asks for by an environment variable, and what must then be in force.
+ENGINES = {
+    "ACCELERATE_USE_FSDP": ("FSDP", DistributedType.FSDP),
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", DistributedType.DEEPSPEED),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", DistributedType.MEGATRON_LM),
+}
+
+# Processes wait for one another while the first of them reads and tokenizes a text, which may take an hour.
+LONGEST_WAIT = datetime.timedelta(hours=3)
+
+
+def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
+    """
+    Accelerate's engine for this machine.
+
+    Args:
+        mixed_precision: `no`, `bf16`, `fp16`; by default bf16 where the hardware has it.
+        options: what else `Accelerator` takes.
+
+    Raises:
+        ValueError: the engine in force is not the one that was launched.
+    """
+    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    precision = mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
+    AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
+    group = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=[group], **options)
+    check_engine(accelerator)
+    if accelerator.is_fsdp2:
+        # Shards are blocks of the encoder, whatever the launcher's configuration says. Accelerate would have weights,
+        # losses and even counts in bf16 with them; here they stay float32, and products alone are bf16, as elsewhere.
+        plugin = accelerator.state.fsdp_plugin
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+        plugin.transformer_cls_names_to_wrap = [D2lBertEncoderBlock.__name__]
+        plugin.mixed_precision_policy = None
+    return accelerator
+
+
+def check_engine(accelerator: Accelerator) -> None:
+    """Refuse to run as something else than what was launched: several first processes, or no shards at all."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
+            f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
+        )
+    for variable, (name, engine) in ENGINES.items():
+        if os.environ.get(variable, "false").lower() in ("1", "true") and accelerator.distributed_type != engine:
+            raise ValueError(
+                f"{name} was asked for and is not in force on {accelerator.device.type} with "
+                f"{accelerator.num_processes} processes (Accelerate gives {accelerator.distributed_type.value}); "
+                f"launch without it, or on GPUs"
+            )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"{accelerator.distributed_type.value} is not supported; FSDP2 shards a model as well")
+
+
+def has_bf16(on_cpu: bool) -> bool:
+    """Whether bf16 arithmetic is in the hardware, not emulated."""
+    if on_cpu:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@contextlib.contextmanager
+def said_once():
+    """An error that every launched process meets is said by the first; the others leave with its exit code."""
+    try:
+        yield
+    except ValueError:
+        if int(os.environ.get("RANK", 0)):
+            raise SystemExit(2) from None
+        raise
+
+
+def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bool = True):
+    """
+    Call a function in the main process alone, while the others wait.
+
+    Args:
+        shared: whether all get what it returns; else the others get None.
+
+    Raises:
+        Exception: what the function raised, in the main process; `SystemExit` with code 2 in the others, so that all
+            leave together and one speaks.
+    """
+    result = error = None
+    if accelerator.is_main_process:
+        try:
+            result = function(*arguments)
+        except Exception as raised:
+            error = raised
+    if accelerator.num_processes > 1:
+        failed, sent = broadcast_object_list([error is not None, result if shared else None])
+        if not accelerator.is_main_process:
+            if failed:
+                raise SystemExit(2)
+            return sent
+    if error is not None:
+        raise error
+    return result
+
+
+def summed_later(accelerator: Accelerator, model, is_last: bool):
+    """A context for a micro-batch whose gradient is summed over the processes with the last one's, where that pays."""
+    # FSDP2 would keep the gradients of the whole model in every process meanwhile.
+    return contextlib.nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(model)
+
+
+def reshard(model) -> None:
+    """Have every parameter of an FSDP2 model in shards again; between an evaluation and a step some are whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_model(model: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A model of the same kind that consists of `weights`, each parameter once, without FSDP."""
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        plain = kind(model.config)
+    plain.load_state_dict(weights, strict=False, assign=True)
+    plain.tie_weights()
+    return plain
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in one piece. Every process must call this for every tensor in the same order."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
+    """
+    Put a tensor of the main process, in one piece, into a tensor or the shards of it in every process.
+
+    Args:
+        source: of `target`'s whole shape; None in the other processes.
+    """
+    device = target.device
+    if source is None:
+        source = torch.empty(target.shape, dtype=target.dtype, device=device)
+    source = source.to(device, target.dtype)
+    if isinstance(target, DTensor):
+        target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
+    else:
+        target.copy_(broadcast(source))

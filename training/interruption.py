@@ -1,0 +1,135 @@
+"""What ends a run before its time: a signal, a loss that is no number any more, memory that is gone."""
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.tracking import StepFigures, say
+
+
+# A step or two go wrong in good runs too; after ten the weights themselves are to blame.
+MOST_SKIPPED_IN_A_ROW = 10
+
+
+class StopSignals:
+    """
+    SIGTERM and Ctrl-C as a wish to stop: within the block the running step is finished, and a checkpoint saved.
+
+    A second Ctrl-C ends the process at once, whatever it is doing.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.received = 0  # the number of the signal
+        self.agreed = 0
+
+    def __enter__(self):
+        # Python lets only the main thread have handlers; elsewhere whoever started the thread has to stop it.
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        self.before = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def wanted(self) -> bool:
+        """Whether any process was told to stop. All must ask at the same point, and get the same answer."""
+        if not self.agreed:
+            vote = torch.tensor(float(self.received), device=self.accelerator.device)
+            # The sum would be no signal's number if several processes had got one.
+            votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
+            self.agreed = int(votes.max())
+        return bool(self.agreed)
+
+    def name(self) -> str:
+        """What a person calls the signal."""
+        return "Ctrl-C" if self.agreed == signal.SIGINT else signal.Signals(self.agreed).name
+
+    def exit(self) -> SystemExit:
+        """What to raise to leave with the signal's exit code: 143 for SIGTERM, 130 for Ctrl-C."""
+        return SystemExit(128 + self.agreed)
+
+    def _receive(self, number, frame):
+        self.received = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if self.accelerator.is_main_process:
+                say("Ctrl-C: finishing the step and saving; Ctrl-C again leaves at once, without")
+
+
+class NonFiniteGuard:
+    """
+    Ends a run whose steps are left out one after the other, because their loss or gradient is not finite.
+
+    A single such step does no harm; many in a row mean that training has diverged.
+
+    Args:
+        state: a checkpoint's, to go on counting.
+    """
+
+    def __init__(self, folder: Path, state: dict):
+        self.folder, self.in_a_row = folder, state.get("skipped_in_a_row", 0)
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of it."""
+        return {"skipped_in_a_row": self.in_a_row}
+
+    def check(self, step: int, figures: StepFigures) -> None:
+        """
+        Take in one step.
+
+        Raises:
+            ValueError: it was the last of `MOST_SKIPPED_IN_A_ROW` that were left out.
+        """
+        self.in_a_row = self.in_a_row + 1 if figures.skipped else 0
+        if self.in_a_row == MOST_SKIPPED_IN_A_ROW:
+            saved = checkpoints(self.folder)
+            mend = "start again with a lower --learning_rate or --max_grad_norm"
+            if saved:
+                mend += f", or from the last good weights, with a lower rate, by --init_from {saved[-1]}"
+            raise ValueError(
+                f"training has diverged: loss or gradient was not finite in {self.in_a_row} steps in a row, up to "
+                f"step {step} ({non_finite(figures)}); {mend}"
+            )
+
+
+def non_finite(figures: StepFigures) -> str:
+    """Why a step was left out."""
+    loss = figures.mlm_loss + figures.pair_loss
+    return f"loss {loss:g}, gradient norm {figures.grad_norm:g}"
+
+
+@contextlib.contextmanager
+def exhaustion_explained(micro_batch_size: int):
+    """
+    Say which option to turn when memory runs out in the block.
+
+    Args:
+        micro_batch_size: pairs of full length computed at once.
+
+    Raises:
+        ValueError: out of memory, or a process that makes batches was killed, most often for its memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())
+        if "DataLoader worker" in reason:
+            raise ValueError(
+                f"a process that makes batches has ended ({reason}); if memory was short, --dataloader_num_workers 0 "
+                f"does without; go on with --resume_from_checkpoint latest"
+            ) from None
+        is_short = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in reason
+        if not is_short and "can't allocate memory" not in reason:
+            raise
+        raise ValueError(
+            f"out of memory with micro-batches of {micro_batch_size} pairs; lower --micro_batch_size, or let it be "
+            f"found (auto), or give --gradient_checkpointing: the steps stay the same; go on with "
+            f"--resume_from_checkpoint latest"
+        ) from None
