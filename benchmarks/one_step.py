@@ -1,0 +1,245 @@
+"""One optimizer step, however it is split: over micro-batches, over processes, over an interruption; and a peer's.
+
+    python -m benchmarks.one_step [--corpus PATH...]
+
+The command line trains the recipe tiny for 20 steps of 64 pairs, in float32, at a rate of 1e-4, with a limit on the
+gradient's norm that every step exceeds; in micro-batches of 64, 16 and 1 pairs, on one process and on two, and with
+another number of processes after step 10. The gradient that the optimizer gets in the first step, and the parameters
+after the last, are compared with those of the whole step at once. AdamW makes rounding larger: at this rate, correct
+runs may end 1e-5 apart.
+
+The peer is stock BERT, from the same weights, on the same pairs and masks in the same order, under Transformers'
+Trainer with gradient accumulation. Its first row shows that it is the same task: loss and norm are ours. The others
+are expected to differ, since each micro-batch's loss is a mean of its own, and their sum is not divided.
+
+The exit code adds up: 1 if ours are not one step, 2 if the peer's are.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, fields, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from benchmarks.mlm_head import machine
+
+
+STEPS, BATCH, LENGTH, RATE, LONGEST_GRADIENT, SEED = 20, 64, 64, 1e-4, 0.1, 42
+OPTIONS = (
+    f"--max_steps={STEPS} --save_steps={STEPS // 2} --save_total_limit=9 --eval_steps={STEPS} --logging_steps=1 "
+    f"--global_batch_size={BATCH} --max_seq_length={LENGTH} --length_schedule=none --max_documents=400 "
+    f"--learning_rate={RATE} --warmup_ratio=0 --max_grad_norm={LONGEST_GRADIENT} --seed={SEED} --mixed_precision=no "
+    "--hidden_dropout_prob=0 --attention_probs_dropout_prob=0 --dataloader_num_workers=0"
+).split()
+SPLITS = ((64, 1), (16, 1), (1, 1), (32, 2), (16, 2))  # pairs in a micro-batch, processes; the whole step comes first
+GRADIENT_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4  # share of the gradient's norm; largest difference
+CAPTURE = "D2L_BERT_BENCHMARK_GRADIENT"  # names the file for the first step's gradient
+
+
+@dataclass
+class Result:
+    """What a way of computing the run came to: figures of the first step, and the parameters after the last."""
+
+    how: str
+    loss: float
+    norm: float  # of the gradient, before it is clipped
+    gradient: torch.Tensor | None  # clipped, flat; None if the first step was not made this way
+    parameters: torch.Tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
+    corpus = parser.parse_args().corpus
+    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
+    print(f"{machine('cpu')}, torch {torch.__version__}, transformers {transformers.__version__}, float32")
+    print(f"{STEPS} steps of {BATCH} pairs, rate {RATE:g}, gradients of norm {LONGEST_GRADIENT:g} at most\n")
+    print(f"{'':>50} {'first step':>31} {'after the last':>15}")
+    print(f"{'':>50} {'loss':>9} {'norm':>9} {'gradient':>11} {'parameters':>15}")
+    with tempfile.TemporaryDirectory() as folder:
+        agrees = same_step(ours(Path(folder), corpus))
+        peer_agrees = same_step(peer(Path(folder), corpus))
+    print(f"\nours: {'one step, however it is split' if agrees else 'NOT ONE STEP'}")
+    print(f"the peer's: {'ONE STEP TOO' if peer_agrees else 'another step for each split, as expected'}")
+    sys.exit((not agrees) + 2 * peer_agrees)
+
+
+def same_step(results) -> bool:
+    """Print how far each result is from the first; True if all are within the limits."""
+    whole, agree = None, True
+    for result in results:
+        whole = whole or result
+        parameters = float((result.parameters - whole.parameters).abs().max())
+        agree &= parameters <= PARAMETER_LIMIT
+        gradient = None
+        if result.gradient is not None:
+            gradient = float((result.gradient - whole.gradient).norm() / whole.gradient.norm())
+            agree &= gradient <= GRADIENT_LIMIT
+        shown = "" if gradient is None else f"{gradient:.1e}"
+        print(
+            f"{result.how:<50} {result.loss:>9.4f} {result.norm:>9.4f} {shown:>11} {parameters:>15.1e}",
+            flush=True,
+        )
+    return agree
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours
+
+
+def ours(folder: Path, corpus: list[str]):
+    """The run split in every way, then over two numbers of processes."""
+    for size, processes in SPLITS:
+        how = f"d2l-bert, micro-batches of {size}, {_processes(processes)}"
+        yield train(folder / f"{size}x{processes}", corpus, size, processes, how)
+    for (size, processes), then in (((32, 2), 1), ((64, 1), 2)):
+        how = f"d2l-bert, {_processes(processes)}, {then} after step {STEPS // 2}"
+        start = folder / f"{size}x{processes}" / f"checkpoint-{STEPS // 2}"
+        yield train(folder / f"then-{then}", corpus, BATCH // then, then, how, start)
+
+
+def train(output: Path, corpus, size, processes, how, start: Path | None = None) -> Result:
+    """Train through the command line, in processes of their own."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "benchmarks.one_step", "pretrain", "--corpus", *corpus]
+    command += [f"--output_dir={output}", f"--micro_batch_size={size}", *OPTIONS]
+    command += [f"--resume_from_checkpoint={start}"] if start else []
+    captured = output.with_suffix(".gradient")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", CAPTURE: str(captured)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
+    log = output if start is None else start.parent
+    first = json.loads((log / "training_log.jsonl").read_text().splitlines()[0])
+    gradient = load_file(captured)["gradient"] if start is None else None
+    parameters = load_file(output / "model.safetensors")
+    flat = torch.cat([parameters[name].flatten() for name in sorted(parameters)])
+    return Result(how, first["loss"], first["grad_norm"], gradient, flat)
+
+
+def worker() -> int:
+    """The command line itself, with its first gradient kept."""
+    from d2l_bert.cli import main as command_line
+
+    captured = keep_first_gradient()
+    code = command_line(sys.argv[1:])
+    if os.environ.get("RANK", "0") == "0" and captured:
+        save_file({"gradient": captured[0]}, os.environ[CAPTURE])
+    return code
+
+
+def keep_first_gradient() -> list[torch.Tensor]:
+    """A list that gets the gradient, clipped and flat, with which an optimizer makes its first step from here on."""
+    captured = []
+
+    def keep(optimizer, *_):
+        if not captured:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            captured.append(torch.cat([parameter.grad.flatten().clone() for parameter in parameters]))
+            handle.remove()
+
+    handle = register_optimizer_step_pre_hook(keep)
+    return captured
+
+
+def _processes(count):
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The peer
+
+
+def peer(folder: Path, corpus: list[str]):
+    """Stock BERT under Trainer, in micro-batches of each size."""
+    model, pairs = stock_bert(corpus)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for size in (64, 16, 1):
+        model.load_state_dict(start)
+        yield train_stock(model, pairs, size, folder / f"trainer-{size}")
+
+
+def stock_bert(corpus):
+    """A stock BERT with our start, and the pairs of our run, in its order, with labels as stock BERT wants them."""
+    from d2l_bert.modeling.conversion import to_bert
+    from d2l_bert.training import pretrain
+    from d2l_bert.training.prepare import prepare
+
+    architecture, run = as_in_options(corpus)
+    text = prepare(run)
+    architecture.vocab_size = len(text.tokenizer)
+    torch.manual_seed(SEED)
+    model = to_bert(pretrain.make_model(architecture, run, text.tokenizer, None))
+    steps = pretrain.make_steps(run, text, STEPS)
+    pairs = [pair for step in range(STEPS) for batch in steps[step] for pair in as_stock(batch)]
+    return model, pairs
+
+
+def as_in_options(corpus):
+    """The architecture and run that `OPTIONS` make of the recipe tiny, as far as data and start follow from them."""
+    from d2l_bert import RECIPES
+
+    architecture, run = RECIPES["tiny"]()
+    given = dict(option.removeprefix("--").split("=") for option in OPTIONS)
+    whole = {field.name: int(given[field.name]) for field in fields(run) if given.get(field.name, "").isdecimal()}
+    return architecture, replace(run, corpus=corpus, length_schedule=[], micro_batch_size=BATCH, **whole)
+
+
+def as_stock(batch):
+    """The pairs of a micro-batch, each padded, with -100 where nothing is predicted."""
+    width = batch["input_ids"].shape[1]
+    labels = torch.full_like(batch["input_ids"], -100)
+    for row, column in (batch["labels"] != -100).nonzero().tolist():
+        labels[row, batch["masked_positions"][row, column]] = batch["labels"][row, column]
+    tokens = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")} | {"labels": labels}
+    for row in range(len(labels)):
+        pair = {
+            name: torch.nn.functional.pad(tensor[row], (0, LENGTH - width), value=-100 if name == "labels" else 0)
+            for name, tensor in tokens.items()
+        }
+        yield pair | {"next_sentence_label": batch["next_sentence_label"][row]}
+
+
+def train_stock(model, pairs, size, output) -> Result:
+    """Train a stock BERT as our options say, in micro-batches of one size."""
+    arguments = transformers.TrainingArguments(
+        output_dir=output,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=BATCH // size,
+        train_sampling_strategy="sequential",
+        max_steps=STEPS,
+        learning_rate=RATE,
+        weight_decay=0.01,
+        adam_beta2=0.98,
+        adam_epsilon=1e-6,
+        max_grad_norm=LONGEST_GRADIENT,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+    )
+    captured = keep_first_gradient()
+    trainer = transformers.Trainer(model, arguments, train_dataset=pairs)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    parameters = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+    how = f"BertForPreTraining under Trainer, {size} x {BATCH // size}"
+    return Result(how, float(first["loss"]), float(first["grad_norm"]), captured[0], parameters)
+
+
+if __name__ == "__main__":
+    sys.exit(worker() if CAPTURE in os.environ else main())
