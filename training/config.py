@@ -233,8 +233,13 @@ class PretrainConfig(TextConfig):
     max_grad_norm: float = option(1.0, "longest gradient; a longer one is scaled down", OPTIMIZER)
     seed: int = option(42, "everything random follows from it", OPTIMIZER)
 
-    micro_batch_size: int | None = option(
-        None, "most pairs of full length computed at once (64), or as many tokens of shorter ones", MACHINE, how=True
+    micro_batch_size: int | Literal["auto"] | None = option(
+        None,
+        "most pairs of full length computed at once (64), or as many tokens of shorter ones; auto finds the fastest "
+        "that the memory holds",
+        MACHINE,
+        how=True,
+        metavar="N|auto",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "the default is bf16 where the processor has it", MACHINE
@@ -258,6 +263,12 @@ class PretrainConfig(TextConfig):
     logging_steps: int | None = option(
         None, "steps between lines of the log; the default writes a hundred", OUTPUT, how=True
     )
+    dry_run: bool = option(
+        False,
+        "only try everything out, on a pair or two of each length, and say what the run would take; nothing is kept",
+        OUTPUT,
+        how=True,
+    )
     license: str | None = option(None, "licence of the model, for its card (a Hub identifier)", OUTPUT, how=True)
 
     def check(self) -> None:
@@ -271,8 +282,9 @@ class PretrainConfig(TextConfig):
             "max_eval_pairs",
             "max_steps",
             "global_batch_size",
-            "micro_batch_size",
         ]
+        if self.micro_batch_size != "auto":
+            whole.append("micro_batch_size")
         whole += ["save_steps", "save_total_limit", "eval_steps", "logging_steps"]
         for name in whole:
             self._check_range(name, 1)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import signal
@@ -391,7 +392,10 @@ def _add_options(parser, config):
 
 def _add_option(group, name, kind, default, help="", metavar=None):
     options = {"default": argparse.SUPPRESS}
-    parse = _number_or_text if kind == float | str else None
+    parse = None
+    if number := next((number for number in (int, float) if number in typing.get_args(kind)), None):
+        if any(part is str or typing.get_origin(part) is typing.Literal for part in typing.get_args(kind)):
+            parse = functools.partial(_number_or_text, number)
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is list:
@@ -416,9 +420,9 @@ def _true_or_false(text):
     return text.lower() == "true"
 
 
-def _number_or_text(text):
+def _number_or_text(number, text):
     try:
-        return float(text)
+        return number(text)
     except ValueError:
         return text
 

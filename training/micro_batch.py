@@ -1,0 +1,89 @@
+"""How many pairs to compute at once, found by trying: the steps stay the same, whatever the answer."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.interruption import is_out_of_memory
+from d2l_bert.training.pair_tasks import PAIR_TASKS
+from d2l_bert.training.tracking import say
+
+
+# Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
+LEAST_GAIN = 1.05
+
+
+def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelerator, try_step: Callable) -> int:
+    """
+    The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
+
+    Args:
+        try_step: takes a list of micro-batches through an optimizer step.
+
+    Raises:
+        ValueError: there is no memory for a single pair.
+    """
+
+    def speed(size):
+        seconds = math.inf
+        batch = full_batch(run, vocab_size, size)
+        try:
+            for _ in range(3):  # the first one allocates
+                start = time.monotonic()
+                try_step([batch])
+                seconds = min(seconds, time.monotonic() - start)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            seconds = math.inf
+        speeds = accelerator.gather(torch.tensor(size / seconds, device=accelerator.device))
+        return float(speeds.min())
+
+    best = fastest(speed, -(-run.global_batch_size // accelerator.num_processes))
+    if accelerator.is_main_process:
+        say(f"micro-batches of {best} pairs of {run.max_seq_length} tokens: larger ones are no faster, or too large")
+    return best
+
+
+def fastest(speed: Callable[[int], float], most: int) -> int:
+    """
+    The size that is worked off fastest, doubled from 1 until that gains next to nothing.
+
+    Args:
+        speed: of a size, per second; 0 if it is too much.
+        most: sizes above it are not tried.
+
+    Raises:
+        ValueError: even 1 is too much.
+    """
+    best, highest = 0, 0.0
+    for size in (min(2**power, most) for power in itertools.count()):
+        reached = speed(size)
+        if not reached or reached < LEAST_GAIN * highest:
+            break
+        best, highest = size, reached
+        if size == most:
+            break
+    if not best:
+        raise ValueError("out of memory with a single pair; lower --max_seq_length, or take a smaller model")
+    return best
+
+
+def full_batch(run: PretrainConfig, vocab_size: int, size: int) -> dict[str, torch.Tensor]:
+    """A micro-batch that asks for as much memory as any of `size` pairs does: random tokens, no padding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (size, run.max_seq_length), generator=generator)
+    slots = math.ceil(max(run.mlm_probabilities()) * run.max_seq_length)
+    batch = {
+        "input_ids": ids,
+        "token_type_ids": torch.zeros_like(ids),
+        "attention_mask": torch.ones_like(ids),
+        "masked_positions": torch.arange(slots).expand(size, slots),
+        "labels": ids[:, :slots].clone(),
+    }
+    return {**batch, "next_sentence_label": ids[:, 0] % 2} if run.objective in PAIR_TASKS else batch
