@@ -4,6 +4,7 @@ import functools
 import itertools
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.training import arrow, corpus, data, masking, packing, prepare
+from d2l_bert.training import arrow, corpus, data, masking, packing, prepare, pretrain
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -41,7 +42,7 @@ def make_steps(
         make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, length, objective=objective)
         options = {"pairing": pairing, "max_seq_length": length, "objective": objective}
         plans = data.EpochPlans(text.tokens, text.train_documents, options, seed, folder)
-        phases.append(data.Phase(first_step, plans, make_batch, global_batch, most_tokens, packed))
+        phases.append(data.Phase(first_step, 0, plans, make_batch, global_batch, most_tokens, packed))
     return data.PretrainingSteps(phases, **ranks)
 
 
@@ -133,7 +134,69 @@ def test_pairs_grow_with_the_length_schedule(text, tmp_path):
     lengths = [int(steps[step][0]["attention_mask"].sum(-1).max()) for step in (0, 49, 50, 99)]
     assert lengths[0] <= 24 and lengths[1] <= 24 and lengths[2] > 24 and lengths[3] > 24
     run = PretrainConfig(max_seq_length=128, length_schedule=["32:0.25", "64:0.5"], max_steps=1)
-    assert run.lengths(1000) == [(0, 32), (250, 64), (750, 128)]
+    assert run.stages(1000) == [(0, 32, 32), (250, 64, 32), (750, 128, 32)]
+
+
+def test_lengths_and_batch_sizes_change_independently_and_the_last_stage_is_full():
+    schedules = {"length_schedule": ["32:0.5"], "batch_size_schedule": ["8:0.1", "16:0.4", "24:0.2"]}
+    run = PretrainConfig(max_seq_length=128, global_batch_size=32, **schedules)
+    assert run.stages(100) == [(0, 32, 8), (10, 32, 16), (50, 128, 24), (70, 128, 32)]
+    assert run.stages(2) == [(0, 32, 16), (1, 128, 32)], "a stage without a step is none"
+
+
+RAMPED = {
+    "vocab_size": 400,
+    "max_seq_length": 48,
+    "length_schedule": ["24:0.6"],
+    "global_batch_size": 7,
+    "batch_size_schedule": ["2:0.2", "5:0.6"],
+    "max_steps": 20,
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_pairs_of_a_ramped_run_are_those_of_the_plans_in_their_order_each_once(books, world_size):
+    """Steps 0 to 11 have twice as many pairs of 24 tokens, 12 to 15 still 5 pairs of 48, the rest 7."""
+    run = PretrainConfig(corpus=[str(books)], **RAMPED)
+    prepared = prepare.prepare(run)
+    sizes = [2 * 2] * 4 + [2 * 5] * 8 + [5] * 4 + [7] * 4
+    ranks = [
+        data.PretrainingSteps(pretrain.make_phases(run, prepared, 20), None, world_size, rank)
+        for rank in range(world_size)
+    ]
+    found = [sequences_of([batch for steps in ranks for batch in steps[step]]) for step in range(20)]
+    assert [len(step) for step in found] == sizes
+    for length, steps in ((24, range(12)), (48, range(12, 20))):
+        plain = replace(run, length_schedule=[], batch_size_schedule=[], max_seq_length=length)
+        (phase,) = pretrain.make_phases(plain, prepared, 20)
+        start = 0
+        for step in steps:
+            pairs = phase.plans.slice(start, start + sizes[step])
+            assert found[step] == sequences_of([phase.make_batch(*pairs)]), step
+            start += sizes[step]
+        assert start < len(phase.plans.epoch(0)), "so that none may come twice"
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 500),
+    st.lists(st.tuples(st.integers(1, 99), st.floats(0.01, 0.3)), max_size=3, unique_by=lambda entry: entry[0]),
+    st.lists(st.tuples(st.integers(8, 99), st.floats(0.01, 0.3)), max_size=3, unique_by=lambda entry: entry[0]),
+)
+def test_stages_cover_a_run_of_any_length(max_steps, batch_sizes, lengths):
+    schedules = [[f"{value}:{share:.3f}" for value, share in sorted(entries)] for entries in (batch_sizes, lengths)]
+    run = PretrainConfig(
+        max_seq_length=100,
+        global_batch_size=100,
+        batch_size_schedule=schedules[0],
+        length_schedule=schedules[1],
+        max_steps=1,
+    )
+    run.check()
+    starts, found_lengths, found_sizes = zip(*run.stages(max_steps), strict=True)
+    assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] <= max_steps
+    assert list(found_lengths) == sorted(found_lengths) and list(found_sizes) == sorted(found_sizes)
+    assert found_lengths[-1] == found_sizes[-1] == 100
 
 
 def test_each_length_uses_its_plan_from_the_first_pair_on(text, tmp_path):
@@ -447,7 +510,7 @@ def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(books, t
         text.tokens, text.train_documents, {"pairing": "segments", "max_seq_length": 48}, 1, tmp_path
     )
     share_at = functools.partial(masking.share_at, first=0.6, last=0.1, max_steps=11)
-    steps = data.PretrainingSteps([data.Phase(0, plans, make_batch, 32, 32 * 48)], share_at)
+    steps = data.PretrainingSteps([data.Phase(0, 0, plans, make_batch, 32, 32 * 48)], share_at)
     shares, words_of_pieces = [], 0
     for step in (0, 5, 10):
         (batch,) = steps[step]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.training.masking import Masking
+from d2l_bert.training.optim import Optim, Schedule
 
 
 TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
@@ -21,6 +22,9 @@ TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
     "machine",
     "output",
 )
+
+# Where a fall over 20 % of the steps ends, a cosine ends too (Hägele et al., 2024, section 3).
+DECAY_RATIO = 0.2
 
 
 def option(default, help, group, *, how=False, metavar=None):
@@ -224,13 +228,36 @@ class PretrainConfig(TextConfig):
     max_minutes: float | None = option(None, "minutes of training; steps are timed first, then fixed", LENGTH)
 
     global_batch_size: int = option(32, "pairs in an optimizer step, whatever the machine", OPTIMIZER)
+    batch_size_schedule: list[str] = option(
+        [],
+        "smaller steps first: 64:0.1 has 64 pairs a step in the first 10 % of the steps; or none",
+        OPTIMIZER,
+        metavar="BATCH:SHARE",
+    )
+    optim: Optim = option(
+        "adamw", "AdamW; or Muon for the matrices of the encoder's blocks, and AdamW for all else", OPTIMIZER
+    )
     learning_rate: float = option(1e-3, "peak rate", OPTIMIZER)
-    warmup_ratio: float = option(0.1, "share of the steps in which the rate rises; it then falls linearly", OPTIMIZER)
+    lr_scheduler_type: Schedule = option(
+        "linear",
+        "how the rate falls after warm-up: on a straight line, along half a cosine, or not before the end",
+        OPTIMIZER,
+    )
+    warmup_ratio: float = option(0.1, "share of the steps in which the rate rises", OPTIMIZER)
+    decay_ratio: float | None = option(
+        None, f"share of the steps in which warmup_stable_decay falls; the default is {DECAY_RATIO}", OPTIMIZER
+    )
     weight_decay: float = option(0.01, "decay of weights; biases and LayerNorms have none", OPTIMIZER)
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
     adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER)
     adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER)
     max_grad_norm: float = option(1.0, "longest gradient; a longer one is scaled down", OPTIMIZER)
+    ema_decay: float | None = option(
+        None,
+        "evaluate and publish a moving average of the weights, of which a step keeps so much: 0.999 averages about "
+        "1,000 steps",
+        OPTIMIZER,
+    )
     seed: int = option(42, "everything random follows from it", OPTIMIZER)
 
     micro_batch_size: int | Literal["auto"] | None = option(
@@ -300,6 +327,9 @@ class PretrainConfig(TextConfig):
                 raise ValueError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
+        self._check_decay()
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
             raise ValueError("short_seq_prob is for segments, and pairing is sentences; leave it out")
@@ -308,7 +338,7 @@ class PretrainConfig(TextConfig):
                 raise ValueError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise ValueError("source_weights are all 0; give one source at least some weight")
-        self.lengths(1)
+        self.stages(1)
         if self.init_from is not None and self.attention_init != "normal":
             raise ValueError(
                 f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
@@ -319,22 +349,55 @@ class PretrainConfig(TextConfig):
         """Folder or Hub id of the tokenizer to use instead of training one."""
         return self.init_from if self.tokenizer is None else self.tokenizer
 
-    def lengths(self, max_steps: int) -> list[tuple[int, int]]:
-        """The first step, counted from 0, of each length of pairs, and the length; `max_seq_length` comes last."""
-        phases, share = [], 0.0
-        for entry in self.length_schedule:
-            length, _, part = entry.partition(":")
-            if not length.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
-                raise ValueError(f"length_schedule takes LENGTH:SHARE such as 32:0.4, got {entry!r}")
-            if not 8 <= int(length) < self.max_seq_length:
+    def _check_decay(self):
+        if self.lr_scheduler_type != "warmup_stable_decay":
+            if self.decay_ratio is not None:
+                schedule = self.lr_scheduler_type
                 raise ValueError(
-                    f"length_schedule: {length} must lie between 8 and max_seq_length ({self.max_seq_length})"
+                    f"decay_ratio is for warmup_stable_decay, and lr_scheduler_type is {schedule}; leave it out"
                 )
-            phases.append((round(share * max_steps), int(length)))
+            return
+        self._check_range("decay_ratio", 0, 1, above=True)
+        if self.warmup_ratio + self._decay() > 1:
+            raise ValueError(
+                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self._decay()}) are more than all steps; "
+                f"lower one"
+            )
+
+    def _decay(self):
+        return DECAY_RATIO if self.decay_ratio is None else self.decay_ratio
+
+    def schedule_steps(self, max_steps: int) -> tuple[int, int]:
+        """Steps in which the rate rises, and those in which `warmup_stable_decay` falls."""
+        return math.ceil(self.warmup_ratio * max_steps), math.floor(self._decay() * max_steps)
+
+    def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
+        """
+        The stretches of equal steps: first step, counted from 0, length of pairs, and pairs of full length in a step.
+
+        The last has `max_seq_length` and `global_batch_size`.
+        """
+        lengths = self._stages("length_schedule", "LENGTH", "max_seq_length", 8, max_steps)
+        batch_sizes = self._stages("batch_size_schedule", "BATCH", "global_batch_size", 1, max_steps)
+        starts = sorted({start for start, _ in (*lengths, *batch_sizes)})
+        return [(start, _value_at(start, lengths), _value_at(start, batch_sizes)) for start in starts]
+
+    def _stages(self, schedule, what, last, least, max_steps):
+        """First step and value of each entry WHAT:SHARE of a schedule, and of the option `last`, which ends it."""
+        stages, share, most = [], 0.0, getattr(self, last)
+        for entry in getattr(self, schedule):
+            value, _, part = entry.partition(":")
+            if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
+                raise ValueError(f"{schedule} takes {what}:SHARE such as 32:0.4, got {entry!r}")
+            if not least <= int(value) < most:
+                raise ValueError(f"{schedule}: {value} must lie between {least} and {last} ({most})")
+            if stages and int(value) <= stages[-1][1]:
+                raise ValueError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
+            stages.append((round(share * max_steps), int(value)))
             share += float(part)
         if share >= 1:
-            raise ValueError("length_schedule: its shares must leave some steps for max_seq_length")
-        return [*phases, (round(share * max_steps), self.max_seq_length)]
+            raise ValueError(f"{schedule}: its shares must leave some steps for {last}")
+        return [*stages, (round(share * max_steps), most)]
 
     def mlm_probabilities(self) -> tuple[float, float]:
         """The share to predict in the first step and in the last; evaluation takes the last."""
@@ -349,6 +412,10 @@ class PretrainConfig(TextConfig):
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
+
+
+def _value_at(step, stages):
+    return next(value for start, value in reversed(stages) if start <= step)
 
 
 def _is_a(value, kind):

@@ -339,17 +339,23 @@ class BatchMaker:
 
 @dataclass
 class Phase:
-    """Steps of one length of pairs, from `first_step` on.
+    """Steps of as many pairs of one length, from `first_step` on.
 
+    They take the pairs of `plans` from `first_pair` on, where the phase before of the same length left off.
     `most_tokens` bounds a micro-batch, padding included.
     """
 
     first_step: int
+    first_pair: int
     plans: EpochPlans
     make_batch: BatchMaker
     global_batch_size: int
     most_tokens: int
     packing: bool = False
+
+    def pairs_before(self, step: int) -> int:
+        """The pairs of `plans` that the steps before this one, the phase's own or the next one's first, have taken."""
+        return self.first_pair + (step - self.first_step) * self.global_batch_size
 
 
 class PretrainingSteps(torch.utils.data.Dataset):
@@ -373,7 +379,7 @@ class PretrainingSteps(torch.utils.data.Dataset):
 
     def __getitem__(self, step: int) -> list[dict[str, torch.Tensor]]:
         phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
-        start = (step - phase.first_step) * phase.global_batch_size
+        start = phase.pairs_before(step)
         rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
         share = self.share_at and self.share_at(step)
         return list(

@@ -234,26 +234,26 @@ def faster_attention(device: str, length: int) -> str:
 
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
-    """The lengths of the run, one after the other; a step of shorter pairs holds as many more of them."""
+    """The stages of the run, one after the other; a step of shorter pairs holds as many more of them.
+
+    Each length has a plan of its own. More pairs a step of the same length go on in it: none comes twice, none is left
+    out.
+    """
     passes = make_passes(run, text)
+    sources = None if passes is None else text.document_sources[text.train_documents]
     phases = []
-    for first_step, length in run.lengths(max_steps):
-        more = run.max_seq_length // length
-        plans = data.EpochPlans(
-            text.tokens,
-            text.train_documents,
-            pairing(run, length),
-            run.seed,
-            arrow.cache_folder(),
-            None if passes is None else text.document_sources[text.train_documents],
-            passes,
-        )
-        make_batch = make_batch_maker(run, text, length)
-        phases.append(
-            data.Phase(first_step, plans, make_batch, run.global_batch_size * more, most_tokens(run), run.packing)
-        )
-        if not len(plans.epoch(0)):
-            raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
+    for first_step, length, batch_size in run.stages(max_steps):
+        before = phases[-1] if phases else None
+        if before and before.make_batch.max_seq_length == length:
+            first_pair, plans, make_batch = before.pairs_before(first_step), before.plans, before.make_batch
+        else:
+            folder, how = arrow.cache_folder(), pairing(run, length)
+            plans = data.EpochPlans(text.tokens, text.train_documents, how, run.seed, folder, sources, passes)
+            first_pair, make_batch = 0, make_batch_maker(run, text, length)
+            if not len(plans.epoch(0)):
+                raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
+        pairs = batch_size * (run.max_seq_length // length)
+        phases.append(data.Phase(first_step, first_pair, plans, make_batch, pairs, most_tokens(run), run.packing))
     return phases
 
 

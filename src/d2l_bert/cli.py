@@ -89,11 +89,12 @@ def pretrain_command(arguments) -> None:
     run_changes = {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
     if any(name in run_changes for name in LENGTH_OPTIONS):  # the recipe's own length makes way
         run_changes = {**dict.fromkeys(LENGTH_OPTIONS), **run_changes}
-    if run_changes.get("length_schedule") == ["none"]:
-        run_changes["length_schedule"] = []
-    elif "length_schedule" not in run_changes:  # the recipe's own must fit
-        longest = run_changes.get("max_seq_length", run.max_seq_length)
-        run_changes["length_schedule"] = [e for e in run.length_schedule if int(e.partition(":")[0]) < longest]
+    for schedule, last in (("length_schedule", "max_seq_length"), ("batch_size_schedule", "global_batch_size")):
+        if run_changes.get(schedule) == ["none"]:
+            run_changes[schedule] = []
+        elif schedule not in run_changes:  # the recipe's own must fit
+            most = run_changes.get(last, getattr(run, last))
+            run_changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
     _refuse_what_a_tokenizer_settles(given)
     if "init_from" in given:
         architecture = _start_architecture(given)
