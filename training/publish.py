@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from d2l_bert import model_cards
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.config import DECAY_RATIO
 from d2l_bert.training.pair_tasks import pair_task, unit
 
 
@@ -146,6 +147,7 @@ def render_card(
         corpus=corpus,
         start=start if starts_on_hub or start is None else Path(start).resolve().name,
         run=run,
+        decay_ratio=DECAY_RATIO,
         versions=record["versions"],
         data=data,
         metrics=metrics,
