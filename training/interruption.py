@@ -105,6 +105,13 @@ def non_finite(figures: StepFigures) -> str:
     return f"loss {loss:g}, gradient norm {figures.grad_norm:g}"
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of the device or of the machine."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "not enough memory" in str(error) or "can't allocate memory" in str(error)
+
+
 @contextlib.contextmanager
 def exhaustion_explained(micro_batch_size: int):
     """
@@ -125,8 +132,7 @@ def exhaustion_explained(micro_batch_size: int):
                 f"a process that makes batches has ended ({reason}); if memory was short, --dataloader_num_workers 0 "
                 f"does without; go on with --resume_from_checkpoint latest"
             ) from None
-        is_short = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in reason
-        if not is_short and "can't allocate memory" not in reason:
+        if not is_out_of_memory(error):
             raise
         raise ValueError(
             f"out of memory with micro-batches of {micro_batch_size} pairs; lower --micro_batch_size, or let it be "

@@ -111,11 +111,6 @@ def learning_rate_share(kind: Schedule, step: int, warmup_steps: int, max_steps:
     return _FALLS[kind](min(left, 1.0))
 
 
-def linear_schedule(step: int, warmup_steps: int, max_steps: int) -> float:
-    """The `linear` of `learning_rate_share`."""
-    return learning_rate_share("linear", step, warmup_steps, max_steps)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The average of the weights
 

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,12 +19,21 @@ from transformers.utils import logging
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
-from d2l_bert.training.optim import linear_schedule, make_adamw
+from d2l_bert.training.micro_batch import find_micro_batch
+from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
-from d2l_bert.training.run_folder import architecture_numbers, finish_folder, make_record, output_folder, start_folder
+from d2l_bert.training.run_folder import (
+    RUN_FILE,
+    architecture_numbers,
+    default_output_dir,
+    finish_folder,
+    make_record,
+    output_folder,
+    start_folder,
+)
 from d2l_bert.training.tracking import Meter, Progress, StepFigures, say
 
 
@@ -33,7 +44,7 @@ DEFAULT_MICRO_BATCH = 64
 TIMED_STEPS = 20
 
 
-def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
+def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
 
@@ -44,11 +55,13 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path:
 
     Returns:
         The output folder: a model that `from_pretrained` loads, its tokenizer, its code, its card, `run_config.json`,
-        `metrics.json`, the log, the curves, and checkpoints.
+        `metrics.json`, the log, the curves, and checkpoints. None after a dry run.
 
     Raises:
         ValueError: for whatever the user can mend, in one line.
     """
+    if run.dry_run:
+        return rehearse(architecture, run)
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     with distributed.said_once():
         run.check()
@@ -87,22 +100,24 @@ def train(
     torch.manual_seed(run.seed)
     task = PAIR_TASKS.get(run.objective)
     model = make_model(architecture, run, text.tokenizer, resumed)
-    optimizers = [
-        make_adamw(model, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon)
-    ]
+    betas = (run.adam_beta1, run.adam_beta2)
+    optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
     step_model, *step_optimizers = accelerator.prepare(model, *optimizers)
-    learner = checkpoint.Learner(accelerator, model, optimizers)
+    average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
+    learner = checkpoint.Learner(accelerator, model, optimizers, average)
     ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
-    held_out = make_held_out(run, text, **ranks)
     is_main = accelerator.is_main_process
 
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
+    run = settle_micro_batch(run, learner, text, resumed, train_on)
+    held_out = make_held_out(run, text, **ranks)
+
     def evaluate_now(stop):
         """The held-out figures; None if the run is told to stop meanwhile."""
         batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
-        with accelerator.autocast():
+        with accelerator.autocast(), average.in_place() if average else contextlib.nullcontext():
             sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
         distributed.reshard(step_model)
         sums = accelerator.reduce(sums, "sum")
@@ -122,7 +137,9 @@ def train(
         start, max_steps = state["step"], state["max_steps"]
         record = make_record(run, max_steps, architecture, text, accelerator)
         log = distributed.on_main(accelerator, start_folder, folder, record, start)
-        warmup_steps = math.ceil(run.warmup_ratio * max_steps)
+        # What was decided by measuring is kept, so that a resumed run obeys it.
+        decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size}
+        warmup_steps, decay_steps = run.schedule_steps(max_steps)
         guard = interruption.NonFiniteGuard(folder, state)
         progress = Progress(start, max_steps, visible=is_main)
         meter = Meter(state, task)
@@ -150,8 +167,11 @@ def train(
         meter.resume_clock()
         for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
             torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
-            rate = run.learning_rate * linear_schedule(step - 1, warmup_steps, max_steps)
+            share = learning_rate_share(run.lr_scheduler_type, step - 1, warmup_steps, max_steps, decay_steps)
+            rate = run.learning_rate * share
             done = train_on(micro_batches, rate)
+            if average and not done.skipped:
+                average.update(step)
             meter.add(done)
             progress.step()
             if done.skipped:
@@ -166,7 +186,7 @@ def train(
                 stopping = stop.wanted()
             # While steps are being skipped the weights may be bad; what was saved before them is not pushed out.
             if stopping or (saves and not guard.in_a_row) or step == max_steps:
-                state = {**meter.totals, **guard.state(), "max_steps": max_steps, "identity": identity}
+                state = {**meter.totals, **guard.state(), **decided, "identity": identity}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
             if stopping:
                 leave(accelerator, stop, saved)
@@ -183,6 +203,38 @@ def train(
     # for which it needs the interpreter's lock, and the main thread holds that while it waits for the thread.
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
+    run.check()
+    lengths = dict.fromkeys(length for _, length, _ in run.stages(1_000_000))
+    few = {name: 2 * len(lengths) for name in ("max_steps", "save_steps", "eval_steps")}
+    wanted = Path(run.output_dir or default_output_dir(run)).absolute()
+    beside = next(parent for parent in wanted.parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside) as folder:
+        short = dataclasses.replace(
+            run,
+            dry_run=False,
+            output_dir=f"{folder}/{wanted.name}",
+            resume_from_checkpoint=None,
+            overwrite_output_dir=False,
+            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in list(lengths)[:-1]],
+            batch_size_schedule=[],
+            global_batch_size=2,
+            max_eval_pairs=2,
+            **{**dict.fromkeys(LENGTH_OPTIONS), **few},
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # what it learnt, which is nothing
+            made = pretrain(architecture, short)
+        record = json.loads((made / RUN_FILE).read_text())
+        size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
+    if run.max_steps:
+        tokens = run.max_steps * run.global_batch_size * run.max_seq_length
+        passes = tokens / record["data"]["train_tokens"]
+        print(f"{run.max_steps:,} steps: at most {tokens:,} tokens, {passes:.1f} passes over the text")
+    print(f"a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
+    print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,6 +283,19 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resu
 def faster_attention(device: str, length: int) -> str:
     """On a processor, short rows are faster spelt out: 32 rows of 128 take 5 ms against 17 ms, backward included."""
     return "eager" if device == "cpu" and length <= 256 else "sdpa"
+
+
+def settle_micro_batch(run: PretrainConfig, learner: checkpoint.Learner, text, resumed, train_on) -> PretrainConfig:
+    """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
+    if run.micro_batch_size != "auto":
+        return run
+    if resumed:
+        found = resumed.state["micro_batch_size"]
+    else:
+        with learner.unchanged():
+            try_step = functools.partial(train_on, rate=0.0)
+            found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, try_step)
+    return dataclasses.replace(run, micro_batch_size=found)
 
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
@@ -330,17 +395,23 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
     whole = 1000  # steps that stand for the run while its length is not known
     steps = make_steps(run, text, whole, **ranks)
     phases = steps.phases
+    ends = [*(later.first_step for later in phases[1:]), whole]
     if run.num_train_epochs is not None:
-        full = phases[-1]
-        return math.ceil(run.num_train_epochs * len(full.plans.epoch(0)) / full.global_batch_size)
+        # Each length has a plan of its own, of which a step is some part.
+        passes = sum(
+            (end - phase.first_step) / whole * phase.global_batch_size / len(phase.plans.epoch(0))
+            for phase, end in zip(phases, ends, strict=True)
+        )
+        return math.ceil(run.num_train_epochs / passes)
     with learner.unchanged():
         step_seconds = 0.0
-        for phase, end in zip(phases, [*(later.first_step for later in phases[1:]), whole], strict=True):
+        for phase, end in zip(phases, ends, strict=True):
             train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
             start = time.monotonic()
-            for timed in range(1, TIMED_STEPS + 1):
-                train_on(steps[phase.first_step + timed], 0.0)
-            step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / TIMED_STEPS
+            timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
+            for step in timed:
+                train_on(steps[step], 0.0)
+            step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
         start = time.monotonic()
         evaluate_now()
         evaluation_seconds = time.monotonic() - start
