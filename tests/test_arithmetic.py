@@ -1,0 +1,66 @@
+"""The arithmetic of a step, against PyTorch's own count of what a real step does, and the peak it is compared with."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES
+from torch.utils.flop_counter import FlopCounterMode
+
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
+
+
+ROWS, LENGTH, PREDICTED = 5, 17, 3
+COUNTS = SimpleNamespace(
+    tokens=ROWS * LENGTH, squared_lengths=ROWS * LENGTH**2, masked_tokens=ROWS * PREDICTED, examples=ROWS
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("with_pairs", [True, False])
+def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pairs, tied):
+    """Attention spelt out, so that every product is one that the counter sees."""
+    model_class = D2lBertForPreTraining if with_pairs else D2lBertForMaskedLM
+    config = D2lBertConfig(**SIZES, tie_word_embeddings=tied)
+    model = model_class._from_config(config, attn_implementation="eager")
+    ids = torch.randint(1, config.vocab_size, (ROWS, LENGTH))
+    batch = {"input_ids": ids, "masked_positions": torch.arange(PREDICTED).repeat(ROWS, 1)}
+    batch["labels"] = ids[:, :PREDICTED]
+    if with_pairs:
+        batch["next_sentence_label"] = torch.zeros(ROWS, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    assert training_arithmetic(config, COUNTS, pair_task=with_pairs) == counter.get_total_flops()
+
+
+def test_the_arithmetic_of_bert_base_is_the_well_known_six_operations_a_weight_and_token():
+    """Kaplan et al. (2020), equation 2.2: 6 N operations a token, N without embeddings, beside attention's own."""
+    config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
+    nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
+    assert training_arithmetic(config, nothing, pair_task=True) == 6 * 12 * 12 * 768**2
+
+
+def test_the_peak_is_a_plausible_one_and_leaves_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    state = np.random.get_state()[1].copy()
+    peak = matmul_peak(torch.device("cpu"), torch.float32, seconds=0.03)
+    assert torch.equal(torch.rand(4), expected) and (np.random.get_state()[1] == state).all()
+    assert 1e8 < peak < 1e15  # a tenth of what any processor of this century does, and more than any does
+
+
+@pytest.mark.parametrize("precision", MATMUL_DTYPES)
+def test_a_peak_is_measured_in_every_precision(precision):
+    assert matmul_peak(torch.device("cpu"), MATMUL_DTYPES[precision], seconds=0.003) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpus_peak_waits_for_its_products():
+    """Unsynchronised, a launch looks like a product that takes microseconds."""
+    state = torch.cuda.get_rng_state()
+    peak = matmul_peak(torch.device("cuda"), torch.bfloat16)
+    assert 1e12 < peak < 5e15
+    assert torch.equal(torch.cuda.get_rng_state(), state)
