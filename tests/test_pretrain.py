@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -22,10 +21,8 @@ from d2l_bert.training import data, prepare, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.pretrain import make_phases, pretrain, train_step
 from d2l_bert.training.run_folder import start_folder
-from d2l_bert.training.tracking import Meter
 
 
 LEFT_BEHIND = {
@@ -211,22 +208,6 @@ def test_packing_does_not_change_what_is_learnt(books, tmp_path):
     assert found[1]["train_padding_share"] != found[0]["train_padding_share"]  # it was done
     rows = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
     assert all(0 <= row["padding_share"] < 1 and 0 < row["data_wait_share"] < 1 for row in rows if "loss" in row)
-
-
-def test_the_meter_knows_what_was_padding_and_how_long_it_waited():
-    def slow():
-        for _ in range(2):
-            time.sleep(0.05)
-            yield torch.tensor([4.0, 1.0, 0.5, 60.0, 80.0, 3.0])
-
-    meter = Meter({}, PAIR_TASKS["nsp"])
-    for values in meter.waiting(slow()):
-        time.sleep(0.05)
-        meter.add(values)
-    row = meter.row(0.1, 0)
-    assert row["padding_share"] == 0.25 and row["loss"] == 5 and row["data_wait_share"] == pytest.approx(0.5, abs=0.2)
-    assert meter.waited == 0
-    assert meter.totals["train_pairs"] == 6 and meter.speed()["train_padding_share"] == 0.25
 
 
 def test_gradient_checkpointing_does_not_change_what_is_learnt(books, tmp_path):

@@ -296,6 +296,13 @@ class PretrainConfig(TextConfig):
         OUTPUT,
         how=True,
     )
+    report_to: list[str] = option(
+        [],
+        "trackers to report to: tensorboard, wandb, trackio, mlflow, comet_ml, ...; or none",
+        OUTPUT,
+        how=True,
+        metavar="NAME",
+    )
     license: str | None = option(None, "licence of the model, for its card (a Hub identifier)", OUTPUT, how=True)
 
     def check(self) -> None:

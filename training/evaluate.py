@@ -203,6 +203,8 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
     if task:
         loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
         pair_figures = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
+    left_out = metrics["train_skipped_steps"]
+    skipped = f"\n  steps left out, their loss or gradient not being finite: {left_out:,}" if left_out else ""
     best = "\n".join(
         f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
         for sentence, tokens in predictions
@@ -212,8 +214,8 @@ What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
 accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_figures}
   trained in {metrics["train_seconds"]:.0f} s at {speed}, \
-{metrics["train_tokens_per_second"]:,.0f} tokens/s; \
-{metrics["train_padding_share"]:.1%} of the tokens computed were padding
+{metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped}
 
 A held-out {units[:-1]}, masked tokens in brackets:
 {showcase(model, tokenizer, example, task)}
