@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
 
 
-# What `accelerate launch` asks for by an environment variable, and what must then be in force.
-ENGINES = {
-    "ACCELERATE_USE_FSDP": ("FSDP", DistributedType.FSDP),
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", DistributedType.DEEPSPEED),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", DistributedType.MEGATRON_LM),
+# What `accelerate launch` may ask for by an environment variable, and what cannot be had.
+OTHER_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
 }
 
 # Processes wait for one another while the first of them reads and tokenizes a text, which may take an hour.
@@ -39,11 +39,18 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     Raises:
         ValueError: the engine in force is not the one that was launched.
     """
+    refuse_other_engines()
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
     precision = mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
     AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
     group = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, kwargs_handlers=[group], **options)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=precision,
+        kwargs_handlers=[group],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # steps are divided once, by ourselves
+        **options,
+    )
     check_engine(accelerator)
     if accelerator.is_fsdp2:
         # Shards are blocks of the encoder, whatever the launcher's configuration says. Accelerate would have weights,
@@ -63,17 +70,25 @@ def check_engine(accelerator: Accelerator) -> None:
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
             f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
         )
-    for variable, (name, engine) in ENGINES.items():
-        if os.environ.get(variable, "false").lower() in ("1", "true") and accelerator.distributed_type != engine:
-            raise ValueError(
-                f"{name} was asked for and is not in force on {accelerator.device.type} with "
-                f"{accelerator.num_processes} processes (Accelerate gives {accelerator.distributed_type.value}); "
-                f"launch without it, or on GPUs"
-            )
+    if is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for and is not in force: Accelerate has none on {accelerator.device.type} with "
+            f"{accelerator.num_processes} processes; launch without it, or on several GPUs"
+        )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{accelerator.distributed_type.value} is not supported; FSDP2 shards a model as well")
+
+
+def refuse_other_engines() -> None:
+    """Refuse what Accelerate could start and this package does not train with."""
+    for variable, name in OTHER_ENGINES.items():
+        if is_set(variable):
+            raise ValueError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
+
+
+def is_set(variable: str) -> bool:
+    """Whether the launcher asked for something by an environment variable."""
+    return os.environ.get(variable, "false").lower() in ("1", "true", "yes", "on")
 
 
 def has_bf16(on_cpu: bool) -> bool:

@@ -7,8 +7,10 @@ import io
 import itertools
 import json
 import math
+import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from transformers.utils import logging
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
+from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.micro_batch import find_micro_batch
@@ -34,7 +37,16 @@ from d2l_bert.training.run_folder import (
     output_folder,
     start_folder,
 )
-from d2l_bert.training.tracking import Meter, Progress, StepFigures, say
+from d2l_bert.training.tracking import (
+    Meter,
+    Progress,
+    SpikeWatch,
+    StepFigures,
+    check_trackers,
+    report,
+    say,
+    start_trackers,
+)
 
 
 # Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
@@ -66,7 +78,10 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     with distributed.said_once():
         run.check()
         check_architecture(architecture, run)
-        accelerator = distributed.make_accelerator(run.mixed_precision)
+        folder = run.output_dir or default_output_dir(run)
+        accelerator = distributed.make_accelerator(
+            run.mixed_precision, log_with=check_trackers(run.report_to), project_dir=folder
+        )
         run = dataclasses.replace(
             run,
             mixed_precision=accelerator.mixed_precision,
@@ -88,6 +103,41 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     return folder
 
 
+def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
+    run.check()
+    lengths = dict.fromkeys(length for _, length, _ in run.stages(1_000_000))
+    few = {name: 2 * len(lengths) for name in ("max_steps", "save_steps", "eval_steps")}
+    wanted = Path(run.output_dir or default_output_dir(run)).absolute()
+    beside = next(parent for parent in wanted.parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside) as folder:
+        short = dataclasses.replace(
+            run,
+            dry_run=False,
+            output_dir=f"{folder}/{wanted.name}",
+            resume_from_checkpoint=None,
+            overwrite_output_dir=False,
+            report_to=[],
+            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in list(lengths)[:-1]],
+            batch_size_schedule=[],
+            global_batch_size=2,
+            max_eval_pairs=2,
+            **{**dict.fromkeys(LENGTH_OPTIONS), **few},
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # what it has learnt is nothing
+            made = pretrain(architecture, short)
+        if int(os.environ.get("RANK", 0)):
+            return
+        record = json.loads((made / RUN_FILE).read_text())
+        size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
+    if run.max_steps:
+        tokens = run.max_steps * run.global_batch_size * run.max_seq_length
+        passes = tokens / record["data"]["train_tokens"]
+        print(f"{run.max_steps:,} steps: at most {tokens:,} tokens, {passes:.1f} passes over the text")
+    print(f"a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
+    print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
+
+
 def train(
     architecture: D2lBertConfig,
     run: PretrainConfig,
@@ -106,87 +156,79 @@ def train(
     average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
     learner = checkpoint.Learner(accelerator, model, optimizers, average)
     ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
-    is_main = accelerator.is_main_process
 
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
     run = settle_micro_batch(run, learner, text, resumed, train_on)
     held_out = make_held_out(run, text, **ranks)
-
-    def evaluate_now(stop):
-        """The held-out figures; None if the run is told to stop meanwhile."""
-        batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
-        with accelerator.autocast(), average.in_place() if average else contextlib.nullcontext():
-            sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
-        distributed.reshard(step_model)
-        sums = accelerator.reduce(sums, "sum")
-        return None if stop.wanted() else evaluate.held_out_figures(sums, task)
-
     identity = make_identity(run, architecture, text)
+    if resumed:
+        distributed.on_main(accelerator, check_identity, resumed, identity)
     with interruption.StopSignals(accelerator) as stop, interruption.exhaustion_explained(micro_batch_pairs(run)):
+
+        def evaluate_now():
+            """The held-out figures; None if the run is told to stop meanwhile."""
+            batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
+            with accelerator.autocast(), average.in_place() if average else contextlib.nullcontext():
+                sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
+                distributed.reshard(step_model)
+            sums = accelerator.reduce(sums, "sum")
+            return None if stop.wanted() else evaluate.held_out_figures(sums, task)
+
         if resumed:
-            distributed.on_main(accelerator, check_identity, resumed, identity)
             learner.load(resumed.path, resumed.state["scaler"])
             state = resumed.state
         else:
-            max_steps = decide_steps(run, text, ranks, learner, train_on, lambda: evaluate_now(stop))
+            state = {"step": 0, "max_steps": decide_steps(run, text, ranks, learner, train_on, evaluate_now)}
             if stop.wanted():
                 leave(accelerator, stop, None)
-            state = {"step": 0, "max_steps": max_steps}
         start, max_steps = state["step"], state["max_steps"]
         record = make_record(run, max_steps, architecture, text, accelerator)
         log = distributed.on_main(accelerator, start_folder, folder, record, start)
-        # What was decided by measuring is kept, so that a resumed run obeys it.
-        decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size}
-        warmup_steps, decay_steps = run.schedule_steps(max_steps)
-        guard = interruption.NonFiniteGuard(folder, state)
-        progress = Progress(start, max_steps, visible=is_main)
-        meter = Meter(state, task)
-        log_every = run.logging_steps or math.ceil(max_steps / 100)
-        eval_every = run.eval_steps or math.ceil(max_steps / 10)
-        save_every = run.save_steps or math.ceil(max_steps / 10)
+        start_trackers(accelerator, folder, record, start)
+        progress = Progress(start, max_steps, visible=accelerator.is_main_process)
+        meter = make_meter(run, architecture, accelerator, state)
+        guard, spikes = interruption.NonFiniteGuard(folder, state), SpikeWatch(state.get("spikes"))
 
         def note(row, show):
-            """Log a row, and show it if it is news."""
-            if is_main and log.write(row):
-                show(row)
+            """A row for the log, the trackers and whoever watches."""
+            distributed.on_main(accelerator, log.write, row)
+            report(accelerator, row)
+            show(row)
 
-        def evaluate_and_note(step):
-            figures = evaluate_now(stop)
-            if figures:
-                note({"step": step, **figures}, progress.show_held_out)
-            return figures
-
+        warmup_steps, decay_steps = run.schedule_steps(max_steps)
+        log_every, eval_every, save_every = intervals(run, max_steps)
         steps = make_steps(run, text, max_steps, **ranks)
-        if task and is_main:
+        if task and accelerator.is_main_process:
             warn_of_labels(steps)
         loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
-        if start and is_due(start, eval_every, max_steps):  # the run may have ended before it was done
-            figures = evaluate_and_note(start)
+        if start and is_due(start, eval_every, max_steps) and (figures := evaluate_now()):
+            note({"step": start, **figures}, progress.show_held_out)  # a run may be stopped before it has come to that
         meter.resume_clock()
         for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
             torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
             share = learning_rate_share(run.lr_scheduler_type, step - 1, warmup_steps, max_steps, decay_steps)
-            rate = run.learning_rate * share
-            done = train_on(micro_batches, rate)
+            done = train_on(micro_batches, rate := run.learning_rate * share)
             if average and not done.skipped:
                 average.update(step)
             meter.add(done)
             progress.step()
-            if done.skipped:
-                note({"step": step, "event": "skipped", "reason": interruption.non_finite(done)}, progress.show_event)
+            for event, reason in what_happened(step, done, spikes):
+                note({"step": step, "event": event, "reason": reason}, progress.show_event)
             guard.check(step, done)
             stopping = stop.wanted()
             evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
             if evaluates or saves or stopping or is_due(step, log_every, max_steps):
                 note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
-            if evaluates:
-                figures = evaluate_and_note(step)
-                stopping = stop.wanted()
-            # While steps are being skipped the weights may be bad; what was saved before them is not pushed out.
+            if evaluates and (figures := evaluate_now()):
+                note({"step": step, **figures}, progress.show_held_out)
+            stopping = stop.wanted()
+            # While steps are being skipped the weights may be bad; what was saved before is not pushed out by them.
             if stopping or (saves and not guard.in_a_row) or step == max_steps:
-                state = {**meter.totals, **guard.state(), **decided, "identity": identity}
+                # What was decided by measuring is kept, so that a resumed run obeys it.
+                decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
+                state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
             if stopping:
                 leave(accelerator, stop, saved)
@@ -194,47 +236,15 @@ def train(
                 meter.resume_clock()
         progress.close()
     published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}
-    report = distributed.on_main(
+    learnt = distributed.on_main(
         accelerator, lambda: finish_folder(folder, published, text, record, metrics, log, held_out.one(0))
     )
-    if is_main:
-        print(report)
+    if accelerator.is_main_process:
+        print(learnt)
     # Who parts right after a sum over the processes can wait for ever: gloo's thread has yet to let go of the tensor,
     # for which it needs the interpreter's lock, and the main thread holds that while it waits for the thread.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
-    run.check()
-    lengths = dict.fromkeys(length for _, length, _ in run.stages(1_000_000))
-    few = {name: 2 * len(lengths) for name in ("max_steps", "save_steps", "eval_steps")}
-    wanted = Path(run.output_dir or default_output_dir(run)).absolute()
-    beside = next(parent for parent in wanted.parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside) as folder:
-        short = dataclasses.replace(
-            run,
-            dry_run=False,
-            output_dir=f"{folder}/{wanted.name}",
-            resume_from_checkpoint=None,
-            overwrite_output_dir=False,
-            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in list(lengths)[:-1]],
-            batch_size_schedule=[],
-            global_batch_size=2,
-            max_eval_pairs=2,
-            **{**dict.fromkeys(LENGTH_OPTIONS), **few},
-        )
-        with contextlib.redirect_stdout(io.StringIO()):  # what it learnt, which is nothing
-            made = pretrain(architecture, short)
-        record = json.loads((made / RUN_FILE).read_text())
-        size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
-    if run.max_steps:
-        tokens = run.max_steps * run.global_batch_size * run.max_seq_length
-        passes = tokens / record["data"]["train_tokens"]
-        print(f"{run.max_steps:,} steps: at most {tokens:,} tokens, {passes:.1f} passes over the text")
-    print(f"a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
-    print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,6 +306,21 @@ def settle_micro_batch(run: PretrainConfig, learner: checkpoint.Learner, text, r
             try_step = functools.partial(train_on, rate=0.0)
             found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, try_step)
     return dataclasses.replace(run, micro_batch_size=found)
+
+
+def make_meter(run: PretrainConfig, architecture: D2lBertConfig, accelerator: Accelerator, state: dict) -> Meter:
+    """The meter, with the peak of all processes together measured now."""
+    task = PAIR_TASKS.get(run.objective)
+    arithmetic = functools.partial(training_arithmetic, architecture, pair_task=task is not None)
+    peak = matmul_peak(accelerator.device, MATMUL_DTYPES[run.mixed_precision])
+    peaks = accelerator.gather(torch.tensor(peak, device=accelerator.device))
+    return Meter(state, task, arithmetic, float(peaks.sum()), accelerator.device)
+
+
+def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
+    """Steps from one row of the log to the next, from evaluation to evaluation, and from checkpoint to checkpoint."""
+    tenth = math.ceil(max_steps / 10)
+    return run.logging_steps or math.ceil(max_steps / 100), run.eval_steps or tenth, run.save_steps or tenth
 
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
@@ -505,6 +530,14 @@ def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
     found = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
     return torch.stack([number.float() for number in found])
+
+
+def what_happened(step: int, figures: StepFigures, spikes: SpikeWatch) -> Iterator[tuple[str, str]]:
+    """What a person should know of a step: the name of each event, and a line about it."""
+    if figures.skipped:
+        yield "skipped", f"step {step} is left out, as it is not finite: {interruption.non_finite(figures)}"
+    elif line := spikes.see(step, figures.mlm_loss + figures.pair_loss):
+        yield "loss_spike", line
 
 
 def leave(accelerator: Accelerator, stop: interruption.StopSignals, saved: Path | None) -> None:

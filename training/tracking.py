@@ -90,7 +90,7 @@ class Progress:
     def show_event(self, row: dict) -> None:
         """Say what happened in a step."""
         if self.visible:
-            say(f"step {row['step']}: {row['event']}: {row['reason']}")
+            say(row["reason"])
 
     def show_held_out(self, figures: dict) -> None:
         """Show what an evaluation found."""
