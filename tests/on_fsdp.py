@@ -1,0 +1,59 @@
+"""The `d2l-bert` command with FSDP2 in force on processors, where Accelerate passes it over and runs DDP.
+
+    accelerate launch --config_file docs/accelerate/fsdp2.yaml --num_processes 2 tests/on_fsdp.py pretrain ...
+    torchrun --standalone --nproc-per-node 2 tests/on_fsdp.py pretrain ...
+
+A step of an optimizer on parameters that are not in parts fails, and so does a run that ends well without a step.
+"""
+
+import os
+import sys
+
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")  # before torch looks for devices
+for name, value in {  # what `accelerate launch` says with docs/accelerate/fsdp2.yaml
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "D2lBertEncoderBlock",
+}.items():
+    os.environ.setdefault(name, value)
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+
+from d2l_bert.cli import main  # noqa: E402
+
+
+class Fsdp2:
+    """Puts FSDP2 in force and watches that it stays so."""
+
+    def __init__(self):
+        self.steps = 0
+        self.as_it_was = AcceleratorState.__init__
+        AcceleratorState.__init__ = lambda *args, **kwargs: self.start(*args, **kwargs)
+        register_optimizer_step_pre_hook(self.watch)
+
+    def start(self, state, *args, fsdp_plugin=None, **kwargs):
+        """Start Accelerate's state on processors as it starts itself on GPUs."""
+        is_new = AcceleratorState._shared_state == {}
+        self.as_it_was(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if is_new:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if state.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(state.mixed_precision)
+
+    def watch(self, optimizer, *_):
+        """Refuse a step on whole parameters."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert all(isinstance(parameter, DTensor) for parameter in parameters), "FSDP2 is not in force"
+        self.steps += 1
+
+
+if __name__ == "__main__":
+    fsdp2 = Fsdp2()
+    code = main(sys.argv[1:])
+    assert code or fsdp2.steps, "nothing was trained"
+    sys.exit(code)
