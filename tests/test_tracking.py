@@ -283,8 +283,8 @@ def test_what_json_cannot_hold_is_not_written(tmp_path):
     log = TrainingLog(tmp_path / "training_log.jsonl")
     log.start_at(0)
     for value in (math.nan, math.inf):
-        with pytest.raises(ValueError):
-            log.write({"step": 1, "loss": value})
+        with pytest.raises(ValueError, match=f"eval_perplexity is {value} at step 1: training has diverged; lower"):
+            log.write({"step": 1, "eval_perplexity": value})
     assert log.path.read_bytes() == b"" and log.write({"step": 1, "loss": 1.0})
 
 

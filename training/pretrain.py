@@ -214,6 +214,8 @@ def train(
                 average.update(step)
             meter.add(done)
             progress.step()
+            if step - 1 in (phase.first_step for phase in steps.phases):
+                spikes.rest()  # other lengths, other losses
             for event, reason in what_happened(step, done, spikes):
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
             guard.check(step, done)

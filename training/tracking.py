@@ -291,6 +291,10 @@ class SpikeWatch:
         """What a checkpoint keeps, as JSON: with it a resumed run warns where one that was never stopped does."""
         return {"mean": self.mean, "deviation": self.deviation, "quiet": self.quiet}
 
+    def rest(self) -> None:
+        """Be quiet for a while: from here on losses are of another kind."""
+        self.quiet = self.QUIET_STEPS
+
     def see(self, step: int, loss: float) -> str | None:
         """
         Take in a step's loss; returns a line about it if it stands out.
@@ -329,7 +333,8 @@ class TrainingLog:
     log of that stays, and is not written twice.
 
     Raises:
-        ValueError: from `start_at` and `write`, if the file cannot be written.
+        ValueError: from `start_at` and `write`, if the file cannot be written; from `write`, for a figure that is not
+            finite, which JSON cannot hold.
     """
 
     def __init__(self, path: Path):
@@ -354,6 +359,12 @@ class TrainingLog:
         key = (row["step"], kind_of(row))
         if key in self.written:
             return False
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{name} is {value} at step {row['step']}: training has diverged; lower learning_rate and start "
+                    f"again"
+                )
         line = json.dumps(row, allow_nan=False) + "\n"
         with self._writing(), self.path.open("a") as file:
             file.write(line)  # a single write to the disk, on closing

@@ -1,0 +1,60 @@
+"""FSDP2 trains what one process trains, and each goes on from the other's checkpoints."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL
+from safetensors.torch import load_file
+
+from d2l_bert.cli import main
+
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]
+FILES = ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.safetensors")
+
+
+def on_fsdp(*arguments):
+    """Run the command on two processes, launched as docs/distributed.md says, with FSDP2 in force."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0", "--num_processes=2"]
+    command += [f"--config_file={ROOT / 'docs/accelerate/fsdp2.yaml'}", ROOT / "tests" / "on_fsdp.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr
+
+
+def assert_the_same(one, two):
+    for name in FILES:
+        one_file, two_file = load_file(one / name), load_file(two / name)
+        assert one_file.keys() == two_file.keys()
+        for key in one_file:
+            torch.testing.assert_close(one_file[key], two_file[key], atol=1e-4, rtol=0)
+
+
+def without_the_end(folder, copy):
+    """The folder as a run leaves it that was stopped after two steps."""
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "checkpoint-4")
+    for name in ("model.safetensors", "metrics.json"):
+        (copy / name).unlink()
+    return copy
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_fsdp2_learns_what_one_process_does_and_each_goes_on_where_the_other_stopped(books, tmp_path, tied):
+    """Evaluation comes right before a checkpoint: FSDP2 then shows some parameters whole, and as other objects."""
+    command = ["pretrain", f"--corpus={books}", f"--tie_word_embeddings={tied}", *OPTIONS, *SMALL]
+    assert main([*command, f"--output_dir={tmp_path / 'one'}"]) == 0
+    on_fsdp(*command, f"--output_dir={tmp_path / 'two'}")
+    assert_the_same(tmp_path / "one", tmp_path / "two")
+    back = without_the_end(tmp_path / "two", tmp_path / "back")
+    assert main([*command, f"--output_dir={back}", "--resume_from_checkpoint=latest"]) == 0
+    assert_the_same(tmp_path / "one", back)
+    there = without_the_end(tmp_path / "one", tmp_path / "there")
+    on_fsdp(*command, f"--output_dir={there}", "--resume_from_checkpoint=latest")
+    assert_the_same(tmp_path / "one", there)
