@@ -270,7 +270,10 @@ def test_models_that_no_run_can_start_from(fails_to_start_from, books, trained, 
     assert "nowhere: cannot be loaded: no folder here" in fails_to_start_from(tmp_path / "nowhere")
     BertConfig().save_pretrained(tmp_path / "stock")
     assert "d2l-bert convert" in (line := fails_to_start_from(tmp_path / "stock")) and "--from bert" in line
-    assert "it brings no tokenizer; give --tokenizer" in fails_to_start_from(trained / "checkpoint-20")
+    bare = shutil.copytree(
+        trained / "checkpoint-20", tmp_path / "bare", ignore=shutil.ignore_patterns("*tok*", "vocab*")
+    )
+    assert "it brings no tokenizer; give --tokenizer" in fails_to_start_from(bare)
     shutil.copytree(trained, tmp_path / "wide", ignore=shutil.ignore_patterns("checkpoint-*"))
     config = json.loads((trained / "config.json").read_text())
     (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "vocab_size": 9999}))

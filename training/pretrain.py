@@ -178,6 +178,8 @@ def train(
 
         if resumed:
             learner.load(resumed.path, resumed.state["scaler"])
+            if accelerator.is_main_process:
+                say(f"going on from {resumed.path}")
             state = resumed.state
         else:
             state = {"step": 0, "max_steps": decide_steps(run, text, ranks, learner, train_on, evaluate_now)}
