@@ -88,6 +88,7 @@ class Life:
 
     def __init__(self, run: Run):
         self.run, self.heard = run, run.place / "stderr.txt"
+        self.starts_at_the_end = (run.model / f"checkpoint-{STEPS}").exists()
         environment = {**os.environ, "HF_HOME": str(run.place / "cache"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--output_dir={run.model}", *OPTIONS]
         self.begin = time.monotonic()
@@ -104,7 +105,7 @@ class Life:
         return max(self.steps(), default=0)
 
     def past_the_last_step(self) -> bool:
-        return self.step() == STEPS or f"going on from {self.run.model}/checkpoint-{STEPS}\n" in self.heard.read_text()
+        return self.starts_at_the_end or self.step() == STEPS
 
     def wait(self, happened, pause: float = 0.005) -> bool:
         """Until something has happened: True; or until the process has ended: False."""
@@ -203,10 +204,12 @@ def killed_once(run, aim, step, timing, rng) -> tuple[str, int] | None:
 
 def aimed(life, aim, step, timing, rng) -> bool:
     """Wait for the instant of the kill; False if the run has ended before."""
-    if aim == "start":
-        return survives(life, rng.uniform(0, timing.start))
+    if aim == "start":  # which may be over sooner than it was
+        end = life.begin + rng.uniform(0, timing.start)
+        return life.wait(lambda: time.monotonic() >= end or life.step())
     if aim == "end":
-        return life.wait(life.past_the_last_step) and survives(life, rng.uniform(0, timing.finish))
+        longest = timing.finish + (timing.start if life.starts_at_the_end else 0)
+        return life.wait(life.past_the_last_step) and survives(life, rng.uniform(0, longest))
     if not life.wait(life.step):
         return False
     timing.start = time.monotonic() - life.begin  # shorter from here on: there is a cache

@@ -1,0 +1,76 @@
+"""The command line in processes of their own, for tests that send signals to them.
+
+Two ways: forked from a process that has imported everything, which takes a moment; and as a script for a launcher:
+
+    torchrun --nproc-per-node=2 tests/processes.py FIRST_STEP SECONDS pretrain --corpus=...
+
+Both can dawdle: from a step on, each one takes so many seconds longer.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from d2l_bert.cli import main
+
+
+def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:
+    """Start the command; as many `multiprocessing` processes of one group. What the first says goes to a file."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
+    port = _free_port() if processes > 1 else None
+    launched = []
+    for rank in range(processes):
+        environment = _environment(rank, processes, port) if processes > 1 else {}
+        file = said if rank == 0 else said.with_suffix(f".{rank}.txt")
+        file.write_text("")
+        launched.append(context.Process(target=_command, args=(list(arguments), environment, file, dawdle)))
+        launched[-1].start()
+    return launched
+
+
+def _environment(rank, processes, port):
+    """What torchrun would set."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    return {name: str(value) for name, value in {**ranks, **address}.items()}
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _command(arguments, environment, said, dawdle):
+    os.environ.update(environment)
+    file = os.open(said, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    torch.set_num_threads(1)
+    _dawdle(*dawdle)
+    sys.exit(main(arguments))
+
+
+def _dawdle(first_step, seconds):
+    done = 0
+
+    def wait(*_):
+        nonlocal done
+        done += 1
+        if done >= first_step:
+            time.sleep(seconds)
+
+    register_optimizer_step_pre_hook(wait)
+
+
+if __name__ == "__main__":
+    _dawdle(int(sys.argv[1]), float(sys.argv[2]))
+    sys.exit(main(sys.argv[3:]))

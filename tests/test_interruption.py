@@ -1,0 +1,455 @@
+"""Runs that are cut short: by damaged files, by signals, by a full disk, by numbers that are none."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import processes
+import psutil
+import pytest
+import torch
+from conftest import SMALL
+
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.cli import main
+
+
+FILES = (
+    "config.json",
+    "configuration_d2l_bert.py",
+    "manifest.json",
+    "model.safetensors",
+    "modeling_d2l_bert.py",
+    "optimizer.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_state.json",
+    "vocab.txt",
+)
+OPTIONS = ("--mixed_precision=no", "--hidden_dropout_prob=0.1", "--logging_steps=1", "--save_total_limit=9", *SMALL)
+SHORT = (*OPTIONS, "--max_steps=6", "--save_steps=3", "--eval_steps=6")
+LONG = (*OPTIONS, "--max_steps=40", "--save_steps=10", "--eval_steps=40")
+RESUME = "--resume_from_checkpoint=latest"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def command(books):
+    """The arguments of a run into a folder."""
+
+    def arguments(folder, *options):
+        return ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def short(command, tmp_path_factory):
+    """The folder of a run of 6 steps, checkpoints at 3 and 6, that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("short") / "model"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the tests
+    assert main(command(folder, *SHORT)) == 0
+    torch.set_num_threads(threads)
+    return folder
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def error_line(capsys):
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    return line
+
+
+def rows(folder):
+    """The rows of the log; every line must be JSON, in which there is no NaN."""
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    lines = (folder / "training_log.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged checkpoints
+
+
+def damages(whole):
+    """What can have become of a file: None if it is gone."""
+    yield from (whole[: len(whole) // 2], b"", whole[:-1], None)
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        yield flipped(whole, place)
+
+
+def flipped(whole, place):
+    return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+
+
+def write(path, content):
+    path.unlink() if content is None else path.write_bytes(content)
+
+
+def test_a_checkpoint_holds_what_is_damaged_here(short):
+    for step in (3, 6):
+        assert sorted(path.name for path in (short / f"checkpoint-{step}").iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_change_of_a_checkpoint_is_found_and_the_one_before_is_taken(command, short, tmp_path, capsys, name):
+    """The run is another one, so that it is refused as soon as it has chosen: the error names what it chose."""
+    stopped = tmp_path / "stopped"
+    shutil.copytree(short, stopped)
+    path = stopped / "checkpoint-6" / name
+    other_run = command(stopped, *SHORT, "--learning_rate=0.5")
+    whole = path.read_bytes()
+    for damage in damages(whole):
+        write(path, damage)
+        capsys.readouterr()
+        assert main([*other_run, RESUME]) == 2
+        said = capsys.readouterr().err.splitlines()
+        passed_over = [line for line in said if line.endswith("trying the one before")]
+        assert len(passed_over) == 1 and f"{path.parent}: damaged (" in passed_over[0]
+        assert f"error: {stopped / 'checkpoint-3'}: a checkpoint of another run" in said[-1]
+        assert main([*other_run, f"--resume_from_checkpoint={path.parent}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"error: {path.parent}: damaged (" in line
+        path.write_bytes(whole)
+    assert main([*other_run, RESUME]) == 2 and f"{path.parent}: a checkpoint of another" in error_line(capsys)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_checkpoint_before_a_damaged_one_leads_to_the_same_bytes(command, short, tmp_path, name):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(short, stopped)
+    path = stopped / "checkpoint-6" / name
+    path.write_bytes(flipped(path.read_bytes(), path.stat().st_size // 3))
+    assert main(command(stopped, *SHORT, RESUME)) == 0
+    assert weights(stopped) == weights(short)
+    assert [row["step"] for row in rows(stopped) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_with_every_checkpoint_damaged_the_run_begins_again(command, short, tmp_path, capsys):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(short, stopped)
+    for step in (3, 6):
+        (stopped / f"checkpoint-{step}" / "optimizer.safetensors").write_bytes(b"")
+    assert main(command(stopped, *SHORT, RESUME)) == 0
+    said = capsys.readouterr().err
+    assert said.count("trying the one before") == 2 and "from the beginning" in said
+    assert weights(stopped) == weights(short)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
+def run_through(arguments, said, count):
+    """The command to its end, in so many processes."""
+    launched = processes.launch(arguments, said, count)
+    finish(launched)
+    assert [process.exitcode for process in launched] == [0] * count, said.read_text()
+
+
+def finish(launched):
+    """Wait for the processes' ends, which must come in time."""
+    for process in launched:
+        process.join(60)
+        assert process.exitcode is not None
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, tmp_path_factory):
+    """The weights that 40 steps end with on one process and on two."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for count in (1, 2):
+        run_through(command(folder / f"{count}", *LONG), folder / f"{count}.txt", count)
+    return {count: weights(folder / f"{count}") for count in (1, 2)}
+
+
+@pytest.fixture
+def start(command, tmp_path):
+    """Start a run of slow steps in so many processes, and wait until it has made some; all are gone in the end."""
+    launched = []
+
+    def started(count=1, step=13, **options):
+        arguments = command(tmp_path / "model", *LONG)
+        launched.extend(processes.launch(arguments, tmp_path / "said.txt", count, **{"dawdle": (1, 0.05), **options}))
+        wait_for_step(tmp_path / "said.txt", step, lambda: launched[0].is_alive())
+        return launched
+
+    yield started
+    for process in launched:
+        process.kill()
+        process.join()
+
+
+def wait_for_step(said, step, alive):
+    end = time.monotonic() + 90
+    while step not in steps_in(said):
+        assert alive() and time.monotonic() < end, said.read_text()
+        time.sleep(0.01)
+
+
+def steps_in(said):
+    return [int(step) for step in re.findall(r"(?m)^step +(\d+)/40 ", said.read_text())]
+
+
+def check_stopped(folder, said):
+    """The run stopped after a step, not at a save that was due, and saved that step; half of nothing is left."""
+    stop = max(steps_in(said))
+    assert 13 <= stop < 20, said.read_text()
+    saved = {path.name for path in folder.iterdir() if "checkpoint" in path.name}
+    assert saved == {"checkpoint-10", f"checkpoint-{stop}"}
+    assert not (folder / "model.safetensors").exists() and rows(folder)[-1]["step"] == stop
+    return stop
+
+
+def check_resumed(command, folder, said, stop, count, expected):
+    """The run goes on from there, and ends as if it had never stopped."""
+    run_through(command(folder, *LONG, RESUME), said, count)
+    assert steps_in(said) == list(range(stop + 1, 41))
+    assert weights(folder) == expected
+    assert [row["step"] for row in rows(folder) if "loss" in row] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(command, start, undisturbed, tmp_path, number, code):
+    (process,) = start()
+    os.kill(process.pid, number)
+    finish([process])
+    assert process.exitcode == code
+    stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
+    assert f"checkpoint-{stop}" in (tmp_path / "said.txt").read_text().splitlines()[-1]
+    check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 1, undisturbed[1])
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
+    (process,) = start(step=12, dawdle=(13, 60.0))
+    os.kill(process.pid, signal.SIGINT)
+    process.join(0.5)
+    assert process.is_alive()  # in the middle of its slow step
+    os.kill(process.pid, signal.SIGINT)
+    process.join(5)
+    assert process.exitcode in (130, -signal.SIGINT)  # by itself, or by the signal; a shell shows 130 for both
+    assert {path.name for path in (tmp_path / "model").glob("*checkpoint*")} == {"checkpoint-10"}
+
+
+def test_a_signal_to_both_processes_ends_both_after_one_step(command, start, undisturbed, tmp_path):
+    launched = start(2)
+    for process in launched:
+        os.kill(process.pid, signal.SIGTERM)
+    finish(launched)
+    assert [process.exitcode for process in launched] == [143, 143]
+    stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
+    check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
+
+
+@pytest.mark.parametrize("told", ["one process", "the launcher"])
+def test_a_signal_under_torchrun_reaches_all_processes(command, undisturbed, tmp_path, told):
+    said = tmp_path / "said.txt"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [processes.__file__, "1", "0.05", *command(tmp_path / "model", *LONG)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    with said.open("w") as file:
+        agent = subprocess.Popen([*launcher, *script], env=environment, stdout=file, stderr=file)
+    try:
+        wait_for_step(said, 13, lambda: agent.poll() is None)
+        workers = psutil.Process(agent.pid).children()
+        assert len(workers) == 2
+        # The process of rank 1, or of rank 0: it must not matter which.
+        os.kill(workers[1].pid if told == "one process" else agent.pid, signal.SIGTERM)
+        assert agent.wait(60) != 0
+        assert not psutil.wait_procs(workers, timeout=5)[1]
+    finally:
+        for process in [*psutil.Process(agent.pid).children(), agent] if agent.poll() is None else []:
+            process.kill()
+    stop = check_stopped(tmp_path / "model", said)
+    check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A full disk
+
+
+def stopped_after(step, short, folder):
+    """A copy of the short run as it was after a step."""
+    shutil.copytree(short, folder)
+    for path in folder.iterdir():
+        later = path.name.startswith("checkpoint-") and path.name != f"checkpoint-{step}"
+        if later or path.name in ("model.safetensors", "metrics.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
+
+def check_save_failed(folder, capsys, before):
+    """One line names the checkpoint and the mend; the one before is as it was, and half of nothing is left."""
+    line = error_line(capsys)
+    assert str(folder / "checkpoint-6") in line and "--resume_from_checkpoint latest" in line
+    assert {path.name for path in folder.glob("*checkpoint*")} | {
+        path.name for path in folder.glob(".checkpoint*")
+    } == {"checkpoint-3"}
+    assert contents(folder / "checkpoint-3") == before
+
+
+@pytest.mark.parametrize("largest", [20_000, 60_000, 120_000])  # bytes of a file: too few for code, weights, moments
+def test_a_file_that_cannot_be_written_stops_a_save_and_harms_no_other(command, short, tmp_path, capsys, largest):
+    resource = pytest.importorskip("resource")
+    folder = stopped_after(3, short, tmp_path / "stopped")
+    before, (_, most) = contents(folder / "checkpoint-3"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    try:
+        code = main(command(folder, *SHORT, RESUME))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert code == 2
+    check_save_failed(folder, capsys, before)
+    assert main(command(folder, *SHORT, RESUME)) == 0
+    assert weights(folder) == weights(short)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a disk, or change its size."""
+    place, mount = tmp_path / "disk", shutil.which("mount")
+    place.mkdir()
+
+    def sized(size, *how):
+        options = ",".join([*how, f"size={size}"])
+        return subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode
+
+    if sys.platform != "linux" or not mount or os.geteuid() or sized(1_000_000):
+        pytest.skip("mounting a small disk takes Linux and its superuser")
+    yield place, sized
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_stops_a_save_and_the_run_goes_on_when_there_is_room(command, short, small_disk, capsys):
+    """A checkpoint takes some 300 kB; beside one there is room for half of another."""
+    place, resize = small_disk
+    size = sum(path.stat().st_size for path in (short / "checkpoint-3").iterdir())
+    assert not resize(int(1.5 * size) + 20_000, "remount")
+    assert main(command(place / "model", *SHORT)) == 2
+    before = contents(place / "model" / "checkpoint-3")
+    check_save_failed(place / "model", capsys, before)
+    assert before["model.safetensors"] == (short / "checkpoint-3" / "model.safetensors").read_bytes()
+    assert not resize(10_000_000, "remount")
+    assert main(command(place / "model", *SHORT, RESUME)) == 0
+    assert weights(place / "model") == weights(short)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that are none
+
+
+class SpoiltGradient(torch.autograd.Function):
+    """Nothing on the way forward; no number on the way back."""
+
+    @staticmethod
+    def forward(context, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * float("nan")
+
+
+SPOILERS = {
+    "no loss": lambda loss: loss * float("nan"),
+    "an endless loss": lambda loss: loss + float("inf"),
+    "no gradient": SpoiltGradient.apply,
+}
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Spoil the loss of some steps of the next run; gives a list that grows by one with each step made."""
+
+    def spoilt_steps(steps, how):
+        forward, made = D2lBertForPreTraining.forward, []
+
+        def spoilt(model, *arguments, **named):
+            outputs = forward(model, *arguments, **named)
+            if model.training:  # a step is a single micro-batch here
+                made.append(None)
+                if len(made) in steps:
+                    outputs.mlm_loss = SPOILERS[how](outputs.mlm_loss)
+                    outputs.loss = outputs.mlm_loss + outputs.nsp_loss
+            return outputs
+
+        monkeypatch.setattr(D2lBertForPreTraining, "forward", spoilt)
+        return made
+
+    return spoilt_steps
+
+
+@pytest.fixture
+def leave_out(monkeypatch):
+    """Make the optimizer do nothing at some steps of the next run: what it means to skip them."""
+
+    def left_out(steps):
+        step, number = torch.optim.AdamW.step, itertools.count(1)
+
+        def sometimes(optimizer, *arguments):
+            return step(optimizer, *arguments) if next(number) not in steps else None
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", sometimes)
+
+    return left_out
+
+
+LONGER = (*OPTIONS, "--max_steps=18", "--save_steps=3", "--eval_steps=18")
+
+
+@pytest.mark.parametrize("how, steps", [*((how, {5}) for how in SPOILERS), ("no loss", set(range(5, 14)))])
+def test_steps_without_a_finite_loss_and_gradient_are_left_out(
+    command, spoil, leave_out, monkeypatch, tmp_path, how, steps
+):
+    """One, or nine in a row; the rest of the run is that of an optimizer that does nothing at these steps."""
+    made = spoil(steps, how)
+    assert main(command(tmp_path / "spoilt", *LONGER)) == 0
+    assert len(made) == 18
+    monkeypatch.undo()
+    leave_out(steps)
+    assert main(command(tmp_path / "expected", *LONGER)) == 0
+    assert weights(tmp_path / "spoilt") == weights(tmp_path / "expected")
+    for folder, skipped in ((tmp_path / "spoilt", sorted(steps)), (tmp_path / "expected", [])):
+        assert [row["step"] for row in rows(folder) if "event" in row] == skipped
+
+
+def test_ten_steps_in_a_row_without_a_finite_loss_end_the_run(command, spoil, tmp_path, capsys):
+    spoil(set(range(5, 18)), "no loss")
+    folder = tmp_path / "model"
+    assert main(command(folder, *LONGER)) == 2
+    line = error_line(capsys)
+    assert "diverged" in line and "10 steps in a row" in line and "learning_rate" in line
+    assert str(folder / "checkpoint-3") in line
+    assert [row["step"] for row in rows(folder) if "event" in row] == list(range(5, 15))
+    assert {path.name for path in folder.iterdir() if "checkpoint" in path.name} == {"checkpoint-3"}
+    assert main(["fill-mask", str(folder / "checkpoint-3"), "anna [MASK] to the garden ."]) == 0
+    assert not any(path.name in ("model.safetensors", "metrics.json") for path in Path(folder).iterdir())
+
+
+def test_the_same_run_meets_the_same_end_when_it_is_resumed(command, spoil, monkeypatch, tmp_path, capsys):
+    """What is skipped counts over an interruption: 6 steps before it and 4 behind it are ten in a row."""
+    folder = tmp_path / "model"
+    spoil(set(range(5, 19)), "no loss")
+    assert main(command(folder, *LONGER)) == 2
+    monkeypatch.undo()
+    spoil(set(range(2, 19)), "no loss")  # it starts at step 4
+    assert main(command(folder, *LONGER, RESUME)) == 2
+    assert "up to step 14" in capsys.readouterr().err.splitlines()[-1]
