@@ -25,12 +25,13 @@ def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
     port = _free_port() if processes > 1 else None
+    method = multiprocessing.get_start_method()  # that of loaders' workers, as if the command had been started plainly
     launched = []
     for rank in range(processes):
         environment = _environment(rank, processes, port) if processes > 1 else {}
         file = said if rank == 0 else said.with_suffix(f".{rank}.txt")
         file.write_text("")
-        launched.append(context.Process(target=_command, args=(list(arguments), environment, file, dawdle)))
+        launched.append(context.Process(target=_command, args=(list(arguments), environment, file, dawdle, method)))
         launched[-1].start()
     return launched
 
@@ -48,7 +49,9 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _command(arguments, environment, said, dawdle):
+def _command(arguments, environment, said, dawdle, method):
+    multiprocessing.set_start_method(method, force=True)
+    os.setsid()  # a group of its own, with its loader's workers, as a terminal has it
     os.environ.update(environment)
     file = os.open(said, os.O_WRONLY)
     os.dup2(file, 1)
