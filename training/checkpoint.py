@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -170,21 +170,22 @@ def _write(final, model, tokenizer, tensors, state, keep):
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        publish.export_model(model, tokenizer, partial)
-        for name, named in tensors.items():
-            if named:
-                save_file(named, partial / name)
+        with publish.os_errors():
+            publish.export_model(model, tokenizer, partial)
+            for name, named in tensors.items():
+                if named:
+                    save_file(named, partial / name)
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
         (partial / MANIFEST_FILE).write_text(_manifest({p.name: content_hash(p) for p in sorted(partial.iterdir())}))
         for path in (*partial.iterdir(), partial):
             publish.sync(path)
         partial.rename(final)
         publish.sync(final.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
-            f"{final}: cannot be written ({error}); earlier checkpoints are as they were: free some space, and go on "
-            f"with --resume_from_checkpoint latest"
+            f"{final}: cannot be written ({error.strerror or error}); earlier checkpoints are as they were: free some "
+            f"space, and go on with --resume_from_checkpoint latest"
         ) from None
     for old in checkpoints(final.parent)[:-keep]:
         drop(old)

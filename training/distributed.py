@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -135,6 +136,16 @@ def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bo
     if error is not None:
         raise error
     return result
+
+
+def part(accelerator: Accelerator) -> None:
+    """End together: no process leaves while another still needs it."""
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        # gloo's threads need the interpreter's lock to let go of the last tensors, and whoever frees the group of
+        # processes holds that lock while it waits for those threads: without a pause both may wait for ever.
+        time.sleep(0.2)
+    accelerator.end_training()
 
 
 def summed_later(accelerator: Accelerator, model, is_last: bool):

@@ -165,7 +165,8 @@ def train(
     identity = make_identity(run, architecture, text)
     if resumed:
         distributed.on_main(accelerator, check_identity, resumed, identity)
-    with interruption.StopSignals(accelerator) as stop, interruption.exhaustion_explained(micro_batch_pairs(run)):
+    signals, memory = interruption.StopSignals(accelerator), interruption.exhaustion_explained(micro_batch_pairs(run))
+    with signals as stop, memory, contextlib.ExitStack() as opened:
 
         def evaluate_now():
             """The held-out figures; None if the run is told to stop meanwhile."""
@@ -205,6 +206,7 @@ def train(
         if task and accelerator.is_main_process:
             warn_of_labels(steps)
         loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
+        opened.enter_context(contextlib.closing(loaded))  # its workers end before this process does
         if start and is_due(start, eval_every, max_steps) and (figures := evaluate_now()):
             note({"step": start, **figures}, progress.show_held_out)  # a run may be stopped before it has come to that
         meter.resume_clock()
@@ -245,10 +247,7 @@ def train(
     )
     if accelerator.is_main_process:
         print(learnt)
-    # Who parts right after a sum over the processes can wait for ever: gloo's thread has yet to let go of the tensor,
-    # for which it needs the interpreter's lock, and the main thread holds that while it waits for the thread.
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    distributed.part(accelerator)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,8 +548,7 @@ def leave(accelerator: Accelerator, stop: interruption.StopSignals, saved: Path 
     if accelerator.is_main_process:
         there = f"{saved} is saved; go on" if saved else "no step was made; start"
         say(f"{stop.name()}: stopped; {there} with the same command and --resume_from_checkpoint latest")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    distributed.part(accelerator)
     raise stop.exit()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -62,7 +63,8 @@ def new_folder(folder: Path):
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
-        yield partial
+        with os_errors():
+            yield partial
         partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,18 @@ def new_folder(folder: Path):
         raise ValueError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def os_errors():
+    """Raise what goes wrong with a disk as `OSError`; the libraries written in Rust have exceptions of their own."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or not number:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
 
 
 def check_name(folder: Path) -> None:

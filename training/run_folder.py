@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
@@ -149,7 +148,8 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        publish.export_model(model, text.tokenizer, partial)
+        with publish.os_errors():
+            publish.export_model(model, text.tokenizer, partial)
         publish.write_json(partial / METRICS_FILE, metrics)
         plot_curves(log.rows(), partial / CURVES_FILE)
         # As a reader will load it.
@@ -162,10 +162,10 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
             publish.sync(path)
         for path in partial.iterdir():
             path.replace(folder / path.name)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ValueError(
-            f"{folder}: the model cannot be written ({error}); the checkpoints are as they were: free some space, and "
-            f"go on with --resume_from_checkpoint latest"
+            f"{folder}: the model cannot be written ({error.strerror or error}); the checkpoints are as they were: "
+            f"free some space, and go on with --resume_from_checkpoint latest"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,6 +9,7 @@ import itertools
 import re
 import signal
 import sys
+import threading
 import types
 import typing
 from dataclasses import replace
@@ -57,10 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         arguments.parser.refuse(unknown[0].partition("=")[0])
-    # A job that is told to end cleans up as one that fails does.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        arguments.command(arguments)
+        with _terminated_cleanly():
+            arguments.command(arguments)
     except (ValueError, OSError) as error:
         line = " ".join(str(error).split())
         print(f"d2l-bert {arguments.name}: error: {line}", file=sys.stderr)
@@ -68,9 +68,20 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
         return 130
+    return 0
+
+
+@contextlib.contextmanager
+def _terminated_cleanly():
+    """Have a command that gets a SIGTERM clean up as one that fails does, and leave with 143."""
+    if threading.current_thread() is not threading.main_thread():  # Python has no handlers elsewhere
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
