@@ -343,20 +343,6 @@ def test_resuming_does_not_overwrite_what_cannot_be_resumed(fails, books, traine
     assert (other / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training_state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(fails, books, trained, tmp_path, capsys, name):
-    folder = tmp_path / "out"
-    shutil.copytree(trained, folder)
-    damaged = folder / "checkpoint-40" / name
-    damaged.write_bytes(damaged.read_bytes()[:-30])
-    options = (f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20", *SMALL)
-    options = ["pretrain", *options, "--mixed_precision=no", "--license=apache-2.0"]
-    assert "checkpoint-40: damaged" in fails(*options, f"--resume_from_checkpoint={folder / 'checkpoint-40'}")
-    assert main([*options, "--resume_from_checkpoint=latest"]) == 0
-    assert "checkpoint-40: damaged" in (said := capsys.readouterr().err) and "going on from" in said
-    assert (folder / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
-
-
 def test_a_damaged_model_folder(fails, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"

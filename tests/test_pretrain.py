@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, write_books
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training import data, prepare, publish
+from d2l_bert.tokenization.wordpiece import make_tokenizer
+from d2l_bert.training import data, micro_batch, prepare, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
@@ -208,6 +209,118 @@ def test_packing_does_not_change_what_is_learnt(books, tmp_path):
     assert found[1]["train_padding_share"] != found[0]["train_padding_share"]  # it was done
     rows = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
     assert all(0 <= row["padding_share"] < 1 and 0 < row["data_wait_share"] < 1 for row in rows if "loss" in row)
+
+
+LONG_OPTIONS = ("--optim=muon", "--ema_decay=0.7", "--lr_scheduler_type=warmup_stable_decay", "--save_steps=4")
+LONG_OPTIONS += ("--max_steps=10", "--batch_size_schedule", "2:0.3", "4:0.2", "--length_schedule", "16:0.5")
+
+
+def test_a_resumed_run_with_everything_that_changes_over_the_steps_ends_with_the_same_bytes(books, tmp_path):
+    """Two moments, one of Muon's, an average, a schedule of the rate, the batch and the length."""
+    whole = run(books, tmp_path / "whole", *LONG_OPTIONS)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole", stopped)
+    shutil.rmtree(stopped / "checkpoint-10")
+    (stopped / "model.safetensors").unlink()
+    assert run(books, stopped, *LONG_OPTIONS, "--resume_from_checkpoint=latest") == whole
+
+
+def test_the_average_is_what_is_evaluated_and_published(books, tmp_path):
+    """The checkpoint holds the weights themselves and, beside them, what AveragedModel makes of them."""
+    out = tmp_path / "out"
+    options = ("--ema_decay=0.5", "--max_steps=6", "--save_steps=1", "--save_total_limit=9", "--mixed_precision=no")
+    run(books, out, *options)
+    average = None
+    for step in range(1, 7):
+        weights = load_file(out / f"checkpoint-{step}" / "model.safetensors")
+        # The start is not saved; after a step its share is min(0.5, 2 / 11).
+        decay = min(0.5, (1 + step) / (10 + step))
+        saved = load_file(out / f"checkpoint-{step}" / "average.safetensors")
+        if average is not None:
+            for name in weights:
+                torch.testing.assert_close(saved[name], decay * average[name] + (1 - decay) * weights[name])
+        average = saved
+    published = load_file(out / "model.safetensors")
+    assert all(torch.equal(published[name], average[name]) for name in average)
+    assert any(not torch.equal(published[name], weights[name]) for name in weights)
+
+
+def test_resuming_with_another_text_or_tokenizer_names_it(books, trained, tmp_path, capsys):
+    other = write_books(tmp_path / "books", seed=1)
+    prepared = ["--max_steps=40", "--mixed_precision=no", *SMALL, f"--output_dir={tmp_path / 'out'}"]
+    prepared.append(f"--resume_from_checkpoint={trained / 'checkpoint-20'}")
+    assert main(["pretrain", f"--corpus={other}", *prepared]) == 2
+    assert "another run: corpus was 'books (" in capsys.readouterr().err
+    vocabulary = [option for option in prepared if not option.startswith("--vocab_size")]
+    shutil.copytree(trained, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("checkpoint-*"))
+    pieces = AutoTokenizer.from_pretrained(trained).get_vocab()
+    swapped = sorted(pieces, key=pieces.get)
+    swapped[-2:] = swapped[-1], swapped[-2]
+    make_tokenizer(swapped, lowercase=True).save_pretrained(tmp_path / "tokenizer")
+    assert main(["pretrain", f"--corpus={books}", f"--tokenizer={tmp_path / 'tokenizer'}", *vocabulary]) == 2
+    assert "another run: tokenizer was" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "mini"])
+def test_a_dry_run_goes_through_everything_and_leaves_nothing(books, tmp_path, capsys, recipe):
+    options = [f"--recipe={recipe}", "--vocab_size=400", "--dataloader_num_workers=0", "--dry_run"]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options]) == 0
+    said = capsys.readouterr()
+    assert "passes over the text" in said.out and "nothing is kept" in said.out and "What it learnt" not in said.out
+    steps = [line for line in said.err.splitlines() if line.startswith("step ")]
+    assert len(steps) == 4  # two of each length
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_micro_batch_is_found_once_and_kept(books, tmp_path, monkeypatch):
+    tried = []
+
+    def fastest(speed, most):
+        tried.append((most, speed(2) > 0))
+        return 2
+
+    monkeypatch.setattr(micro_batch, "fastest", fastest)
+    options = ("--max_steps=4", "--save_steps=2", "--mixed_precision=no")
+    found = run(books, tmp_path / "found", *options, "--micro_batch_size=auto")
+    assert tried == [(8, True)]
+    assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
+    assert run(books, tmp_path / "given", *options, "--micro_batch_size=2") == found, "trying left no trace"
+    shutil.rmtree(tmp_path / "found" / "checkpoint-4")
+    assert run(books, tmp_path / "found", *options, "--micro_batch_size=auto", "--resume_from_checkpoint=latest")
+    assert len(tried) == 1, "a resumed run obeys what was found"
+
+
+def test_a_micro_batch_grows_as_long_as_that_pays():
+    assert micro_batch.fastest(lambda size: min(size, 8), 100) == 8
+    assert micro_batch.fastest(lambda size: size, 24) == 24
+    assert micro_batch.fastest(lambda size: size if size < 5 else 0, 24) == 4, "memory ran out"
+    with pytest.raises(ValueError, match="out of memory with a single pair"):
+        micro_batch.fastest(lambda size: 0, 24)
+
+
+def test_out_of_memory_names_the_options_that_help(books, tmp_path, capsys, monkeypatch):
+    def forward(*_, **__):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr(D2lBertForPreTraining, "forward", forward)
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=2"]
+    assert main([*command, "--micro_batch_size=4"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "out of memory with micro-batches of 4 pairs; lower --micro_batch_size" in line
+
+
+def test_a_loaders_worker_that_is_killed_is_named(books, tmp_path, capsys, monkeypatch):
+    def kill(*_):
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(data.PretrainingSteps, "__getitem__", kill)
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=2"]
+    assert main([*command, "--dataloader_num_workers=1"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "a process that makes batches has ended" in line and "--dataloader_num_workers 0" in line
 
 
 def test_gradient_checkpointing_does_not_change_what_is_learnt(books, tmp_path):

@@ -191,6 +191,7 @@ def train(
         log = distributed.on_main(accelerator, start_folder, folder, record, start)
         start_trackers(accelerator, folder, record, start)
         progress = Progress(start, max_steps, visible=accelerator.is_main_process)
+        opened.callback(progress.close)
         meter = make_meter(run, architecture, accelerator, state)
         guard, spikes = interruption.NonFiniteGuard(folder, state), SpikeWatch(state.get("spikes"))
 
@@ -209,6 +210,8 @@ def train(
         opened.enter_context(contextlib.closing(loaded))  # its workers end before this process does
         if start and is_due(start, eval_every, max_steps) and (figures := evaluate_now()):
             note({"step": start, **figures}, progress.show_held_out)  # a run may be stopped before it has come to that
+        if stop.wanted():
+            leave(accelerator, stop, resumed and resumed.path)
         meter.resume_clock()
         for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
             torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
@@ -222,25 +225,23 @@ def train(
                 spikes.rest()  # other lengths, other losses
             for event, reason in what_happened(step, done, spikes):
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
-            guard.check(step, done)
-            stopping = stop.wanted()
+            with distributed.said_once():
+                guard.check(step, done)
             evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
-            if evaluates or saves or stopping or is_due(step, log_every, max_steps):
+            if evaluates or saves or stop.wanted() or is_due(step, log_every, max_steps):
                 note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
             if evaluates and (figures := evaluate_now()):
                 note({"step": step, **figures}, progress.show_held_out)
-            stopping = stop.wanted()
             # While steps are being skipped the weights may be bad; what was saved before is not pushed out by them.
-            if stopping or (saves and not guard.in_a_row) or step == max_steps:
+            if stop.wanted() or (saves and not guard.in_a_row) or step == max_steps:
                 # What was decided by measuring is kept, so that a resumed run obeys it.
                 decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
                 state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
-            if stopping:
+            if stop.wanted():
                 leave(accelerator, stop, saved)
             if evaluates or saves:
                 meter.resume_clock()
-        progress.close()
     published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}
     learnt = distributed.on_main(
         accelerator, lambda: finish_folder(folder, published, text, record, metrics, log, held_out.one(0))
@@ -451,11 +452,12 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
 
 def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
     """What a checkpoint must have in common with the run that goes on from it."""
+    numbers = architecture_numbers(architecture)
     return {
         **run.identity(),
         "corpus": f"{text.corpus_name} ({text.fingerprint})",
         "tokenizer": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
-        **architecture_numbers(architecture),
+        **{name: numbers[name] for name in numbers if name not in ("vocab_size", "pad_token_id")},  # the tokenizer's
     }
 
 

@@ -1,0 +1,94 @@
+"""Several processes as one: what is refused, who speaks, who writes, and tensors that come and go whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import DistributedType
+
+from d2l_bert import D2lBertConfig, D2lBertForPreTraining
+from d2l_bert.cli import main
+from d2l_bert.training import distributed
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def engine(processes=1, kind=DistributedType.MULTI_CPU, fsdp2=False):
+    device = torch.device("cpu")
+    return SimpleNamespace(num_processes=processes, distributed_type=kind, is_fsdp2=fsdp2, device=device)
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    distributed.check_engine(engine(2))
+    with pytest.raises(ValueError, match="2 processes were launched, but Accelerate sees 1; set ACCELERATE_USE_CPU"):
+        distributed.check_engine(engine(1))
+
+
+def test_fsdp_that_is_not_in_force_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    distributed.check_engine(engine(kind=DistributedType.FSDP, fsdp2=True))
+    with pytest.raises(ValueError, match="first version is not supported; set fsdp_version: 2"):
+        distributed.check_engine(engine(kind=DistributedType.FSDP))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    distributed.check_engine(engine(kind=DistributedType.FSDP, fsdp2=True))
+    with pytest.raises(ValueError, match="FSDP was asked for and is not in force"):
+        distributed.check_engine(engine())
+
+
+@pytest.mark.parametrize(
+    "variable, what",
+    [
+        ("ACCELERATE_USE_FSDP", "FSDP was asked for and is not in force"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed is not supported"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM is not supported"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "tensor or context parallelism is not supported"),
+    ],
+)
+def test_the_command_says_in_one_line_what_cannot_be_had(monkeypatch, capsys, tmp_path, variable, what):
+    monkeypatch.setenv(variable, "true")
+    assert main(["pretrain", f"--output_dir={tmp_path / 'out'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert what in line and not (tmp_path / "out").exists()
+
+
+def test_the_launchers_accumulation_does_not_divide_the_loss(monkeypatch):
+    """Accelerate would divide by it once more in `backward`."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = distributed.make_accelerator("no")
+    weight = torch.tensor(1.0, requires_grad=True)
+    accelerator.backward(3 * weight)
+    assert weight.grad == 3
+
+
+def test_a_mistake_that_all_processes_meet_is_said_once(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
+    command += ["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    (line,) = [line for line in process.stderr.splitlines() if "d2l-bert pretrain: error:" in line]
+    assert "nowhere" in line and not (tmp_path / "out").exists()
+    assert "Traceback" not in process.stderr.partition("ChildFailedError")[0].partition("torch/distributed")[0]
+
+
+def test_ranks_beyond_the_first_leave_without_a_word(monkeypatch):
+    for rank, raised in (("0", ValueError), ("1", SystemExit)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(raised), distributed.said_once():
+            raise ValueError("too little text")
+
+
+def test_a_plain_model_is_of_the_same_kind_and_weights_and_ties():
+    config = D2lBertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, tie_word_embeddings=True)
+    model = D2lBertForPreTraining(config)
+    plain = distributed.plain_model(model, {name: p.detach() for name, p in model.named_parameters()})
+    assert type(plain) is D2lBertForPreTraining and plain is not model
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert plain.mlm.decoder.weight is plain.bert.embeddings.word_embeddings.weight
