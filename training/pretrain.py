@@ -22,7 +22,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
-from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
+from d2l_bert.training.config import LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.micro_batch import find_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
@@ -452,13 +452,15 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
 
 def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
     """What a checkpoint must have in common with the run that goes on from it."""
-    numbers = architecture_numbers(architecture)
-    return {
+    # What the tokenizer settles is compared with it: all but how it was trained, if that was here.
+    of_tokenizer = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if run.existing_tokenizer() else ())}
+    numbers = {
+        **architecture_numbers(architecture),
         **run.identity(),
         "corpus": f"{text.corpus_name} ({text.fingerprint})",
         "tokenizer": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
-        **{name: numbers[name] for name in numbers if name not in ("vocab_size", "pad_token_id")},  # the tokenizer's
     }
+    return {name: number for name, number in numbers.items() if name not in of_tokenizer}
 
 
 def check_identity(found: checkpoint.Checkpoint, identity: dict) -> None:
