@@ -500,7 +500,16 @@ def test_writing_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError), arrow.written_whole(tmp_path / "x") as folder:
         (folder / "half").write_text("a")
         raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
+
+
+def test_what_a_killed_process_left_half_written_goes_when_it_is_written_again(tmp_path):
+    (tmp_path / ".x.part").mkdir()
+    (tmp_path / ".x.part" / "half").touch()
+    with arrow.written_whole(tmp_path / "x") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["whole"]
+    assert {path.name for path in tmp_path.iterdir()} == {"x", ".x.lock"}
 
 
 def test_the_share_to_predict_follows_the_step_and_the_words_stay_whole(books, tmp_path):

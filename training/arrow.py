@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import unicodedata
-import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
 from huggingface_hub import constants
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
@@ -57,15 +57,21 @@ def code_of(*modules) -> list[str]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not."""
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not.
+
+    Another process that writes the same waits meanwhile.
+    """
+    temporary, lock = path.with_name(f".{path.name}.part"), FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        temporary.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except OSError as error:
         raise ValueError(
             f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
         ) from None
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
+        temporary.mkdir()
         yield temporary
         try:
             temporary.rename(path)
@@ -79,6 +85,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        lock.release()
 
 
 @contextmanager

@@ -80,8 +80,7 @@ class Learner:
         self._fill(folder / WEIGHTS_FILE, self.parameters)
         self.model.tie_weights()
         moments = {}
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+        self.forget_moments()
         for full_name, shape in self._shapes(folder / OPTIMIZER_FILE).items():
             name, _, key = full_name.rpartition("|")
             if name in self.parameters:
@@ -96,14 +95,8 @@ class Learner:
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(scaler)
 
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def unchanged(self):
-        """Put weights back, and forget moments, when the block ends: what was tried in it leaves no trace."""
-        before = [parameter.clone() for parameter in self.parameters.values()]
-        yield
-        for parameter, was in zip(self.parameters.values(), before, strict=True):
-            parameter.copy_(was)
+    def forget_moments(self) -> None:
+        """Leave no trace of steps that were tried at a rate of 0: the weights are as they were."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 

@@ -306,9 +306,9 @@ def settle_micro_batch(run: PretrainConfig, learner: checkpoint.Learner, text, r
     if resumed:
         found = resumed.state["micro_batch_size"]
     else:
-        with learner.unchanged():
-            try_step = functools.partial(train_on, rate=0.0)
-            found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, try_step)
+        try_step = functools.partial(train_on, rate=0.0)
+        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, try_step)
+        learner.forget_moments()
     return dataclasses.replace(run, micro_batch_size=found)
 
 
@@ -415,8 +415,8 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
-    For `max_minutes` some steps of every length and one evaluation are timed, on weights that are put back afterwards,
-    and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint, so that a
+    For `max_minutes` some steps of every length and one evaluation are timed, at a rate of 0, which leaves the weights
+    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint, so that a
     resumed run keeps its schedule.
     """
     if run.max_steps is not None:
@@ -432,18 +432,18 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
             for phase, end in zip(phases, ends, strict=True)
         )
         return math.ceil(run.num_train_epochs / passes)
-    with learner.unchanged():
-        step_seconds = 0.0
-        for phase, end in zip(phases, ends, strict=True):
-            train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
-            start = time.monotonic()
-            timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
-            for step in timed:
-                train_on(steps[step], 0.0)
-            step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
+    step_seconds = 0.0
+    for phase, end in zip(phases, ends, strict=True):
+        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
         start = time.monotonic()
-        evaluate_now()
-        evaluation_seconds = time.monotonic() - start
+        timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
+        for step in timed:
+            train_on(steps[step], 0.0)
+        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
+    start = time.monotonic()
+    evaluate_now()
+    evaluation_seconds = time.monotonic() - start
+    learner.forget_moments()
     timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
     step_seconds, evaluation_seconds = learner.accelerator.reduce(timings, "mean").tolist()
     seconds = 60 * run.max_minutes - 10 * evaluation_seconds
