@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import make_tokenizer
-from d2l_bert.training import data, micro_batch, prepare, publish
+from d2l_bert.training import checkpoint, data, micro_batch, prepare, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
@@ -158,6 +158,18 @@ def test_a_resumed_run_ends_with_the_bytes_of_one_that_was_never_stopped(books, 
     assert run(books, stopped, *options, "--resume_from_checkpoint=latest") == whole
     steps = [row["step"] for row in log_rows(stopped) if "loss" in row]
     assert steps == list(range(1, 9))
+
+
+def test_only_the_last_checkpoints_are_kept(books, tmp_path):
+    run(books, tmp_path / "out", "--max_steps=7", "--save_steps=2", "--save_total_limit=3")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "out")] == [f"checkpoint-{n}" for n in (4, 6, 7)]
+
+
+def test_a_checkpoint_is_never_half_deleted_under_its_name(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-3").mkdir()
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path: None)  # killed before it began
+    checkpoint.drop(tmp_path / "checkpoint-3")
+    assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
 
 
 def test_going_back_to_a_checkpoint_clears_away_those_after_it(tmp_path):

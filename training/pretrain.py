@@ -416,8 +416,8 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
     The number of optimizer steps, from whichever option gives the length of the run.
 
     For `max_minutes` some steps of every length and one evaluation are timed, at a rate of 0, which leaves the weights
-    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint, so that a
-    resumed run keeps its schedule.
+    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint,
+    so that a resumed run keeps its schedule.
     """
     if run.max_steps is not None:
         return run.max_steps
