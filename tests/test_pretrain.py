@@ -357,7 +357,15 @@ def test_text_without_long_words_still_gets_its_card(tmp_path):
 
 
 def test_values_from_python_are_checked():
-    for changes in ({"pairing": "sentence"}, {"max_steps": 1.5}, {"corpus": "books"}, {"learning_rate": float("nan")}):
+    two_optimizers = {"optim": "muon", "mixed_precision": "fp16"}
+    for changes in (
+        two_optimizers,
+        {"micro_batch_size": "some"},
+        {"pairing": "sentence"},
+        {"max_steps": 1.5},
+        {"corpus": "books"},
+        {"learning_rate": float("nan")},
+    ):
         with pytest.raises(ValueError, match=next(iter(changes))):
             PretrainConfig(**{"max_steps": 1, **changes}).check()
 

@@ -346,6 +346,8 @@ class PretrainConfig(TextConfig):
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise ValueError("source_weights are all 0; give one source at least some weight")
         self.stages(1)
+        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler serves one optimizer
+            raise ValueError("optim muon does not go with mixed_precision fp16; give bf16, or adamw")
         if self.init_from is not None and self.attention_init != "normal":
             raise ValueError(
                 f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
