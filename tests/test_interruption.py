@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -16,9 +17,12 @@ import psutil
 import pytest
 import torch
 from conftest import SMALL
+from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.training.interruption import NonFiniteGuard
+from d2l_bert.training.tracking import StepFigures
 
 
 FILES = (
@@ -460,8 +464,33 @@ def test_ten_steps_in_a_row_without_a_finite_loss_end_the_run(command, spoil, tm
     assert not any(path.name in ("model.safetensors", "metrics.json") for path in Path(folder).iterdir())
 
 
+def step_figures(skipped):
+    return StepFigures(*[math.nan if skipped else 1.0] * 3, *[1.0] * 5, float(skipped))
+
+
+def test_only_steps_in_a_row_count_and_they_count_over_an_interruption(tmp_path):
+    guard = NonFiniteGuard(tmp_path, {})
+    for step in range(1, 40):
+        guard.check(step, step_figures(skipped=step % 10))  # nine in a row, again and again
+    guard = NonFiniteGuard(tmp_path, json.loads(json.dumps(guard.state())))
+    with pytest.raises(
+        ValueError, match="10 steps in a row, up to step 40 .loss nan, gradient norm nan.; start again"
+    ):
+        guard.check(40, step_figures(skipped=True))
+
+
+def test_a_step_that_is_left_out_is_left_out_of_the_average(command, spoil, tmp_path):
+    spoil({2}, "no loss")
+    assert main(command(tmp_path, *SHORT, "--save_steps=1", "--ema_decay=0.5", "--max_steps=3")) == 0
+    averages = [(tmp_path / f"checkpoint-{step}" / "average.safetensors") for step in (1, 3)]
+    assert not (tmp_path / "checkpoint-2").exists(), "no save among steps that are left out"
+    weights = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    before, after = map(load_file, averages)
+    for name in weights:  # min(0.5, (1 + 3) / (10 + 3)) of what it was after the first step
+        torch.testing.assert_close(after[name], before[name] * 4 / 13 + weights[name] * 9 / 13)
+
+
 def test_the_same_run_meets_the_same_end_when_it_is_resumed(command, spoil, monkeypatch, tmp_path, capsys):
-    """What is skipped counts over an interruption: 6 steps before it and 4 behind it are ten in a row."""
     folder = tmp_path / "model"
     spoil(set(range(5, 19)), "no loss")
     assert main(command(folder, *LONGER)) == 2

@@ -104,7 +104,11 @@ def test_a_batch_can_be_learnt_by_heart(books):
 
 
 def test_the_figures_of_metrics_are_those_of_the_saved_model(books, trained):
-    """Recomputed with the loaded model and a loop of its own over the run's held-out pairs."""
+    check_figures(books, trained)
+
+
+def check_figures(books, trained):
+    """Compute them again with the loaded model and a loop of its own over the run's held-out pairs."""
     record = json.loads((trained / "run_config.json").read_text())
     config = PretrainConfig(**{**record["run"], "corpus": [str(books)]})
     text = prepare.prepare(config)
@@ -223,6 +227,21 @@ def test_packing_does_not_change_what_is_learnt(books, tmp_path):
     assert all(0 <= row["padding_share"] < 1 and 0 < row["data_wait_share"] < 1 for row in rows if "loss" in row)
 
 
+def test_an_evaluation_that_an_interruption_left_out_is_made_on_resuming(books, tmp_path):
+    options = ("--max_steps=8", "--save_steps=3", "--eval_steps=3", "--save_total_limit=9")
+    run(books, tmp_path, *options)
+    whole = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
+    log = tmp_path / "training_log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"step": 3, "eval' not in line))
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    run(books, tmp_path, *options, "--resume_from_checkpoint=latest")
+    again = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
+    assert [row["step"] for row in again] == [6, 8, 3], "the log only grows"
+    assert sorted(again, key=lambda row: row["step"]) == whole
+
+
 LONG_OPTIONS = ("--optim=muon", "--ema_decay=0.7", "--lr_scheduler_type=warmup_stable_decay", "--save_steps=4")
 LONG_OPTIONS += ("--max_steps=10", "--batch_size_schedule", "2:0.3", "4:0.2", "--length_schedule", "16:0.5")
 
@@ -252,6 +271,7 @@ def test_the_average_is_what_is_evaluated_and_published(books, tmp_path):
             for name in weights:
                 torch.testing.assert_close(saved[name], decay * average[name] + (1 - decay) * weights[name])
         average = saved
+    check_figures(books, out)
     published = load_file(out / "model.safetensors")
     assert all(torch.equal(published[name], average[name]) for name in average)
     assert any(not torch.equal(published[name], weights[name]) for name in weights)
@@ -280,7 +300,7 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(books, tmp_path, c
     said = capsys.readouterr()
     assert "passes over the text" in said.out and "nothing is kept" in said.out and "What it learnt" not in said.out
     steps = [line for line in said.err.splitlines() if line.startswith("step ")]
-    assert len(steps) == 4  # two of each length
+    assert len(steps) == 2  # one of each length
     assert not list(tmp_path.iterdir())
 
 
@@ -298,8 +318,9 @@ def test_a_micro_batch_is_found_once_and_kept(books, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
     assert run(books, tmp_path / "given", *options, "--micro_batch_size=2") == found, "trying left no trace"
     shutil.rmtree(tmp_path / "found" / "checkpoint-4")
-    assert run(books, tmp_path / "found", *options, "--micro_batch_size=auto", "--resume_from_checkpoint=latest")
-    assert len(tried) == 1, "a resumed run obeys what was found"
+    again = run(books, tmp_path / "found", *options, "--micro_batch_size=auto", "--resume_from_checkpoint=latest")
+    assert len(tried) == 1 and again == found, "a resumed run obeys what was found"
+    assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
 
 
 def test_a_micro_batch_grows_as_long_as_that_pays():
@@ -377,6 +398,20 @@ def test_epochs_become_steps(books, tmp_path):
     twice = json.loads((tmp_path / "twice" / "run_config.json").read_text())["run"]
     assert abs(2 * record["max_steps"] - twice["max_steps"]) <= 1
     assert record["num_train_epochs"] is None
+
+
+def test_an_epoch_counts_the_pairs_of_every_length(books, tmp_path):
+    """Steps of both lengths, each a part of the pairs that its own plan has, are one pass together."""
+    out, schedule = tmp_path / "out", ["16:0.5"]
+    run(books, out, "--num_train_epochs=1", "--length_schedule", *schedule)
+    steps = json.loads((out / "run_config.json").read_text())["run"]["max_steps"]
+    numbers = {"corpus": [str(books)], "vocab_size": 400, "max_seq_length": 48, "global_batch_size": 8}
+    config = PretrainConfig(**numbers, max_steps=steps, length_schedule=schedule)
+    short, full = make_phases(config, prepare.prepare(config), steps)
+    passes = full.first_step * 24 / len(short.plans.epoch(0)) + (steps - full.first_step) * 8 / len(
+        full.plans.epoch(0)
+    )
+    assert passes == pytest.approx(1, abs=0.1)
 
 
 def test_the_books_recipe_runs_its_pairs_of_sentences(books, tmp_path):

@@ -107,7 +107,7 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
     run.check()
     lengths = dict.fromkeys(length for _, length, _ in run.stages(1_000_000))
-    few = {name: 2 * len(lengths) for name in ("max_steps", "save_steps", "eval_steps")}
+    few = {name: max(2, len(lengths)) for name in ("max_steps", "save_steps", "eval_steps")}
     wanted = Path(run.output_dir or default_output_dir(run)).absolute()
     beside = next(parent for parent in wanted.parents if parent.exists())
     with tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside) as folder:
