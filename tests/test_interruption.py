@@ -148,15 +148,16 @@ def test_the_checkpoint_before_a_damaged_one_leads_to_the_same_bytes(command, sh
     assert [row["step"] for row in rows(stopped) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_with_every_checkpoint_damaged_the_run_begins_again(command, short, tmp_path, capsys):
+def test_with_every_checkpoint_damaged_the_run_is_refused_and_nothing_is_lost(command, short, tmp_path, capsys):
     stopped = tmp_path / "stopped"
     shutil.copytree(short, stopped)
     for step in (3, 6):
         (stopped / f"checkpoint-{step}" / "optimizer.safetensors").write_bytes(b"")
-    assert main(command(stopped, *SHORT, RESUME)) == 0
+    before = contents(stopped / "checkpoint-3")
+    assert main(command(stopped, *SHORT, RESUME)) == 2
     said = capsys.readouterr().err
-    assert said.count("trying the one before") == 2 and "from the beginning" in said
-    assert weights(stopped) == weights(short)
+    assert said.count("trying the one before") == 1 and "there is none before it: --overwrite_output_dir" in said
+    assert contents(stopped / "checkpoint-3") == before and weights(stopped) == weights(short)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from d2l_bert.training import checkpoint, data, micro_batch, prepare, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pretrain import make_phases, pretrain, train_step
+from d2l_bert.training.pretrain import expectation, make_phases, pretrain, steps_in, train_step
 from d2l_bert.training.run_folder import start_folder
 
 
@@ -254,6 +254,12 @@ def test_a_resumed_run_with_everything_that_changes_over_the_steps_ends_with_the
     shutil.rmtree(stopped / "checkpoint-10")
     (stopped / "model.safetensors").unlink()
     assert run(books, stopped, *LONG_OPTIONS, "--resume_from_checkpoint=latest") == whole
+    states = [
+        json.loads((tmp_path / n / "checkpoint-10" / "training_state.json").read_text()) for n in ("whole", "stopped")
+    ]
+    assert states[0]["spikes"] == states[1]["spikes"]
+    rates = [row["learning_rate"] for row in log_rows(stopped) if "loss" in row]
+    assert rates[:8] == [rates[0]] * 8 and rates[8] > rates[9], "flat, then a fall over the last fifth"
 
 
 def test_the_average_is_what_is_evaluated_and_published(books, tmp_path):
@@ -282,7 +288,7 @@ def test_resuming_with_another_text_or_tokenizer_names_it(books, trained, tmp_pa
     prepared = ["--max_steps=40", "--mixed_precision=no", *SMALL, f"--output_dir={tmp_path / 'out'}"]
     prepared.append(f"--resume_from_checkpoint={trained / 'checkpoint-20'}")
     assert main(["pretrain", f"--corpus={other}", *prepared]) == 2
-    assert "another run: corpus was 'books (" in capsys.readouterr().err
+    assert "another run: corpus (fingerprint) was" in capsys.readouterr().err
     vocabulary = [option for option in prepared if not option.startswith("--vocab_size")]
     shutil.copytree(trained, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("checkpoint-*"))
     pieces = AutoTokenizer.from_pretrained(trained).get_vocab()
@@ -290,7 +296,7 @@ def test_resuming_with_another_text_or_tokenizer_names_it(books, trained, tmp_pa
     swapped[-2:] = swapped[-1], swapped[-2]
     make_tokenizer(swapped, lowercase=True).save_pretrained(tmp_path / "tokenizer")
     assert main(["pretrain", f"--corpus={books}", f"--tokenizer={tmp_path / 'tokenizer'}", *vocabulary]) == 2
-    assert "another run: tokenizer was" in capsys.readouterr().err.splitlines()[-1]
+    assert "another run: tokenizer (fingerprint) was" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "mini"])
@@ -302,6 +308,33 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(books, tmp_path, c
     steps = [line for line in said.err.splitlines() if line.startswith("step ")]
     assert len(steps) == 2  # one of each length
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_refuses_what_the_run_would_be_refused(books, trained, tmp_path, capsys):
+    command = ["pretrain", f"--corpus={books}", "--dry_run", *SMALL, "--max_steps=9"]
+    (tmp_path / "file").touch()
+    for option, what in (
+        (f"--output_dir={trained}", "holds a run"),
+        (f"--output_dir={tmp_path / 'file' / 'out'}", "cannot be written"),
+        ("--resume_from_checkpoint=latest", "dry_run begins a run of its own"),
+        ("--adam_beta2=1", "adam_beta2 must be at least 0 and below 1"),
+    ):
+        assert main([*command, option]) == 2
+        assert what in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_how_long_a_run_is_in_words():
+    run = PretrainConfig(max_seq_length=10, global_batch_size=8, batch_size_schedule=["4:0.5"], max_steps=100)
+    assert expectation(run, 3000) == "100 steps of 6,000 tokens at most, 2.0 passes over the text"
+    assert expectation(replace(run, max_steps=None, num_train_epochs=3.0), 3000) == "3 passes over 3,000 tokens"
+    assert "2.5 minutes" in expectation(replace(run, max_steps=None, max_minutes=2.5), 3000)
+
+
+def test_evaluations_are_part_of_the_minutes():
+    run = PretrainConfig(max_minutes=2)
+    assert steps_in(run, 1.0, 2.0) == 100
+    assert steps_in(replace(run, eval_steps=2), 1.0, 2.0) == 60
+    assert steps_in(replace(run, eval_steps=2), 1.0, 1e6) == 1
 
 
 def test_a_micro_batch_is_found_once_and_kept(books, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ A checkpoint is also a model folder: `from_pretrained` loads it.
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -19,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from d2l_bert.training import publish
-from d2l_bert.training.corpus import content_hash
 from d2l_bert.training.distributed import on_main, plain_model, spread, whole
 from d2l_bert.training.optim import MovingAverage
 from d2l_bert.training.tracking import say
@@ -169,7 +169,7 @@ def _write(final, model, tokenizer, tensors, state, keep):
                 if named:
                     save_file(named, partial / name)
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        (partial / MANIFEST_FILE).write_text(_manifest({p.name: content_hash(p) for p in sorted(partial.iterdir())}))
+        (partial / MANIFEST_FILE).write_text(_manifest({path.name: _hash(path) for path in sorted(partial.iterdir())}))
         for path in (*partial.iterdir(), partial):
             publish.sync(path)
         partial.rename(final)
@@ -181,12 +181,18 @@ def _write(final, model, tokenizer, tensors, state, keep):
             f"space, and go on with --resume_from_checkpoint latest"
         ) from None
     for old in checkpoints(final.parent)[:-keep]:
-        drop(old)
+        try:
+            drop(old)
+        except OSError as error:
+            say(f"{old}: cannot be deleted ({error.strerror or error}), and stays")
     return final
 
 
 def drop(checkpoint: Path) -> None:
     """Delete a checkpoint, never leaving half of one under its name."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
     if not checkpoint.name.startswith("."):
         checkpoint = checkpoint.rename(_hidden(checkpoint))
     shutil.rmtree(checkpoint)
@@ -194,6 +200,11 @@ def drop(checkpoint: Path) -> None:
 
 def _hidden(checkpoint):
     return checkpoint.with_name(f".{checkpoint.name}.part")
+
+
+def _hash(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _manifest(hashes):
@@ -226,19 +237,23 @@ def step_of(path: Path) -> int:
 
 def find_checkpoint(wanted: str, folder: Path) -> Checkpoint | None:
     """
-    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole, if any is.
+    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole; None if
+    there is none yet.
 
     Raises:
-        ValueError: a path that is no checkpoint, or a damaged one.
+        ValueError: a path that is no checkpoint, or a damaged one; or all of them are damaged.
     """
     if wanted != "latest":
         return read_checkpoint(Path(wanted))
-    for path in reversed(checkpoints(folder)):
+    found = checkpoints(folder)
+    for path in reversed(found):
         try:
             return read_checkpoint(path)
         except ValueError as error:
+            if path == found[0]:
+                raise ValueError(f"{error}; there is none before it: --overwrite_output_dir starts anew") from None
             say(f"{error}; trying the one before")
-    say(f"{folder}: no checkpoint to go on from, starting from the beginning")
+    say(f"{folder}: no checkpoint yet, starting from the beginning")
     return None
 
 
@@ -251,18 +266,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         manifest = (path / MANIFEST_FILE).read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         what = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
         raise ValueError(f"{path}: {what} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint, or latest") from None
+        raise ValueError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint") from None
     try:
         saved = json.loads(manifest)["sha256"]
-        found = {name: content_hash(path / name) for name in saved}
+        found = {name: _hash(path / name) for name in saved}
         changed = [name for name in saved if found[name] != saved[name]]
         # A manifest that was changed itself is not what would be written for what it says.
         if changed or manifest != _manifest(found):
             raise ValueError(f"{(changed or [MANIFEST_FILE])[0]} is not as it was saved")
+    except OSError as error:
+        raise ValueError(
+            f"{path}: damaged ({Path(error.filename).name}: {error.strerror}); give another checkpoint"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); give another checkpoint, or latest") from None
+        raise ValueError(f"{path}: damaged ({error}); give another checkpoint") from None
     return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))

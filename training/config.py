@@ -160,16 +160,19 @@ class TextConfig:
             value = getattr(self, name)
             kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
             if not any(_is_a(value, kind) for kind in kinds):
-                wanted = " or ".join(str(getattr(kind, "__name__", kind)).removeprefix("typing.") for kind in kinds)
+                wanted = " or ".join(_in_words(kind) for kind in kinds if kind is not types.NoneType)
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
-    def _check_range(self, name, least, most=None, above=False):
+    def _check_range(self, name, least, most=None, above=False, below=None):
         value = getattr(self, name)
         if value is None:
             return
-        if not value >= least or (above and value == least) or (most is not None and value > most):
-            limits = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most else "")
-            raise ValueError(f"{name} must be {limits}, got {value}")
+        fits = value > least if above else value >= least
+        fits &= (most is None or value <= most) and (below is None or value < below)
+        if not fits:
+            limits = [f"{'above' if above else 'at least'} {least}"]
+            limits += [f"at most {most}"] * (most is not None) + [f"below {below}"] * (below is not None)
+            raise ValueError(f"{name} must be {' and '.join(limits)}, got {value}")
 
 
 @dataclass(kw_only=True)
@@ -312,15 +315,12 @@ class PretrainConfig(TextConfig):
         if len(length) != 1:
             given = " and ".join(length) or "none"
             raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
-        whole = [
-            "max_eval_pairs",
-            "max_steps",
-            "global_batch_size",
-        ]
+        if self.dry_run and self.resume_from_checkpoint:
+            raise ValueError("dry_run begins a run of its own; leave resume_from_checkpoint out")
         if self.micro_batch_size != "auto":
-            whole.append("micro_batch_size")
-        whole += ["save_steps", "save_total_limit", "eval_steps", "logging_steps"]
-        for name in whole:
+            self._check_range("micro_batch_size", 1)
+        whole = ["max_eval_pairs", "max_steps", "global_batch_size"]
+        for name in (*whole, "save_steps", "save_total_limit", "eval_steps", "logging_steps"):
             self._check_range(name, 1)
         for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
             self._check_range(name, 0, above=True)
@@ -328,15 +328,14 @@ class PretrainConfig(TextConfig):
             self._check_range(name, 0)
         self._check_range("seed", 0, 2**63 - 1)
         for name in ("adam_beta1", "adam_beta2"):
-            self._check_range(name, 0, 1)
+            self._check_range(name, 0, below=1)
+        self._check_range("ema_decay", 0, above=True, below=1)
         for share in self.mlm_probabilities():
             if not 0 < share <= 1:
                 raise ValueError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_decay()
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
             raise ValueError("short_seq_prob is for segments, and pairing is sentences; leave it out")
@@ -397,9 +396,9 @@ class PretrainConfig(TextConfig):
         for entry in getattr(self, schedule):
             value, _, part = entry.partition(":")
             if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
-                raise ValueError(f"{schedule} takes {what}:SHARE such as 32:0.4, got {entry!r}")
+                raise ValueError(f"{schedule} takes {what}:SHARE such as {least + 8}:0.4, got {entry!r}")
             if not least <= int(value) < most:
-                raise ValueError(f"{schedule}: {value} must lie between {least} and {last} ({most})")
+                raise ValueError(f"{schedule}: {value} must be at least {least} and below {last} ({most})")
             if stages and int(value) <= stages[-1][1]:
                 raise ValueError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
             stages.append((round(share * max_steps), int(value)))
@@ -425,6 +424,14 @@ class PretrainConfig(TextConfig):
 
 def _value_at(step, stages):
     return next(value for start, value in reversed(stages) if start <= step)
+
+
+def _in_words(kind):
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return "a list of texts"
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}[kind]
 
 
 def _is_a(value, kind):

@@ -99,13 +99,33 @@ def has_bf16(on_cpu: bool) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def launched_rank() -> int:
+    """The number of this process among those that were launched together."""
+    return int(os.environ.get("RANK", 0))
+
+
+class HereOnlyError(ValueError):
+    """What a process met alone, and so has to say itself."""
+
+
+@contextlib.contextmanager
+def here_only():
+    """What goes wrong in this block may go well in the other processes."""
+    try:
+        yield
+    except ValueError as error:
+        raise HereOnlyError(f"process {launched_rank()}: {error}" if launched_rank() else str(error)) from None
+
+
 @contextlib.contextmanager
 def said_once():
     """An error that every launched process meets is said by the first; the others leave with its exit code."""
     try:
         yield
+    except HereOnlyError:
+        raise
     except ValueError:
-        if int(os.environ.get("RANK", 0)):
+        if launched_rank():
             raise SystemExit(2) from None
         raise
 

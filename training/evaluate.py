@@ -23,6 +23,8 @@ PYTHON_SENTENCES = [
 
 MOST_TRIED = 10_000  # held-out sentences that are looked at for an example
 
+MOST_NATS = 700  # of a loss; its perplexity would be no float any more
+
 COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
 
 
@@ -73,7 +75,7 @@ def held_out_figures(sums: torch.Tensor, task: PairTask | None) -> dict[str, flo
     mlm_loss, mlm_correct, tokens, pair_loss, pair_correct, examples = sums.tolist()
     figures = {
         "eval_mlm_loss": mlm_loss / tokens,
-        "eval_perplexity": math.exp(mlm_loss / tokens),
+        "eval_perplexity": math.exp(loss) if (loss := mlm_loss / tokens) < MOST_NATS else math.inf,
         "eval_mlm_accuracy": mlm_correct / tokens,
     }
     if task:

@@ -1,6 +1,7 @@
 """What ends a run before its time: a signal, a loss that is no number any more, memory that is gone."""
 
 import contextlib
+import re
 import signal
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.distributed import HereOnlyError
 from d2l_bert.training.tracking import StepFigures, say
 
 
@@ -47,20 +49,23 @@ class StopSignals:
             self.agreed = int(votes.max())
         return bool(self.agreed)
 
-    def name(self) -> str:
-        """What a person calls the signal."""
-        return "Ctrl-C" if self.agreed == signal.SIGINT else signal.Signals(self.agreed).name
-
     def exit(self) -> SystemExit:
         """What to raise to leave with the signal's exit code: 143 for SIGTERM, 130 for Ctrl-C."""
         return SystemExit(128 + self.agreed)
 
     def _receive(self, number, frame):
+        again = number == signal.SIGINT
+        if self.accelerator.is_main_process and not self.received:
+            leaving = "; again, it leaves at once, without" if again else ""
+            say(f"{name_of(number)}: finishing the step and saving{leaving}")
         self.received = number
-        if number == signal.SIGINT:
+        if again:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if self.accelerator.is_main_process:
-                say("Ctrl-C: finishing the step and saving; Ctrl-C again leaves at once, without")
+
+
+def name_of(number: int) -> str:
+    """What a person calls a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class NonFiniteGuard:
@@ -113,28 +118,34 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def exhaustion_explained(micro_batch_size: int):
+def failures_explained(micro_batch_size: int):
     """
-    Say which option to turn when memory runs out in the block.
+    Say which option to turn when memory runs out in the block, and what has happened when another process is gone.
 
     Args:
         micro_batch_size: pairs of full length computed at once.
 
     Raises:
-        ValueError: out of memory, or a process that makes batches was killed, most often for its memory.
+        ValueError: out of memory; a process that makes batches was killed, most often for its memory; or one of those
+            that train together.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         if "DataLoader worker" in reason:
-            raise ValueError(
+            raise HereOnlyError(
                 f"a process that makes batches has ended ({reason}); if memory was short, --dataloader_num_workers 0 "
                 f"does without; go on with --resume_from_checkpoint latest"
             ) from None
+        if isinstance(error, torch.distributed.DistError) or re.search("gloo|NCCL|Connection .* by peer", reason):
+            raise HereOnlyError(
+                f"another process of this run is gone, or cannot be reached ({reason[:80]}...): look at what it said; "
+                f"go on with --resume_from_checkpoint latest"
+            ) from None
         if not is_out_of_memory(error):
             raise
-        raise ValueError(
+        raise HereOnlyError(
             f"out of memory with micro-batches of {micro_batch_size} pairs; lower --micro_batch_size, or let it be "
             f"found (auto), or give --gradient_checkpointing: the steps stay the same; go on with "
             f"--resume_from_checkpoint latest"

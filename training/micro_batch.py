@@ -18,12 +18,15 @@ from d2l_bert.training.tracking import say
 LEAST_GAIN = 1.05
 
 
-def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelerator, try_step: Callable) -> int:
+def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelerator, model, try_step: Callable) -> int:
     """
     The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
 
     Args:
-        try_step: takes a list of micro-batches through an optimizer step.
+        model: as Accelerate prepared it. Under FSDP2 its forward pass is the work of all processes, and memory that
+            runs out in one alone leaves the others waiting.
+        try_step: takes a list of micro-batches through an optimizer step; it is called once, so that the optimizer's
+            moments have their memory.
 
     Raises:
         ValueError: there is no memory for a single pair.
@@ -32,21 +35,28 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
     def speed(size):
         seconds = math.inf
         batch = full_batch(run, vocab_size, size)
+        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         try:
             for _ in range(3):  # the first one allocates
                 start = time.monotonic()
-                try_step([batch])
+                with accelerator.no_sync(model):  # a process may fail here alone
+                    with accelerator.autocast():
+                        loss = model(**batch).loss
+                    accelerator.backward(loss)
+                loss.item()
                 seconds = min(seconds, time.monotonic() - start)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             seconds = math.inf
+        model.zero_grad()
         speeds = accelerator.gather(torch.tensor(size / seconds, device=accelerator.device))
         return float(speeds.min())
 
+    try_step([full_batch(run, vocab_size, 1)])
     best = fastest(speed, -(-run.global_batch_size // accelerator.num_processes))
     if accelerator.is_main_process:
-        say(f"micro-batches of {best} pairs of {run.max_seq_length} tokens: larger ones are no faster, or too large")
+        say(f"micro-batches of {best} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
     return best
 
 

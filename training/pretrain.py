@@ -1,13 +1,13 @@
 """The main job: text in, a model folder out."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
 import itertools
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,6 +35,7 @@ from d2l_bert.training.run_folder import (
     finish_folder,
     make_record,
     output_folder,
+    refuse_what_is_there,
     start_folder,
 )
 from d2l_bert.training.tracking import (
@@ -52,10 +53,13 @@ from d2l_bert.training.tracking import (
 # Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
 DEFAULT_MICRO_BATCH = 64
 
+EVALUATIONS = 10  # of a run that does not say how many
+
 # Steps of each length that `max_minutes` is worked out from.
 TIMED_STEPS = 20
 
 
+@distributed.said_once()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
@@ -73,29 +77,30 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         ValueError: for whatever the user can mend, in one line.
     """
     if run.dry_run:
+        run.check()
         return rehearse(architecture, run)
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
-    with distributed.said_once():
-        run.check()
-        check_architecture(architecture, run)
-        folder = run.output_dir or default_output_dir(run)
-        accelerator = distributed.make_accelerator(
-            run.mixed_precision, log_with=check_trackers(run.report_to), project_dir=folder
-        )
-        run = dataclasses.replace(
-            run,
-            mixed_precision=accelerator.mixed_precision,
-            attn_implementation=run.attn_implementation
-            or faster_attention(accelerator.device.type, run.max_seq_length),
-        )
-        check_device(run, accelerator.device.type)
+    run.check()
+    architecture = copy.deepcopy(architecture)
+    check_architecture(architecture, run)
+    trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
+    accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
+    run = dataclasses.replace(
+        run,
+        mixed_precision=accelerator.mixed_precision,
+        attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
+    )
+    check_device(run, accelerator.device.type)
     if run.init_from is not None:
         distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
     with contextlib.ExitStack() as held:
         folder = distributed.on_main(accelerator, lambda: held.enter_context(output_folder(run)))
         resumed = distributed.on_main(accelerator, find_start, run, folder)
         # The first process reads and tokenizes, the others find what it left.
-        text = distributed.on_main(accelerator, prepare, run, shared=False) or prepare(run)
+        text = distributed.on_main(accelerator, prepare, run, shared=False)
+        if text is None:
+            with distributed.here_only():  # on another machine, perhaps, which may not see what the first one sees
+                text = prepare(run)
         run = dataclasses.replace(run, **text.settled)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
@@ -105,37 +110,52 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
 
 def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
-    run.check()
-    lengths = dict.fromkeys(length for _, length, _ in run.stages(1_000_000))
-    few = {name: max(2, len(lengths)) for name in ("max_steps", "save_steps", "eval_steps")}
     wanted = Path(run.output_dir or default_output_dir(run)).absolute()
+    if wanted.exists():
+        refuse_what_is_there(run, wanted)
+    lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
     beside = next(parent for parent in wanted.parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside) as folder:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside)
+    except OSError as error:
+        raise ValueError(f"output_dir {wanted}: cannot be written ({error.strerror}); name another folder") from None
+    with folder as folder:
         short = dataclasses.replace(
             run,
             dry_run=False,
             output_dir=f"{folder}/{wanted.name}",
-            resume_from_checkpoint=None,
             overwrite_output_dir=False,
             report_to=[],
-            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in list(lengths)[:-1]],
+            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in lengths[:-1]],
             batch_size_schedule=[],
             global_batch_size=2,
+            micro_batch_size=None,
             max_eval_pairs=2,
-            **{**dict.fromkeys(LENGTH_OPTIONS), **few},
+            **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": max(2, len(lengths))},
+            **dict.fromkeys(("save_steps", "eval_steps"), max(2, len(lengths))),
         )
         with contextlib.redirect_stdout(io.StringIO()):  # what it has learnt is nothing
             made = pretrain(architecture, short)
-        if int(os.environ.get("RANK", 0)):
+        if distributed.launched_rank():
             return
         record = json.loads((made / RUN_FILE).read_text())
         size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
-    if run.max_steps:
-        tokens = run.max_steps * run.global_batch_size * run.max_seq_length
-        passes = tokens / record["data"]["train_tokens"]
-        print(f"{run.max_steps:,} steps: at most {tokens:,} tokens, {passes:.1f} passes over the text")
-    print(f"a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
+    print(f"dry run: {expectation(run, record['data']['train_tokens'])}")
+    print(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
     print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
+
+
+def expectation(run: PretrainConfig, train_tokens: int) -> str:
+    """How long a run is, in words."""
+    if run.max_minutes is not None:
+        return f"steps are timed and counted when the run begins, for {run.max_minutes:g} minutes"
+    if run.num_train_epochs is not None:
+        return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens"
+    stages = run.stages(run.max_steps)
+    ends = [*(first_step for first_step, *_ in stages[1:]), run.max_steps]
+    pairs = sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
+    tokens = pairs * run.max_seq_length
+    return f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text"
 
 
 def train(
@@ -160,13 +180,13 @@ def train(
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
-    run = settle_micro_batch(run, learner, text, resumed, train_on)
+    run = settle_micro_batch(run, learner, step_model, text, resumed, train_on)
     held_out = make_held_out(run, text, **ranks)
     identity = make_identity(run, architecture, text)
     if resumed:
         distributed.on_main(accelerator, check_identity, resumed, identity)
-    signals, memory = interruption.StopSignals(accelerator), interruption.exhaustion_explained(micro_batch_pairs(run))
-    with signals as stop, memory, contextlib.ExitStack() as opened:
+    stop, explained = interruption.StopSignals(accelerator), interruption.failures_explained(micro_batch_pairs(run))
+    with stop, explained, contextlib.ExitStack() as opened:
 
         def evaluate_now():
             """The held-out figures; None if the run is told to stop meanwhile."""
@@ -225,8 +245,7 @@ def train(
                 spikes.rest()  # other lengths, other losses
             for event, reason in what_happened(step, done, spikes):
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
-            with distributed.said_once():
-                guard.check(step, done)
+            guard.check(step, done)
             evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
             if evaluates or saves or stop.wanted() or is_due(step, log_every, max_steps):
                 note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
@@ -299,7 +318,9 @@ def faster_attention(device: str, length: int) -> str:
     return "eager" if device == "cpu" and length <= 256 else "sdpa"
 
 
-def settle_micro_batch(run: PretrainConfig, learner: checkpoint.Learner, text, resumed, train_on) -> PretrainConfig:
+def settle_micro_batch(
+    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, resumed, train_on
+) -> PretrainConfig:
     """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
     if run.micro_batch_size != "auto":
         return run
@@ -307,7 +328,7 @@ def settle_micro_batch(run: PretrainConfig, learner: checkpoint.Learner, text, r
         found = resumed.state["micro_batch_size"]
     else:
         try_step = functools.partial(train_on, rate=0.0)
-        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, try_step)
+        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, step_model, try_step)
         learner.forget_moments()
     return dataclasses.replace(run, micro_batch_size=found)
 
@@ -323,8 +344,11 @@ def make_meter(run: PretrainConfig, architecture: D2lBertConfig, accelerator: Ac
 
 def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
     """Steps from one row of the log to the next, from evaluation to evaluation, and from checkpoint to checkpoint."""
-    tenth = math.ceil(max_steps / 10)
-    return run.logging_steps or math.ceil(max_steps / 100), run.eval_steps or tenth, run.save_steps or tenth
+    return (
+        run.logging_steps or math.ceil(max_steps / 100),
+        run.eval_steps or math.ceil(max_steps / EVALUATIONS),
+        run.save_steps or math.ceil(max_steps / 10),
+    )
 
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
@@ -432,8 +456,13 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
             for phase, end in zip(phases, ends, strict=True)
         )
         return math.ceil(run.num_train_epochs / passes)
-    step_seconds = 0.0
-    for phase, end in zip(phases, ends, strict=True):
+    return steps_in(run, *time_steps(steps, ends, learner, train_on, evaluate_now))
+
+
+def time_steps(steps, ends, learner: checkpoint.Learner, train_on, evaluate_now) -> tuple[float, float]:
+    """Seconds of an average step and of an evaluation, averaged over the processes; nothing is learnt meanwhile."""
+    step_seconds, whole = 0.0, ends[-1]
+    for phase, end in zip(steps.phases, ends, strict=True):
         train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
         start = time.monotonic()
         timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
@@ -445,9 +474,15 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
     evaluation_seconds = time.monotonic() - start
     learner.forget_moments()
     timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
-    step_seconds, evaluation_seconds = learner.accelerator.reduce(timings, "mean").tolist()
-    seconds = 60 * run.max_minutes - 10 * evaluation_seconds
-    return max(1, int(seconds / step_seconds))
+    return tuple(learner.accelerator.reduce(timings, "mean").tolist())
+
+
+def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
+    """Steps that `max_minutes` have room for, evaluations included."""
+    seconds = 60 * run.max_minutes
+    if run.eval_steps:
+        return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
+    return max(1, int((seconds - EVALUATIONS * evaluation_seconds) / step_seconds))
 
 
 def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
@@ -457,8 +492,8 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     numbers = {
         **architecture_numbers(architecture),
         **run.identity(),
-        "corpus": f"{text.corpus_name} ({text.fingerprint})",
-        "tokenizer": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
+        "corpus (fingerprint)": text.fingerprint,
+        "tokenizer (fingerprint)": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
     }
     return {name: number for name, number in numbers.items() if name not in of_tokenizer}
 
@@ -550,8 +585,11 @@ def what_happened(step: int, figures: StepFigures, spikes: SpikeWatch) -> Iterat
 def leave(accelerator: Accelerator, stop: interruption.StopSignals, saved: Path | None) -> None:
     """End a run that was told to stop, with the exit code of whatever told it."""
     if accelerator.is_main_process:
-        there = f"{saved} is saved; go on" if saved else "no step was made; start"
-        say(f"{stop.name()}: stopped; {there} with the same command and --resume_from_checkpoint latest")
+        what, there = (
+            interruption.name_of(stop.agreed),
+            f"{saved} is saved; go on" if saved else "nothing is lost; start",
+        )
+        say(f"{what}: stopped; {there} with the same command and --resume_from_checkpoint latest")
     distributed.part(accelerator)
     raise stop.exit()
 

@@ -46,7 +46,7 @@ def output_folder(run: PretrainConfig):
     except OSError as error:
         raise ValueError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
-        _refuse_what_is_there(run, folder)
+        refuse_what_is_there(run, folder)
         yield folder
     finally:
         lock.release()
@@ -55,12 +55,18 @@ def output_folder(run: PretrainConfig):
             folder.rmdir()
 
 
-def _refuse_what_is_there(run, folder):
+def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
+    """Refuse a folder that holds other things, or a run that was not asked to be resumed or replaced."""
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     start = Path(run.init_from or "").resolve()
     if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
         raise ValueError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
     if RUN_FILE not in entries:
+        if saved := checkpoint.checkpoints(folder):
+            raise ValueError(
+                f"output_dir {folder}: holds checkpoints and no {RUN_FILE}; go on from one in another folder: "
+                f"--resume_from_checkpoint {saved[-1]} --output_dir NEW"
+            )
         if entries:
             raise ValueError(
                 f"output_dir {folder}: holds other things ({sorted(entries)[0]}) and no run; "
@@ -130,9 +136,9 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     if start == 0:
         for name in (METRICS_FILE, CURVES_FILE, "README.md", "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
+    publish.write_json(folder / RUN_FILE, record)  # first of all: without it the folder is no run's
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
-    publish.write_json(folder / RUN_FILE, record)
     return log
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import re
 import signal
 import sys
@@ -71,13 +72,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _terminate(number, frame):
+    print("d2l-bert: terminated", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
 def _terminated_cleanly():
     """Have a command that gets a SIGTERM clean up as one that fails does, and leave with 143."""
     if threading.current_thread() is not threading.main_thread():  # Python has no handlers elsewhere
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
@@ -296,7 +302,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake instead of a page."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        is_first = os.environ.get("RANK", "0") == "0"  # of those that were launched together
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n" if is_first else None)
 
     def refuse(self, argument):
         """Stop at an argument that the command does not take."""
