@@ -76,11 +76,10 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     Raises:
         ValueError: for whatever the user can mend, in one line.
     """
+    run.check()
     if run.dry_run:
-        run.check()
         return rehearse(architecture, run)
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
-    run.check()
     architecture = copy.deepcopy(architecture)
     check_architecture(architecture, run)
     trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
