@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import summed_later
 from d2l_bert.training.interruption import is_out_of_memory
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.tracking import say
@@ -39,7 +40,7 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
         try:
             for _ in range(3):  # the first one allocates
                 start = time.monotonic()
-                with accelerator.no_sync(model):  # a process may fail here alone
+                with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
                     with accelerator.autocast():
                         loss = model(**batch).loss
                     accelerator.backward(loss)
