@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import unicodedata
 from array import array
@@ -289,6 +290,7 @@ def in_order(function: Callable, items: Iterable, processes: int, initializer: C
 
 def _alone_on_a_core(initializer, arguments):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # each would else speak for the command
     initializer(*arguments)
 
 

@@ -225,6 +225,8 @@ class Checkpoint:
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
     """The checkpoints in a run's folder, oldest first; with those that were never finished if asked for."""
+    if not folder.is_dir():  # another machine's
+        return []
     pattern = r"\.?checkpoint-\d+(\.part)?" if unfinished else r"checkpoint-\d+"
     found = (path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir())
     return sorted(found, key=step_of)

@@ -106,6 +106,8 @@ def _umask():
 
 def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk itself."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
