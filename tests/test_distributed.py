@@ -83,6 +83,13 @@ def test_ranks_beyond_the_first_leave_without_a_word(monkeypatch):
             raise ValueError("too little text")
 
 
+def test_what_one_process_alone_met_is_said_by_it(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="process 1: corpus books: nothing there"):
+        with distributed.said_once(), distributed.here_only():
+            raise ValueError("corpus books: nothing there")
+
+
 def test_a_plain_model_is_of_the_same_kind_and_weights_and_ties():
     config = D2lBertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, tie_word_embeddings=True)
     model = D2lBertForPreTraining(config)

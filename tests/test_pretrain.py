@@ -176,6 +176,19 @@ def test_a_checkpoint_is_never_half_deleted_under_its_name(tmp_path, monkeypatch
     assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
 
 
+def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "elsewhere")
+    checkpoint.drop(tmp_path / "checkpoint-3")
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_held_out_loss_too_large_for_a_perplexity_ends_the_run_in_one_line(books, tmp_path, capsys):
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=30"]
+    assert main([*command, "--learning_rate=1e5", "--mixed_precision=no"]) == 2
+    assert "training has diverged" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_going_back_to_a_checkpoint_clears_away_those_after_it(tmp_path):
     """Left there, they would count as the latest, and push out what the resumed run saves."""
     for name in ("checkpoint-3", "checkpoint-6", "checkpoint-12", ".checkpoint-3.part"):
@@ -257,7 +270,7 @@ def test_a_resumed_run_with_everything_that_changes_over_the_steps_ends_with_the
     states = [
         json.loads((tmp_path / n / "checkpoint-10" / "training_state.json").read_text()) for n in ("whole", "stopped")
     ]
-    assert states[0]["spikes"] == states[1]["spikes"]
+    assert states[0]["spikes"] == states[1]["spikes"] and states[0]["spikes"]["mean"] is not None
     rates = [row["learning_rate"] for row in log_rows(stopped) if "loss" in row]
     assert rates[:8] == [rates[0]] * 8 and rates[8] > rates[9], "flat, then a fall over the last fifth"
 
