@@ -1,6 +1,7 @@
 """Several processes as one: Accelerate's engine, in force as it was asked for; one writer; shards made whole."""
 
 import contextlib
+import ctypes
 import datetime
 import os
 import time
@@ -163,8 +164,10 @@ def part(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         # gloo's threads need the interpreter's lock to let go of the last tensors, and whoever frees the group of
-        # processes holds that lock while it waits for those threads: without a pause both may wait for ever.
+        # processes holds that lock while it waits for those threads: both may wait for ever. So they get a moment,
+        # and the group is never freed; it goes with the process.
         time.sleep(0.2)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
     accelerator.end_training()
 
 
