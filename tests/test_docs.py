@@ -119,7 +119,11 @@ def test_the_batch_script_starts_every_task_and_queues_the_job_again_if_time_was
     for name, lines in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": "/shared", "SLURM_JOB_ID": "1234567"}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": "/shared",
+        "SLURM_JOB_ID": "1234567",
+    }
     environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_PER_TASK": "8", "LEAVES": str(code)}
     command = ["bash", script, "--corpus", "my books", "--max_steps=3"]
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == code

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training.interruption import NonFiniteGuard
+from d2l_bert.training.interruption import NonFiniteGuard, StopSignals
 from d2l_bert.training.tracking import StepFigures
 
 
@@ -257,6 +257,24 @@ def test_a_signal_to_the_loaders_worker_too_does_no_harm(command, start, undistu
     assert process.exitcode == code, (tmp_path / "said.txt").read_text()
     stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
     check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 1, undisturbed[1])
+
+
+@pytest.mark.parametrize("question", range(3, 12))
+def test_whenever_a_signal_comes_the_last_step_made_is_saved(command, monkeypatch, tmp_path, question):
+    """It comes right before the loop asks for the n-th time whether one has come."""
+    asked = itertools.count(1)
+
+    def wanted(stop):
+        if next(asked) >= question:
+            stop.agreed = signal.SIGTERM
+        return bool(stop.agreed)
+
+    monkeypatch.setattr(StopSignals, "wanted", wanted)
+    with pytest.raises(SystemExit) as stopped:
+        main(command(tmp_path, *LONG))
+    assert stopped.value.code == 143
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}"
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):

@@ -246,17 +246,20 @@ def train(
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
             guard.check(step, done)
             evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
-            if evaluates or saves or stop.wanted() or is_due(step, log_every, max_steps):
+            stopping = stop.wanted()  # asked once: a signal that comes between saving and leaving waits for a step
+            if evaluates or saves or stopping or is_due(step, log_every, max_steps):
                 note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
-            if evaluates and (figures := evaluate_now()):
-                note({"step": step, **figures}, progress.show_held_out)
+            if evaluates:
+                if figures := evaluate_now():
+                    note({"step": step, **figures}, progress.show_held_out)
+                stopping = stop.wanted()
             # While steps are being skipped the weights may be bad; what was saved before is not pushed out by them.
-            if stop.wanted() or (saves and not guard.in_a_row) or step == max_steps:
+            if stopping or (saves and not guard.in_a_row) or step == max_steps:
                 # What was decided by measuring is kept, so that a resumed run obeys it.
                 decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
                 state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
-            if stop.wanted():
+            if stopping:
                 leave(accelerator, stop, saved)
             if evaluates or saves:
                 meter.resume_clock()
