@@ -12,6 +12,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from local_hub import LocalHub  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
 
@@ -91,3 +92,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def hub():
+    """A Hub of this test's own, for processes with the environment that `local_hub.environment` makes."""
+    with LocalHub({"hf_made_up_for_someone": "someone", "hf_made_up_for_another": "another"}) as hub:
+        yield hub

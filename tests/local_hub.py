@@ -9,6 +9,8 @@ The clients are the real ones (huggingface_hub, Transformers, the `hf` command);
 Models and datasets have commits, branches, tags and pull requests, and collections list them. There are no Spaces,
 organizations, gates, merges or Xet, and long lists come in one page. What is not served is answered 501, which no
 client tries again. It follows what the clients ask for: that the public Hub still answers so, it cannot prove.
+
+It needs the standard library and PyYAML, which huggingface_hub brings.
 """
 
 import base64
@@ -250,9 +252,8 @@ class Repository:
 
 LARGE = 10 * 2**20
 ENDINGS = (
-    "7z arrow bin bz2 ckpt ftz gz h5 joblib mlmodel model msgpack npy npz onnx ot parquet pb pickle pkl pt pth rar"
+    "7z arrow bin bz2 ckpt gz h5 model msgpack npy npz onnx parquet pb pickle pkl pt pth rar safetensors tar xz zip"
 )
-ENDINGS += " safetensors tar tflite tgz wasm xz zip zst"
 # What every new repository holds.
 GITATTRIBUTES = "".join(f"*.{ending} filter=lfs diff=lfs merge=lfs -text\n" for ending in ENDINGS.split())
 
@@ -277,11 +278,17 @@ def _now():
 
 @dataclass
 class Answer:
-    """A body of bytes, or one to be written as JSON."""
+    """A body of bytes, or one that becomes JSON."""
 
     body: object = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.headers.setdefault("Content-Type", "application/octet-stream")
+        if not isinstance(self.body, bytes):
+            self.headers["Content-Type"] = "application/json; charset=utf-8"
+            self.body = json.dumps(self.body).encode()
 
 
 class Refusal(Exception):
@@ -292,7 +299,8 @@ class Refusal(Exception):
         self.status, self.message, self.code, self.headers, self.body = status, message, code, headers or {}, body
 
     def answer(self):
-        headers = {**self.headers, "X-Error-Message": self.message.strip().splitlines()[-1]}
+        line = self.message.strip().splitlines()[-1].encode("ascii", "replace").decode()
+        headers = {**self.headers, "X-Error-Message": line}
         if self.code:
             headers["X-Error-Code"] = self.code
         return Answer({"error": self.message, **self.body}, self.status, headers)
@@ -332,6 +340,7 @@ PARTS = {
     "prefix": "(?:datasets/)?",
     "repo": "[^/]+(?:/[^/]+)?",
     "slug": "[^/]+/[^/]+",
+    "ref": "branch|tag",
     "path": ".+",
 }
 
@@ -368,6 +377,12 @@ def _serve(hub, call) -> Answer:
 
 
 # Users and repositories
+
+
+@route("GET", "/api/agent-harnesses")
+def agents(hub, call):
+    """Clients look here for who may have started them."""
+    return {"standardEnvVars": [], "harnesses": {}}
 
 
 @route("GET", "/api/whoami-v2")
@@ -408,13 +423,9 @@ def settings(hub, call, repo):
     return {"private": repo.private}
 
 
-@route("GET", "/api/{kind}s/{repo}/auth-check")
-def may_read(hub, call, repo):
-    pass
-
-
 @route("GET", "/api/{kind}s/{repo}/auth-check/write", owner=True)
-def may_write(hub, call, repo):
+@route("GET", "/api/{kind}s/{repo}/auth-check")
+def allowed(hub, call, repo):
     pass
 
 
@@ -471,21 +482,12 @@ def _create_ref(repo, ref, revision):
     repo.refs[ref] = commit.sha
 
 
-@route("DELETE", "/api/{kind}s/{repo}/branch/{name}", owner=True)
-def delete_branch(hub, call, repo, name):
-    if name == "main":
+@route("DELETE", "/api/{kind}s/{repo}/{ref}/{name}", owner=True)
+def delete_ref(hub, call, repo, ref, name):
+    if (ref, name) == ("branch", "main"):
         raise Refusal(403, "Cannot delete the default branch")
-    _delete_ref(repo, f"refs/heads/{name}")
-
-
-@route("DELETE", "/api/{kind}s/{repo}/tag/{name}", owner=True)
-def delete_tag(hub, call, repo, name):
-    _delete_ref(repo, f"refs/tags/{name}")
-
-
-def _delete_ref(repo, ref):
-    if repo.refs.pop(ref, None) is None:
-        raise Refusal(404, f"Reference doesn't exist: {ref}", "RevisionNotFound")
+    if repo.refs.pop(f"refs/{'heads' if ref == 'branch' else 'tags'}/{name}", None) is None:
+        raise Refusal(404, f"Reference doesn't exist: {name}", "RevisionNotFound")
 
 
 # Looking at a repository
@@ -497,7 +499,7 @@ def information(hub, call, repo, rev="main"):
     commit = repo.at(rev)
     card = read_card(commit.files.get("README.md", Blob(b"")).data.decode(errors="replace"))[0]
     described = {name: card[name] for name in ("pipeline_tag", "library_name") if name in card}
-    tags = [tag for tag in card.get("tags") or [] if isinstance(tag, str)]
+    tags = [tag for tag in _listed(card, "tags") if isinstance(tag, str)]
     return {
         "id": repo.id,
         "modelId": repo.id,
@@ -505,9 +507,6 @@ def information(hub, call, repo, rev="main"):
         "sha": commit.sha,
         "private": repo.private,
         "gated": False,
-        "disabled": False,
-        "downloads": 0,
-        "likes": 0,
         "lastModified": commit.date,
         "createdAt": repo.history("main")[-1].date,
         "tags": [*tags, *described.values()],
@@ -588,7 +587,7 @@ def _content(call, data, headers):
 
 @route("POST", "/api/{kind}s/{repo}/preupload/{rev}")
 def before_upload(hub, call, repo, rev):
-    call.known()
+    _may_change(call, repo)
     files, told = repo.at(rev).files, []
     attributes = files.get(".gitattributes", Blob(b"")).data.decode()
     for file in call.json()["files"]:
@@ -642,14 +641,12 @@ def commit(hub, call, repo, rev):
     lines = [json.loads(line) for line in call.body.splitlines() if line.strip()]
     header = next(line["value"] for line in lines if line["key"] == "header")
     base, ref = repo.at(rev), repo.ref(rev)
+    _may_change(call, repo)
     if call.asks("create_pr"):
-        call.known()
         number = len(repo.under("refs/pr/")) + 1
         ref = f"refs/pr/{number}"
-    else:
-        call.must_own(repo.owner, "commit")
-        if ref is None or ref.startswith("refs/tags/"):
-            raise Refusal(404, f"Not a branch: {rev}", "RevisionNotFound")
+    elif ref is None or ref.startswith("refs/tags/"):
+        raise Refusal(404, f"Not a branch: {rev}", "RevisionNotFound")
     if not base.sha.startswith(header.get("parentCommit") or ""):
         raise Refusal(412, "A commit has happened since. Please refresh and try again.")
     files = dict(base.files)
@@ -660,6 +657,12 @@ def commit(hub, call, repo, rev):
     site = f"{hub.endpoint}/{repo.place}"
     answer = {"success": True, "commitOid": made.sha, "commitUrl": f"{site}/commit/{made.sha}", "hookOutput": ""}
     return {**answer, "pullRequestUrl": f"{site}/discussions/{number}"} if call.asks("create_pr") else answer
+
+
+def _may_change(call, repo):
+    """Who sees a repository may ask for a change; to make one, it has to be theirs."""
+    if call.known() != repo.owner and not call.asks("create_pr"):
+        raise Refusal(403, "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
 
 
 def _change(repo, files, key, path, content="", encoding="utf-8", oid=None, **_):
@@ -711,23 +714,43 @@ def read_card(text) -> tuple[dict, list[str], list[str]]:
     return json.loads(json.dumps(data, default=str)), [*_card_errors(data)], []
 
 
+TEXTS = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
+RESULT = {"task": {"type": str}, "dataset": {"type": str, "name": str}, "metrics": [{"type": str, "value": object}]}
+
+
 def _card_errors(data):
-    """The Hub's rules for what our cards have."""
-    for name in ("license", "license_name", "license_link", "library_name", "pipeline_tag"):
-        if name in data and not isinstance(data[name], str):
-            yield f'"{name}" must be a string'
-    if not all(isinstance(tag, str) for tag in _listed(data, "tags")):
-        yield '"tags" must be strings'
-    for name in _listed(data, "language"):
-        if not isinstance(name, str) or not re.fullmatch("[a-z]{2,3}(-[A-Za-z]+)*|code|multilingual", name):
-            yield f'"language" with value "{name}" is not valid. It must be an ISO 639-1, 639-2 or 639-3 code'
-    for field_, kind in (("datasets", "dataset"), ("base_model", "model")):
-        for place, name in enumerate(_listed(data, field_)):
+    """The Hub's rules for what our cards have, in its words."""
+    for name in TEXTS:
+        if name in data:
+            yield from _mismatches(name, data[name], str)
+    for place, tag in enumerate(_listed(data, "tags")):
+        yield from _mismatches(f"tags[{place}]", tag, str)
+    for place, name in enumerate(_listed(data, "language")):
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z]{2,3}(-\w+)*|code|multilingual", name):
+            yield f'"language[{place}]" with value "{name}" is not valid. It must be an ISO 639-1, 639-2 or 639-3 code'
+    for key, kind in (("datasets", "dataset"), ("base_model", "model")):
+        for place, name in enumerate(_listed(data, key)):
             if not _is_id(name):
-                yield f'"{field_}[{place}]" with value "{name}" is not valid. Use a {kind} id from https://hf.co/{kind}s.'
-    models = data.get("model-index", [])
-    for place, model in enumerate(models) if isinstance(models, list) else [(0, None)]:
-        yield from _model_errors(f"model-index[{place}]", model)
+                yield f'"{key}[{place}]" with value "{name}" is not valid. Use a {kind} id from https://hf.co/{kind}s.'
+    if "model-index" in data:
+        yield from _mismatches("model-index", data["model-index"], [{"name": str, "results": [RESULT]}])
+
+
+def _mismatches(place, value, expected):
+    """Where a value differs from what is expected: a type, a list of such, or an object with such."""
+    if value is None:
+        yield f'"{place}" is required'
+    elif isinstance(expected, list) and isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _mismatches(f"{place}[{number}]", one, expected[0])
+    elif isinstance(expected, dict) and isinstance(value, dict):
+        for key, one in expected.items():
+            yield from _mismatches(f"{place}.{key}", value.get(key), one)
+        if place.endswith(".dataset") and isinstance(value.get("type"), str) and not _is_id(value["type"]):
+            yield f'"{place}.type" with value "{value["type"]}" fails to match the required pattern'
+    elif isinstance(expected, list | dict) or not isinstance(value, expected):
+        name = "a string" if expected is str else "an array" if isinstance(expected, list) else "an object"
+        yield f'"{place}" must be {name}'
 
 
 def _listed(data, name):
@@ -739,34 +762,6 @@ def _listed(data, name):
 def _is_id(name):
     pattern = r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*"
     return isinstance(name, str) and bool(re.fullmatch(pattern, name)) and not re.search(r"\.\.|--|\.git$", name)
-
-
-def _model_errors(place, model):
-    """Of one entry of "model-index": a name and results, each with a task, a dataset and metrics."""
-    if not isinstance(model, dict):
-        yield f'"{place}" must be an object'
-        return
-    if not isinstance(model.get("name"), str):
-        yield f'"{place}.name" must be a string'
-    results = model.get("results")
-    for number, result in enumerate(results) if isinstance(results, list) else [(0, None)]:
-        here = f"{place}.results[{number}]"
-        result = result if isinstance(result, dict) else {}
-        for part, keys in (("task", ["type"]), ("dataset", ["type", "name"])):
-            for key in keys:
-                told = result.get(part)
-                if not isinstance(told, dict) or not isinstance(told.get(key), str):
-                    yield f'"{here}.{part}.{key}" must be a string'
-        dataset = result.get("dataset")
-        if isinstance(dataset, dict) and isinstance(dataset.get("type"), str) and not _is_id(dataset["type"]):
-            yield f'"{here}.dataset.type" with value "{dataset["type"]}" fails to match the required pattern'
-        metrics = result.get("metrics")
-        for index, metric in enumerate(metrics) if isinstance(metrics, list) and metrics else [(0, None)]:
-            metric = metric if isinstance(metric, dict) else {}
-            if not isinstance(metric.get("type"), str):
-                yield f'"{here}.metrics[{index}].type" must be a string'
-            if metric.get("value") is None:
-                yield f'"{here}.metrics[{index}].value" is required'
 
 
 # Collections
@@ -861,15 +856,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         request.status = answer.status
-        plain = isinstance(answer.body, bytes)
-        content = answer.body if plain else json.dumps(answer.body).encode()
         self.send_response(answer.status)
-        named = {"Content-Type": "application/octet-stream" if plain else "application/json; charset=utf-8"}
-        for name, value in {**named, **answer.headers, "Content-Length": str(len(content))}.items():
+        for name, value in {**answer.headers, "Content-Length": str(len(answer.body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(answer.body)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _serve
 
