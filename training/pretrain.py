@@ -23,6 +23,7 @@ from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPr
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
 from d2l_bert.training.config import LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
+from d2l_bert.training.energy import train_energy
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.micro_batch import find_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
@@ -264,6 +265,8 @@ def train(
             if evaluates or saves:
                 meter.resume_clock()
     published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}
+    if accelerator.is_main_process:
+        metrics |= train_energy(record["machine"], metrics)
     learnt = distributed.on_main(
         accelerator, lambda: finish_folder(folder, published, text, record, metrics, log, held_out.one(0))
     )

@@ -7,13 +7,13 @@ import platform
 import shutil
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.training import checkpoint, evaluate, publish
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.energy import describe_machine
 from d2l_bert.training.tracking import TrainingLog, plot_curves
 
 
@@ -111,11 +111,7 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
         "run": dataclasses.asdict(resolved),
         "architecture": architecture_numbers(architecture),
         "data": text.counts(),
-        "machine": {
-            "device": str(accelerator.device),
-            "processes": accelerator.num_processes,
-            "threads": torch.get_num_threads(),
-        },
+        "machine": describe_machine(accelerator),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in libraries},
