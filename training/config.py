@@ -450,3 +450,6 @@ LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
 
 # What an existing tokenizer settles.
 TOKENIZER_TRAINING_OPTIONS = ("vocab_size", "lowercase", "strip_accents", "min_frequency", "limit_alphabet")
+
+# What a run may change in the architecture of the model that it starts from.
+FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")

@@ -9,6 +9,7 @@ from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.wordpiece import added_entries
+from d2l_bert.training.config import FREE_FIELDS
 from d2l_bert.training.prepare import load_tokenizer
 from d2l_bert.training.tracking import say
 
@@ -16,9 +17,6 @@ from d2l_bert.training.tracking import say
 # Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
 # fresh model has to tell apart; 10,000, the Transformer's own, would leave most of the table's columns constant.
 LONGEST_WAVE = 100
-
-# What a run may change in the architecture of the model that it starts from.
-FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
 # Parts that a saved model may do without, under a person's names for them.
 HEADS = {"mlm": "MLM head", "nsp": "NSP head", "bert.pooler": "pooler"}

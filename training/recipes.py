@@ -1,7 +1,25 @@
 """Named runs: each a function that returns an architecture and a run, to be changed in a few fields."""
 
+import dataclasses
+import os
+import re
+import shlex
+
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.config import (
+    FREE_FIELDS,
+    LENGTH_OPTIONS,
+    TOKENIZER_TRAINING_OPTIONS,
+    PretrainConfig,
+    TextConfig,
+)
+
+
+# Each shortens a recipe's steps, and ends with the option beside it.
+SCHEDULES = {"length_schedule": "max_seq_length", "batch_size_schedule": "global_batch_size"}
+
+# Where the text and its tokenizer lie: options that say how a run is computed, without which there is no such run.
+PLACES = ("corpus", "dataset", "dataset_config", "dataset_split", "text_column", "tokenizer")
 
 
 def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
@@ -64,6 +82,70 @@ def large() -> tuple[D2lBertConfig, PretrainConfig]:
     return _miniature(24, 1024), _from_the_literature("large", 20_000, 1024, 2e-4)
 
 
+def changed(run: PretrainConfig, changes: dict) -> PretrainConfig:
+    """
+    A recipe's run with other options; its own length, schedules and start make way for them.
+
+    Args:
+        changes: options and their values; a schedule of `["none"]` is an empty one.
+    """
+    changes = dict(changes)
+    if any(name in changes for name in LENGTH_OPTIONS):
+        changes = {**dict.fromkeys(LENGTH_OPTIONS), **changes}
+    for schedule, last in SCHEDULES.items():
+        if changes.get(schedule) == ["none"]:
+            changes[schedule] = []
+        elif schedule not in changes:  # the recipe's own must fit
+            most = changes.get(last, getattr(run, last))
+            changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
+    if changes.get("init_from") is not None:
+        changes.setdefault("attention_init", "normal")
+    return dataclasses.replace(run, **changes)
+
+
+def architecture_options() -> list[str]:
+    """The fields of `D2lBertConfig` that are options; vocabulary and padding follow the tokenizer."""
+    return [name for name in D2lBertConfig.__annotations__ if name not in ("vocab_size", "pad_token_id")]
+
+
+def command_line(record: dict) -> str:
+    """
+    The command that makes a run again, for a shell: its recipe, and what differs from that.
+
+    Options that only say how a run is computed, watched or kept are left out, and folders and files go by their last
+    name, wherever they lay. What a model to start from, an existing tokenizer or a prepared folder settles is left to
+    them; dropout is said beside such a model, which may have been made with another.
+
+    Args:
+        record: what run_config.json holds.
+    """
+    run, numbers = PretrainConfig(**record["run"]), record["architecture"]
+    recipe = run.recipe if run.recipe in RECIPES else "tiny"  # one made in Python may have a name of its own
+    architecture, own = RECIPES[recipe]()
+    # The command makes the recipe fit these options; all others are compared with what it makes of it.
+    decisive = ("dataset", "init_from", *SCHEDULES.values())
+    fitted = changed(own, {name: getattr(run, name) for name in decisive})
+    plain = dataclasses.replace(fitted, corpus=fitted.text_paths(), **{name: getattr(own, name) for name in decisive})
+    if record["corpus_is_prepared"]:
+        settled = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus"}
+    elif run.existing_tokenizer() is not None:
+        settled = set(TOKENIZER_TRAINING_OPTIONS) - ({"min_frequency"} if run.extend_vocab else set())
+    else:
+        settled = set()
+    words = ["d2l-bert", "pretrain", "--recipe", recipe]
+    for field in dataclasses.fields(run):
+        name, is_told = field.name, field.name in PLACES or not field.metadata["how"]
+        if is_told and name not in {"recipe", *settled} and getattr(run, name) != getattr(plain, name):
+            words += _flag(name, _portable(run, name))
+    if run.init_from is not None:
+        told = FREE_FIELDS
+    else:
+        told = [name for name in architecture_options() if numbers[name] != getattr(architecture, name)]
+    for name in told:
+        words += _flag(name, numbers[name])
+    return shlex.join(words)
+
+
 RECIPES = {recipe.__name__: recipe for recipe in (d2l, tiny, mini, small, medium, base, large)}
 
 
@@ -116,3 +198,33 @@ def _from_the_literature(name, steps, batch, rate):
         micro_batch_size=32,
         save_steps=1000,
     )
+
+
+def _portable(run, name):
+    """The value of an option; of files and folders only the last name, which tells nothing of the machine."""
+    value = getattr(run, name)
+    if name == "corpus":
+        return [_last_name(path) for path in value]
+    if name == "dataset":
+        named = [place for place, _ in run.named_datasets()]
+        return [_id_or_last_name(place) + entry[len(place) :] for place, entry in zip(named, value, strict=True)]
+    return _id_or_last_name(value) if name in ("tokenizer", "init_from") else value
+
+
+def _id_or_last_name(place):
+    may_be_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", place) and not os.path.exists(place)
+    return place if may_be_id else _last_name(place)
+
+
+def _last_name(path):
+    """As text, whatever bytes it has."""
+    return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
+
+
+def _flag(name, value):
+    """An option as the command line takes it; nothing for None, which is the default wherever it may be."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{name}", *(value or ["none"])]
+    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]

@@ -14,6 +14,7 @@ from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.training import checkpoint, evaluate, publish
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.energy import describe_machine
+from d2l_bert.training.prepare import is_prepared
 from d2l_bert.training.tracking import TrainingLog, plot_curves
 
 
@@ -110,6 +111,7 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
     return {
         "run": dataclasses.asdict(resolved),
         "architecture": architecture_numbers(architecture),
+        "corpus_is_prepared": is_prepared(run),
         "data": text.counts(),
         "machine": describe_machine(accelerator),
         "versions": {

@@ -13,7 +13,6 @@ import sys
 import threading
 import types
 import typing
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -96,34 +95,30 @@ def _terminated_cleanly():
 
 def pretrain_command(arguments) -> None:
     """Start from a recipe, change what was given, and train."""
-    from d2l_bert.training.config import LENGTH_OPTIONS, TextConfig
-    from d2l_bert.training.prepare import is_prepared
     from d2l_bert.training.pretrain import pretrain
-    from d2l_bert.training.recipes import RECIPES
+
+    pretrain(*resolve_pretrain(arguments))
+
+
+def resolve_pretrain(arguments) -> tuple:
+    """The architecture and the run that the arguments of `pretrain` ask for."""
+    from d2l_bert.training.config import TextConfig
+    from d2l_bert.training.prepare import is_prepared
+    from d2l_bert.training.recipes import RECIPES, architecture_options, changed
 
     given = vars(arguments)
     architecture, run = RECIPES[arguments.recipe]()
-    run_changes = {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
-    if any(name in run_changes for name in LENGTH_OPTIONS):  # the recipe's own length makes way
-        run_changes = {**dict.fromkeys(LENGTH_OPTIONS), **run_changes}
-    for schedule, last in (("length_schedule", "max_seq_length"), ("batch_size_schedule", "global_batch_size")):
-        if run_changes.get(schedule) == ["none"]:
-            run_changes[schedule] = []
-        elif schedule not in run_changes:  # the recipe's own must fit
-            most = run_changes.get(last, getattr(run, last))
-            run_changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
     _refuse_what_a_tokenizer_settles(given)
     if "init_from" in given:
         architecture = _start_architecture(given)
-        run_changes.setdefault("attention_init", "normal")  # the recipe's own makes way
-    run = replace(run, **run_changes)
+    run = changed(run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given})
     for field in dataclasses.fields(TextConfig):
         if field.name in given and field.name != "corpus" and is_prepared(run):
             raise ValueError(
                 f"{field.name} is settled in the prepared folder {run.text_paths()[0]}; leave it out, or prepare anew"
             )
     changes = {name: given[name] for name in architecture_options() if name in given}
-    pretrain(type(architecture)(**{**architecture.to_dict(), **changes}), run)
+    return type(architecture)(**{**architecture.to_dict(), **changes}), run
 
 
 def prepare_command(arguments) -> None:
@@ -158,7 +153,9 @@ def _refuse_what_a_tokenizer_settles(given):
 
 def _start_architecture(given):
     """That of the model in `init_from`; the recipe's makes way, the user's is refused."""
-    from d2l_bert.training.initialize import FREE_FIELDS, read_architecture
+    from d2l_bert.training.config import FREE_FIELDS
+    from d2l_bert.training.initialize import read_architecture
+    from d2l_bert.training.recipes import architecture_options
 
     for name in architecture_options():
         if name in given and name not in FREE_FIELDS:
@@ -368,16 +365,9 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def architecture_options() -> list[str]:
-    """The fields of `D2lBertConfig` that are flags; vocabulary and padding follow the tokenizer."""
-    from d2l_bert import D2lBertConfig
-
-    return [name for name in D2lBertConfig.__annotations__ if name not in ("vocab_size", "pad_token_id")]
-
-
 def _add_pretrain_options(parser, argv):
     from d2l_bert import D2lBertConfig
-    from d2l_bert.training.recipes import RECIPES
+    from d2l_bert.training.recipes import RECIPES, architecture_options
 
     recipe_finder = Parser(add_help=False, allow_abbrev=False)
     recipe_finder.add_argument("--recipe", choices=RECIPES, default="tiny")
