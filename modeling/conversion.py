@@ -499,7 +499,10 @@ def reading(name: str, what: str = ""):
         reason = " ".join(str(error).split()) or type(error).__name__
         unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
         if not Path(name).exists() and any(words in reason for words in unknown):
-            reason = "no folder here has this name, and the Hub gave no model of it"
+            reason = (
+                "no folder here has this name, and the Hub gave no model of it; for a private one log in with "
+                "`hf auth login`, or set HF_TOKEN"
+            )
         raise ValueError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
 
 

@@ -3,6 +3,8 @@
 import os
 import random
 import tempfile
+import time
+from types import SimpleNamespace
 
 
 # Read when the libraries are imported.
@@ -12,7 +14,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from local_hub import LocalHub  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
+from local_hub import TOKEN, LocalHub  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
 
@@ -97,5 +100,19 @@ def one_thread():
 @pytest.fixture
 def hub():
     """A Hub of this test's own, for processes with the environment that `local_hub.environment` makes."""
-    with LocalHub({"hf_made_up_for_someone": "someone", "hf_made_up_for_another": "another"}) as hub:
+    with LocalHub({TOKEN: "someone", "hf_made_up_for_another": "another"}) as hub:
         yield hub
+
+
+@pytest.fixture
+def here(hub, monkeypatch):
+    """The Hub, for this very process, with someone's token."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    address = "{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.endpoint}/{address}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    no_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # before a request is tried again
+    monkeypatch.setattr("huggingface_hub.utils._http.time", no_waiting)
+    return hub

@@ -38,6 +38,9 @@ from urllib.parse import parse_qs, unquote
 import yaml
 
 
+TOKEN = "hf_made_up_for_someone"
+
+
 def environment(hub, home: Path, token: str | None) -> dict:
     """The variables of a process whose Hub this is: whatever it is told elsewhere about Hubs and tokens is gone."""
     kept = {
@@ -109,6 +112,7 @@ class LocalHub:
         for server in servers:
             server.shutdown()
             server.server_close()
+        for server in servers:  # last, as whoever waits for an answer may start it again
             server.close_connections()
 
     def files(self, repo_id, revision="main", kind="model") -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import make_tokenizer
-from d2l_bert.training import checkpoint, data, micro_batch, prepare, publish
+from d2l_bert.training import checkpoint, data, micro_batch, prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
@@ -583,15 +583,3 @@ def test_the_options_of_the_tokenizer_reach_it(books, tmp_path):
     settled = json.loads((tmp_path / "tokens" / "prepared.json").read_text())["settled"]
     options = ("strip_accents", "min_frequency", "limit_alphabet", "extend_vocab")
     assert [settled[name] for name in options] == [False, 50, 20, 0]
-
-
-def test_the_card_names_a_model_from_the_hub_as_its_base(trained):
-    record, metrics = (json.loads((trained / name).read_text()) for name in ("run_config.json", "metrics.json"))
-    model = D2lBertForPreTraining.from_pretrained(trained)
-    record["run"]["init_from"] = "somebody/some-bert"
-    card = publish.render_card(trained, model, record, metrics, [])
-    assert card.data.base_model == "somebody/some-bert"
-    assert "the weights, architecture and vocabulary of somebody/some-bert |" in card.text
-    report = record["data"]["tokenizer"]
-    assert f"{report['pieces_per_word']:.2f} pieces a word" in card.text
-    assert all(f"`{piece}`" in card.text for piece in report["longest_pieces"])

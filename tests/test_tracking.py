@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2l_bert import D2lBertForPreTraining
-from d2l_bert.training import evaluate, publish, tracking
+from d2l_bert.training import evaluate, tracking
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.tracking import Meter, Progress, SpikeWatch, StepFigures, TrainingLog
 
@@ -193,17 +192,6 @@ def test_curves_mark_the_steps_left_out_and_take_rows_in_any_order(tmp_path):
     assert drawn([rows[step] for step in (0, 3, 1, 4, 2)]) == whole
     rows[2] = {"step": 3, **meter_of(SKIPPED).row(0.1, 0)}
     assert drawn(rows) != whole
-
-
-def test_the_card_says_the_share_of_the_peak_and_how_many_steps_were_left_out(trained):
-    record, metrics = (json.loads((trained / name).read_text()) for name in ("run_config.json", "metrics.json"))
-    model = D2lBertForPreTraining.from_pretrained(trained)
-    assert 0 < metrics["train_mfu"] < 1 and metrics["train_memory_mb"] > 10 and metrics["train_skipped_steps"] == 0
-    metrics["train_mfu"] = 0.4567
-    card = publish.render_card(trained, model, record, metrics, []).text
-    assert "45.7 % of the measured peak" in card and "left out" not in card
-    metrics["train_skipped_steps"] = 3
-    assert "; 3 of them left out" in publish.render_card(trained, model, record, metrics, []).text
 
 
 def test_the_report_at_the_end_says_them_too(trained, monkeypatch):

@@ -205,9 +205,14 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
-    vocabulary = tokenizer.get_vocab()
     with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(piece + "\n" for piece in sorted(vocabulary, key=vocabulary.get))
+        file.writelines(piece + "\n" for piece in pieces(tokenizer))
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The vocabulary in the order of its numbers."""
+    vocabulary = tokenizer.get_vocab()
+    return sorted(vocabulary, key=vocabulary.get)
 
 
 def _merged_pieces(tokenizer):

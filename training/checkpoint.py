@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from d2l_bert.training import publish
+from d2l_bert.training import folders
 from d2l_bert.training.distributed import on_main, plain_model, spread, whole
 from d2l_bert.training.optim import MovingAverage
 from d2l_bert.training.tracking import say
@@ -163,17 +163,17 @@ def _write(final, model, tokenizer, tensors, state, keep):
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        with publish.os_errors():
-            publish.export_model(model, tokenizer, partial)
+        with folders.os_errors():
+            folders.export_model(model, tokenizer, partial)
             for name, named in tensors.items():
                 if named:
                     save_file(named, partial / name)
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
         (partial / MANIFEST_FILE).write_text(_manifest({path.name: _hash(path) for path in sorted(partial.iterdir())}))
         for path in (*partial.iterdir(), partial):
-            publish.sync(path)
+            folders.sync(path)
         partial.rename(final)
-        publish.sync(final.parent)
+        folders.sync(final.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(

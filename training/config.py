@@ -13,7 +13,7 @@ from d2l_bert.training.masking import Masking
 from d2l_bert.training.optim import Optim, Schedule
 
 
-TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
+TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT, HUB = (
     "text",
     "tokenizer",
     "pairs and masks",
@@ -21,6 +21,7 @@ TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT = (
     "optimizer",
     "machine",
     "output",
+    "the Hugging Face Hub",
 )
 
 # Where a fall over 20 % of the steps ends, a cosine ends too (Hägele et al., 2024, section 3).
@@ -306,7 +307,25 @@ class PretrainConfig(TextConfig):
         how=True,
         metavar="NAME",
     )
-    license: str | None = option(None, "licence of the model, for its card (a Hub identifier)", OUTPUT, how=True)
+
+    license: str | None = option(
+        None,
+        "licence of the model, for its card (a Hub identifier); a model of python-docs alone has apache-2.0",
+        HUB,
+        how=True,
+    )
+    push_to_hub: bool = option(False, "publish the model when the run ends, as d2l-bert publish does", HUB, how=True)
+    hub_model_id: str | None = option(
+        None, "owner/name of the repository; the default is the output folder's name", HUB, how=True, metavar="REPO_ID"
+    )
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
+        "end",
+        "what is sent before the end: nothing; every model saved; the last one, as branch last-checkpoint; all of "
+        "them, each as a branch",
+        HUB,
+        how=True,
+    )
+    hub_private_repo: bool = option(True, "make a new repository private", HUB, how=True)
 
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
@@ -315,6 +334,10 @@ class PretrainConfig(TextConfig):
         if len(length) != 1:
             given = " and ".join(length) or "none"
             raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
+        if not self.push_to_hub:
+            for name in HUB_OPTIONS:
+                if getattr(self, name) != getattr(PretrainConfig, name):
+                    raise ValueError(f"{name} is for push_to_hub; give that too, or leave it out")
         if self.dry_run and self.resume_from_checkpoint:
             raise ValueError("dry_run begins a run of its own; leave resume_from_checkpoint out")
         if self.micro_batch_size != "auto":
@@ -417,9 +440,34 @@ class PretrainConfig(TextConfig):
             raise ValueError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
         return float(found[1]), float(found[2])
 
+    def known_license(self) -> str | None:
+        """The licence that was given, or that of models of the embedded corpus alone."""
+        is_ours = self.text_paths() == ["python-docs"] and not self.dataset
+        return self.license or ("apache-2.0" if is_ours else None)
+
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
+
+
+@dataclass(kw_only=True)
+class PublishConfig:
+    """How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`."""
+
+    public: bool = option(False, "let everybody see the repository; a new one is private without it", HUB)
+    license: str | None = option(
+        None, "licence of the model (a Hub identifier), if its card has none or another", HUB, metavar="ID"
+    )
+    revision: str | None = option(
+        None, "branch to send it to, made if need be; main without it", HUB, metavar="BRANCH"
+    )
+    create_pr: bool = option(False, "propose it as a pull request", HUB)
+    commit_message: str | None = option(None, "summary of the commit", HUB, metavar="TEXT")
+    collection: str | None = option(
+        None, "collection to put the model into: its slug, or its title under the same owner", HUB, metavar="TITLE"
+    )
+    changed_code: bool = option(False, "the folder's code differs from the installed package's, and is meant to", HUB)
+    dry_run: bool = option(False, "check everything and list what would be sent, with sizes; nothing is", HUB)
 
 
 def _value_at(step, stages):
@@ -445,6 +493,8 @@ def _is_a(value, kind):
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
 
+
+HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
 

@@ -35,6 +35,7 @@ class PreparedText:
     corpus_name: str
     fingerprint: str
     hub_datasets: list[str]
+    source_fingerprints: list[str]
     reading: dict[str, int]
     tokenizer: BertTokenizer
     tokenizer_report: dict
@@ -116,6 +117,7 @@ def prepare(run: TextConfig) -> PreparedText:
         name,
         text.name.removeprefix("text-"),
         list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
+        [arrow.fingerprint(source.identity) for source in sources],
         counts,
         tokenizer,
         report,
@@ -255,6 +257,7 @@ def read_prepared(folder: Path) -> PreparedText:
             record["corpus_name"],
             record["fingerprint"],
             record["hub_datasets"],
+            [record["fingerprint"]],
             record["reading"],
             load_tokenizer(str(folder)),
             record["counts"]["tokenizer"],

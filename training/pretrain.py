@@ -22,13 +22,15 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
-from d2l_bert.training.config import LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
+from d2l_bert.training.card_rules import check_license
+from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.micro_batch import find_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
+from d2l_bert.training.push import Pusher, check_push
 from d2l_bert.training.run_folder import (
     RUN_FILE,
     architecture_numbers,
@@ -78,6 +80,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         ValueError: for whatever the user can mend, in one line.
     """
     run.check()
+    if run.license is not None:
+        check_license(run.license)
     if run.dry_run:
         return rehearse(architecture, run)
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
@@ -91,6 +95,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
     )
     check_device(run, accelerator.device.type)
+    if run.push_to_hub:
+        distributed.on_main(accelerator, check_push, run, Path(folder))
     if run.init_from is not None:
         distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
     with contextlib.ExitStack() as held:
@@ -113,6 +119,8 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     wanted = Path(run.output_dir or default_output_dir(run)).absolute()
     if wanted.exists():
         refuse_what_is_there(run, wanted)
+    if run.push_to_hub and not distributed.launched_rank():
+        check_push(run, wanted)
     lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
     beside = next(parent for parent in wanted.parents if parent.exists())
     try:
@@ -123,6 +131,7 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         short = dataclasses.replace(
             run,
             dry_run=False,
+            **{name: getattr(PretrainConfig, name) for name in HUB_OPTIONS},
             output_dir=f"{folder}/{wanted.name}",
             overwrite_output_dir=False,
             report_to=[],
@@ -210,6 +219,7 @@ def train(
         record = make_record(run, max_steps, architecture, text, accelerator)
         log = distributed.on_main(accelerator, start_folder, folder, record, start)
         start_trackers(accelerator, folder, record, start)
+        pusher = opened.enter_context(Pusher(run, folder)) if run.push_to_hub and accelerator.is_main_process else None
         progress = Progress(start, max_steps, visible=accelerator.is_main_process)
         opened.callback(progress.close)
         meter = make_meter(run, architecture, accelerator, state)
@@ -260,6 +270,8 @@ def train(
                 decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
                 state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
+                if pusher and step < max_steps:
+                    pusher.saved(saved)
             if stopping:
                 leave(accelerator, stop, saved)
             if evaluates or saves:
@@ -272,6 +284,10 @@ def train(
     )
     if accelerator.is_main_process:
         print(learnt)
+    if run.push_to_hub:
+        page = distributed.on_main(accelerator, lambda: pusher.finish())
+        if accelerator.is_main_process:
+            print(page)
     distributed.part(accelerator)
 
 

@@ -1,200 +1,318 @@
-"""The folder that a run leaves: model, tokenizer, the code that runs it, and the card."""
+"""From a model folder to the Hub: checked first, then sent in one commit and tagged."""
 
 import contextlib
+import copy
+import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from jinja2.utils import htmlsafe_json_dumps
+from transformers import AutoTokenizer
 
-from d2l_bert import model_cards
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.config import DECAY_RATIO
-from d2l_bert.training.pair_tasks import pair_task, unit
-
-
-# What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
-AUTO_MAP = {
-    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
-    "AutoModel": "modeling_d2l_bert.D2lBertModel",
-    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
-    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
-    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
-    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
-    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
-}
-
-
-def export_model(model, tokenizer, folder: Path) -> None:
-    """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
-    model.config.auto_map = dict(AUTO_MAP)
-    save_model(model, tokenizer, folder)
+from d2l_bert.tokenization.wordpiece import pieces
+from d2l_bert.training import folders
+from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, read_card, read_json
+from d2l_bert.training.card_rules import read_metadata
+from d2l_bert.training.config import PublishConfig
+from d2l_bert.training.folder_rules import CODE, check_folder
 
 
-def save_model(model, tokenizer, folder: Path) -> None:
-    """Write weights, configuration and, unless it is None, the tokenizer of any model, for everybody to read."""
-    model.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)  # safetensors lets only the owner read it
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
+# All that is ever sent; whatever else lies in the folder stays there.
+PUBLISHED = (
+    "config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    *CODE,
+    CARD_FILE,
+    CURVES_FILE,
+    RUN_FILE,
+    METRICS_FILE,
+    "LICENSE*",
+    # what makes a sentence-transformers model of it
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
 
 
-@contextlib.contextmanager
-def new_folder(folder: Path):
+def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
-    A folder to write into, which takes the name `folder` when the block is done; if the block fails it goes again.
-
-    Raises:
-        ValueError: `folder` holds something already, or cannot be made.
-    """
-    folder = folder.absolute()
-    check_name(folder)
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise ValueError(f"{folder}: there is something already; name a new or empty folder")
-    try:
-        beside = next(parent for parent in folder.parents if parent.exists())
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=beside))
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
-    try:
-        with os_errors():
-            yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            partial.rename(folder)  # an empty folder of this name makes way
-        except OSError as error:
-            raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
-    except OSError as error:
-        reason = error.strerror or error.args[0][0][-1]  # shutil's own has a list of them
-        raise ValueError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def os_errors():
-    """Raise what goes wrong with a disk as `OSError`; the libraries written in Rust have exceptions of their own."""
-    try:
-        yield
-    except Exception as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError) or not number:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-
-
-def check_name(folder: Path) -> None:
-    """Refuse a name that no JSON and no card could hold, before there is anything to lose."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk itself."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write `content` so that a reader finds the old file or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
-
-
-def render_card(
-    folder: Path, model, record: dict, metrics: dict, predictions: list[tuple[str, list[tuple[str, float]]]]
-) -> ModelCard:
-    """
-    The model card of a run, every figure from its own files.
+    Send a model folder to the Hub.
 
     Args:
-        folder: the run's folder; its name is the model's.
-        record: what run_config.json holds.
-        metrics: what metrics.json holds.
-        predictions: texts with one mask, and for each its likeliest tokens with their probabilities.
+        folder: what `pretrain` left, or any folder with a d2l-bert model and its tokenizer; a card is made where there
+            is none.
+        repo_id: `owner/name`, or `name` under the account that the token belongs to.
+
+    Returns:
+        What to tell: the page's address and how to load the model; on a dry run, what would be sent.
+
+    Raises:
+        ValueError: the folder is not fit to be published (nothing was sent then), or the Hub cannot be reached or does
+            not allow it (the same call completes what was begun).
     """
-    run, data = record["run"], record["data"]
-    corpus, start = data["corpus_name"], run["init_from"]
-    starts_on_hub = start is not None and not Path(start).exists()
-    task = pair_task(metrics)
-    card_data = ModelCardData(
-        language=run["language"],
-        license=run["license"],
-        library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=["d2l-bert", "bert", "fill-mask", *([task.name.replace(" ", "-")] if task else [])],
-        datasets=data["hub_datasets"] or None,
-        model_name=folder.name,
-        base_model=start if starts_on_hub else None,
-        eval_results=_eval_results(metrics, corpus),
-        widget=[
-            {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
-            for text, best in predictions
-        ],
-    )
-    return ModelCard.from_template(
-        card_data,
-        template_path=str(Path(model_cards.__file__).parent / "TEMPLATE.md"),
-        name=folder.name,
-        model_id=folder.name,
-        parameters=model.num_parameters(),
-        config=model.config,
-        corpus=corpus,
-        start=start if starts_on_hub or start is None else Path(start).resolve().name,
-        run=run,
-        decay_ratio=DECAY_RATIO,
-        versions=record["versions"],
-        data=data,
-        metrics=metrics,
-        task=task,
-        unit=unit(task),
-        examples=[
-            {"text": text, "shown": ", ".join(f"{token} ({score:.2f})" for token, score in best)}
-            for text, best in predictions
-        ],
-    )
+    check_repo_id(repo_id)
+    check_folder(folder, config.changed_code, config.license)
+    files, tag = outgoing(folder, config)
+    if config.dry_run:
+        return listing(folder, addressed(files, repo_id, tag or config.revision))
+    return send(files, tag, folder, repo_id, config)
 
 
-def _eval_results(metrics, corpus):
-    figures = [
-        ("fill-mask", "Masked language modeling", "loss", "MLM loss", metrics["eval_mlm_loss"]),
-        ("fill-mask", "Masked language modeling", "perplexity", "MLM perplexity", metrics["eval_perplexity"]),
-        ("fill-mask", "Masked language modeling", "accuracy", "MLM accuracy", metrics["eval_mlm_accuracy"]),
-    ]
-    if task := pair_task(metrics):
-        for figure in ("loss", "accuracy"):
-            value = metrics[f"eval_{task.key}_{figure}"]
-            figures.append(("text-classification", task.name.capitalize(), figure, f"{task.short} {figure}", value))
-    return [
-        EvalResult(
-            task_type=task_type,
-            task_name=task_name,
-            dataset_type=corpus,
-            dataset_name=f"{corpus}, held-out documents",
-            metric_type=metric_type,
-            metric_name=metric_name,
-            metric_value=round(value, 4),
+def check_repo_id(repo_id: str) -> None:
+    """Refuse what is no name on the Hub."""
+    try:
+        validate_repo_id(repo_id)
+    except ValueError as error:
+        raise ValueError(f"{repo_id!r} cannot be a repository: {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+
+
+def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | bytes], str | None]:
+    """
+    What is sent, by its name there, and the tag that it gets: a name for its content, the same for the same content.
+    A pull request has none.
+
+    The configuration says which class of the code serves which head, the tokenizer has the vocab.txt that Transformers
+    5 does not write, and the record has no paths.
+
+    Raises:
+        ValueError: a file that would tell where it lay on this machine.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
+    settings = {**read_json(folder / "config.json"), "auto_map": folders.AUTO_MAP}
+    record = read_json(folder / RUN_FILE)
+    files["config.json"] = _json(settings)
+    if "vocab.txt" not in files:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
+    if record:
+        files[RUN_FILE] = _json(without_paths(record))
+    files[CARD_FILE] = read_card(folder, config.license)[0].encode()
+    check_private(folder, files, record)
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {hashlib.sha256(read(files[name])).hexdigest()}\n".encode())
+    tag = None if config.create_pr else f"model-{digest.hexdigest()[:12]}"
+    return dict(sorted(files.items())), tag
+
+
+def published_files(folder: Path) -> list[Path]:
+    """The files of a folder that are ever sent, in order."""
+    return sorted({path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()})
+
+
+def read(content: Path | bytes) -> bytes:
+    """The bytes of what is sent."""
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _json(content):
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def without_paths(record: dict) -> dict:
+    """run_config.json as it is published: base names for paths, with the fingerprints of what was read there."""
+    record = copy.deepcopy(record)
+    paths = record.pop("local_paths", {})
+
+    def without(value):
+        if isinstance(value, dict):
+            return {name: without(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [without(part) for part in value]
+        if isinstance(value, str) and value in paths:
+            return paths[value]["name"]
+        if isinstance(value, str) and re.match(r"~?[/\\]\S|[A-Za-z]:[\\/]", value):
+            return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+        return value
+
+    fingerprints = {path["name"]: path["fingerprint"] for path in paths.values() if path["fingerprint"]}
+    return {**without(record), **({"fingerprints": fingerprints} if fingerprints else {})}
+
+
+def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) -> None:
+    """Refuse text that names a folder of this machine."""
+    here = {folder.resolve().parent, folder.absolute().parent, Path.cwd(), Path.home()}
+    here |= {Path(path).absolute() for path in record.get("local_paths", {})}
+    known = [str(path) for path in sorted(here, reverse=True) if len(path.parts) > 1]  # the longest first
+    for name, content in files.items():
+        if name in ("tokenizer.json", "vocab.txt") or not name.endswith((".json", ".md", ".py", ".txt")):
+            continue  # a vocabulary has whatever words its text has
+        text = read(content).decode(errors="replace")
+        if found := next((path for path in known if re.search(rf"{re.escape(path)}(?![\w-])", text)), None):
+            raise ValueError(f"{folder / name}: names a folder of this machine ({found}); take it out before it goes")
+
+
+def addressed(files: dict[str, Path | bytes], repo_id: str, revision: str | None) -> dict[str, Path | bytes]:
+    """
+    What is sent, with a card whose examples load this model from the Hub; those that run code pin a revision.
+
+    Args:
+        revision: to pin; None for none.
+    """
+    card = files[CARD_FILE].decode()
+    index = read_metadata(card).get("model-index")
+    heading = re.search("^# (.*)$", card, re.MULTILINE)
+    name = index[0]["name"] if index else heading[1] if heading else ""  # what the examples call the model
+    quoted = re.escape(str(htmlsafe_json_dumps(name)).strip('"'))
+    card = re.sub(rf'(from_pretrained\(|model=)"(?:[\w.-]+/)?{quoted}"', rf'\1"{repo_id}"', card)
+    card = re.sub(rf"(d2l-bert convert )(?:[\w.-]+/)?{re.escape(shlex.quote(name))} ", rf"\1{repo_id} ", card)
+    there = rf'(from_pretrained\("{re.escape(repo_id)}", )(?:revision="[^"]*", )?trust_remote_code=True'
+    pinned = f'revision="{revision}", ' if revision else ""
+    card = re.sub(there, rf"\1{pinned}trust_remote_code=True", card)
+    return {**files, CARD_FILE: card.encode()}
+
+
+def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
+    """What would be sent, with sizes, and what would not."""
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in files.items()
+    }
+    lines = [f"  {size:>13,} bytes  {name}" for name, size in sizes.items()]
+    lines.append(f"  {sum(sizes.values()):>13,} bytes in {len(sizes)} files would be sent; nothing was")
+    tops = {name.partition("/")[0] for name in files}
+    if stays := sorted(path.name for path in folder.iterdir() if path.name not in tops):
+        lines.append(f"stays here: {', '.join(stays)}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sending it
+
+
+def send(files: dict[str, Path | bytes], tag: str | None, folder: Path, repo_id: str, config: PublishConfig) -> str:
+    """
+    Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again.
+
+    Args:
+        files: as `outgoing` gives them, of `folder`.
+        tag: of the commit; None for none.
+
+    Returns:
+        The page's address and how to load the model.
+
+    Raises:
+        ValueError: the Hub cannot be reached, or does not allow it.
+    """
+    api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
+    with hub_errors(repo_id):
+        account = api.whoami()["name"]
+        repo_id = repo_id if "/" in repo_id else f"{account}/{repo_id}"
+        check_datasets(api, folder, config.license)
+        api.create_repo(repo_id, private=not config.public, exist_ok=True)
+        is_private = api.model_info(repo_id).private
+        if is_private and config.public:
+            api.update_repo_settings(repo_id, private=False)
+        if config.revision and not config.create_pr:
+            api.create_branch(repo_id, branch=config.revision, exist_ok=True)
+        commit = api.create_commit(
+            repo_id,
+            [
+                CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+                for name, content in addressed(files, repo_id, tag or config.revision).items()
+            ],
+            commit_message=config.commit_message or f"Model and card, by d2l-bert {version('d2l-bert')}",
+            revision=config.revision,
+            create_pr=config.create_pr,
         )
-        for task_type, task_name, metric_type, metric_name, value in figures
-    ]
+        if tag:
+            api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
+        if config.collection:
+            add_to_collection(api, repo_id, config)
+    if config.create_pr:
+        return f"proposed to {repo_id}: {commit.pr_url}"
+    visible = "private" if is_private and not config.public else "public"
+    return loading_lines(f"{api.endpoint}/{repo_id}", repo_id, tag or config.revision, visible, folder)
+
+
+def loading_lines(page: str, repo_id: str, revision: str | None, visible: str, folder: Path) -> str:
+    """Where the model is, and the three lines that load it."""
+    head = read_json(folder / "config.json")["architectures"][0].removeprefix("D2lBert")
+    auto_class = {"ForPreTraining": "AutoModelForMaskedLM"}.get(head, f"Auto{head.replace('For', 'ModelFor')}")
+    pinned = f', revision="{revision}"' if revision else ""
+    return f"""\
+published: {page} ({visible}{f", revision {revision}" if revision else ""})
+  from transformers import {auto_class}, AutoTokenizer
+  model = {auto_class}.from_pretrained("{repo_id}"{pinned}, trust_remote_code=True)
+  tokenizer = AutoTokenizer.from_pretrained("{repo_id}"{pinned}, trust_remote_code=True)"""
+
+
+def check_datasets(api: HfApi, folder: Path, license: str | None) -> None:
+    """Refuse a card with datasets that the Hub does not know; those that the run has loaded from there it knew."""
+    _, metadata = read_card(folder, license)
+    named = metadata.get("datasets") or []
+    loaded = read_json(folder / RUN_FILE).get("data", {}).get("hub_datasets", [])
+    for name in [named] if isinstance(named, str) else named:
+        try:
+            if name not in loaded:
+                api.dataset_info(name)
+        except RepositoryNotFoundError:
+            raise ValueError(
+                f"{folder / CARD_FILE}: datasets names {name}, which the Hub does not know; give its id there, or "
+                f"take it out"
+            ) from None
+
+
+def add_to_collection(api: HfApi, repo_id: str, config: PublishConfig) -> None:
+    """Put the model into a collection, which is made if there is none of this title."""
+    slug = config.collection
+    if "/" not in slug:
+        owner = repo_id.partition("/")[0]
+        slug = api.create_collection(slug, namespace=owner, private=not config.public, exists_ok=True).slug
+    api.add_collection_item(slug, repo_id, "model", exists_ok=True)
+
+
+@contextlib.contextmanager
+def hub_errors(repo_id: str) -> Iterator[None]:
+    """Say in one line what the Hub, or the way to it, has against publishing."""
+    log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+    try:
+        yield
+    except LocalTokenNotFoundError:
+        raise ValueError(f"{repo_id}: no token for the Hub here; {log_in}") from None
+    except OfflineModeIsEnabled:
+        raise ValueError(f"{repo_id}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to publish") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        said = " ".join((error.server_message or str(error)).split())
+        if status == 401 and not isinstance(error, (RepositoryNotFoundError, GatedRepoError)):
+            raise ValueError(f"{repo_id}: the Hub does not accept the token ({said}); {log_in}") from None
+        if status == 403:
+            raise ValueError(
+                f"{repo_id}: the token may not write there ({said}); give a repository of your own, or {log_in}"
+            ) from None
+        if status is not None and status >= 500:
+            raise ValueError(_unfinished(repo_id, f"the Hub failed ({status}: {said})")) from None
+        raise ValueError(f"{repo_id}: the Hub refuses ({status}: {said})") from None
+    except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Error while uploading" not in str(error):  # version 1 says this
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(_unfinished(repo_id, f"{constants.ENDPOINT} cannot be reached ({reason})")) from None
+
+
+def _unfinished(repo_id, what):
+    return f"{repo_id}: {what}; what has arrived is kept: the same command again completes it"

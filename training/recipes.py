@@ -1,8 +1,6 @@
 """Named runs: each a function that returns an architecture and a run, to be changed in a few fields."""
 
 import dataclasses
-import os
-import re
 import shlex
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -136,7 +134,7 @@ def command_line(record: dict) -> str:
     for field in dataclasses.fields(run):
         name, is_told = field.name, field.name in PLACES or not field.metadata["how"]
         if is_told and name not in {"recipe", *settled} and getattr(run, name) != getattr(plain, name):
-            words += _flag(name, _portable(run, name))
+            words += _flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
     if run.init_from is not None:
         told = FREE_FIELDS
     else:
@@ -200,25 +198,11 @@ def _from_the_literature(name, steps, batch, rate):
     )
 
 
-def _portable(run, name):
-    """The value of an option; of files and folders only the last name, which tells nothing of the machine."""
-    value = getattr(run, name)
-    if name == "corpus":
-        return [_last_name(path) for path in value]
-    if name == "dataset":
-        named = [place for place, _ in run.named_datasets()]
-        return [_id_or_last_name(place) + entry[len(place) :] for place, entry in zip(named, value, strict=True)]
-    return _id_or_last_name(value) if name in ("tokenizer", "init_from") else value
-
-
-def _id_or_last_name(place):
-    may_be_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", place) and not os.path.exists(place)
-    return place if may_be_id else _last_name(place)
-
-
-def _last_name(path):
-    """As text, whatever bytes it has."""
-    return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
+def _portable(value, local_paths):
+    """The value of an option, with the last names of paths, which tell nothing of the machine."""
+    if isinstance(value, list):
+        return [_portable(each, local_paths) for each in value]
+    return local_paths[value]["name"] if value in local_paths else value
 
 
 def _flag(name, value):

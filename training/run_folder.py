@@ -11,17 +11,16 @@ from filelock import FileLock, Timeout
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
-from d2l_bert.training import checkpoint, evaluate, publish
+from d2l_bert.training import arrow, checkpoint, evaluate, folders
+from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.corpus import PYTHON_DOCS, content_hash
 from d2l_bert.training.energy import describe_machine
 from d2l_bert.training.prepare import is_prepared
 from d2l_bert.training.tracking import TrainingLog, plot_curves
 
 
-RUN_FILE = "run_config.json"
-METRICS_FILE = "metrics.json"
 LOG_FILE = "training_log.jsonl"
-CURVES_FILE = "training_curves.png"
 LOCK_FILE = ".lock"
 FINISH_FOLDER = ".model.part"
 
@@ -37,7 +36,7 @@ def output_folder(run: PretrainConfig):
             resumed or replaced.
     """
     folder = Path(run.output_dir or default_output_dir(run))
-    publish.check_name(folder)
+    folders.check_name(folder)
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +104,12 @@ def default_output_dir(run: PretrainConfig) -> str:
 def make_record(run: PretrainConfig, max_steps: int, architecture, text, accelerator) -> dict:
     """Everything that run_config.json says: resolved options, library versions, the corpus, the machine."""
     resolved = dataclasses.replace(
-        run, corpus=run.text_paths(), max_steps=max_steps, num_train_epochs=None, max_minutes=None
+        run,
+        corpus=run.text_paths(),
+        max_steps=max_steps,
+        num_train_epochs=None,
+        max_minutes=None,
+        license=run.known_license(),
     )
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
     return {
@@ -113,12 +117,27 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
         "architecture": architecture_numbers(architecture),
         "corpus_is_prepared": is_prepared(run),
         "data": text.counts(),
+        "local_paths": local_paths(resolved, text),
         "machine": describe_machine(accelerator),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in libraries},
         },
     }
+
+
+def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
+    """The options that are paths here, no names on the Hub: the last name of each, and a fingerprint of what was read
+    there; None for what was written."""
+    names = [*run.text_paths(), *(name for name, _ in run.named_datasets())]
+    given = zip(names, [*run.text_paths(), *run.dataset], text.source_fingerprints, strict=True)
+    paths = {path: found for name, path, found in given if name not in (PYTHON_DOCS, *text.hub_datasets)}
+    for path in filter(None, (run.tokenizer, run.init_from)):
+        if Path(path).exists():
+            files = sorted(file for file in Path(path).iterdir() if file.suffix in (".json", ".txt", ".safetensors"))
+            paths[path] = arrow.fingerprint([(file.name, content_hash(file)) for file in files])
+    paths = {**dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint))), **paths}
+    return {path: {"name": folders.base_name(path), "fingerprint": found} for path, found in paths.items()}
 
 
 def architecture_numbers(architecture: D2lBertConfig) -> dict:
@@ -132,9 +151,9 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         if checkpoint.step_of(old) > start or old.name.startswith("."):
             checkpoint.drop(old)
     if start == 0:
-        for name in (METRICS_FILE, CURVES_FILE, "README.md", "model.safetensors"):
+        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, "model.safetensors"):
             (folder / name).unlink(missing_ok=True)
-    publish.write_json(folder / RUN_FILE, record)  # first of all: without it the folder is no run's
+    folders.write_json(folder / RUN_FILE, record)  # first of all: without it the folder is no run's
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
     return log
@@ -152,18 +171,19 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        with publish.os_errors():
-            publish.export_model(model, text.tokenizer, partial)
-        publish.write_json(partial / METRICS_FILE, metrics)
+        with folders.os_errors():
+            folders.export_model(model, text.tokenizer, partial)
         plot_curves(log.rows(), partial / CURVES_FILE)
         # As a reader will load it.
         published = type(model).from_pretrained(partial)
         sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
         filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
         predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
-        publish.render_card(folder, published, record, metrics, predictions).save(partial / "README.md")
+        folders.write_json(partial / RUN_FILE, record)
+        folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": as_widget(predictions)})
+        (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
         for path in partial.iterdir():
-            publish.sync(path)
+            folders.sync(path)
         for path in partial.iterdir():
             path.replace(folder / path.name)
     except OSError as error:
@@ -174,3 +194,11 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return evaluate.report(folder, published, text.tokenizer, metrics, held_out, predictions)
+
+
+def as_widget(predictions: list[tuple[str, list[tuple[str, float]]]]) -> list[dict]:
+    """Texts with one mask and their likeliest tokens, as the Hub's widget shows examples."""
+    return [
+        {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
+        for text, best in predictions
+    ]

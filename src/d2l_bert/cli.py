@@ -25,6 +25,7 @@ Raw text in, a BERT out.
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert convert google-bert/bert-base-uncased out --from bert
+  d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
 
 Each command explains itself: d2l-bert pretrain --help
 """
@@ -47,6 +48,13 @@ CONVERT = """
   --to d2l     ours as pretrained.params and vocab.json for the book's BERTModel
 
 DST is a new folder. Weights stay the same numbers, and what the other model cannot express is refused."""
+
+
+PUBLISH = """
+
+The folder is checked first: code, weights, tokenizer and card must be there and agree. Then everything goes in one
+commit, which is tagged by its content; checkpoints and logs stay here, and no path of this machine is sent. The token
+is that of `hf auth login`, or HF_TOKEN. What was cut off is completed by the same command."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,8 +132,8 @@ def resolve_pretrain(arguments) -> tuple:
 def prepare_command(arguments) -> None:
     """Train a tokenizer and tokenize a text, once for many runs."""
     from d2l_bert.training.config import TextConfig
+    from d2l_bert.training.folders import new_folder
     from d2l_bert.training.prepare import write_prepared
-    from d2l_bert.training.publish import new_folder
 
     given = vars(arguments)
     _refuse_what_a_tokenizer_settles(given)
@@ -196,7 +204,7 @@ def convert_command(arguments) -> None:
     """Turn a checkpoint of the book's or of stock BERT's into ours, or ours into one of theirs."""
     from transformers.utils import logging
 
-    from d2l_bert.training import publish
+    from d2l_bert.training import folders
 
     logging.disable_progress_bar()
     from_d2l = arguments.source_kind == "d2l"
@@ -205,7 +213,7 @@ def convert_command(arguments) -> None:
     if from_d2l and not arguments.num_attention_heads:
         raise ValueError("a d2l state dict does not tell its heads: give --num_attention_heads")
     source, target = arguments.source, Path(arguments.target)
-    with publish.new_folder(target) as folder:
+    with folders.new_folder(target) as folder:
         if from_d2l:
             made, tokenizer = _convert_from_d2l(source, arguments.num_attention_heads, arguments.vocab, folder)
         elif arguments.source_kind == "bert":
@@ -220,7 +228,7 @@ def convert_command(arguments) -> None:
 
 def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     from d2l_bert.modeling import conversion
-    from d2l_bert.training import publish
+    from d2l_bert.training import folders
 
     beside = Path(source) / "vocab.json"
     vocabulary = vocabulary or (beside if beside.exists() else None)
@@ -228,18 +236,18 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     with conversion.reading(source):
         model = conversion.from_d2l(conversion.read_d2l(source), num_attention_heads, tokens)
     tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
-    publish.export_model(model, tokenizer, folder)
+    folders.export_model(model, tokenizer, folder)
     return _what(model), tokenizer
 
 
 def _convert_from_bert(source, folder):
     from d2l_bert.modeling import conversion
-    from d2l_bert.training import publish
+    from d2l_bert.training import folders
 
     with conversion.reading(source):
         bert, unplaced = conversion.read_bert(source)
         model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
-        publish.export_model(model, tokenizer, folder)
+        folders.export_model(model, tokenizer, folder)
         conversion.copy_sentence_transformer(source, folder)
     if unplaced:
         print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
@@ -248,7 +256,7 @@ def _convert_from_bert(source, folder):
 
 def _convert_ours(source, target_kind, folder):
     from d2l_bert.modeling import conversion
-    from d2l_bert.training import publish
+    from d2l_bert.training import folders
 
     with conversion.reading(source):
         model = conversion.read_ours(source)
@@ -257,10 +265,23 @@ def _convert_ours(source, target_kind, folder):
         conversion.write_d2l(model, tokenizer, folder)
         return _what(model, "d2l BERTModel"), tokenizer
     model = conversion.to_bert(model)
-    publish.save_model(model, tokenizer, folder)
+    folders.save_model(model, tokenizer, folder)
     with conversion.reading(source):
         conversion.copy_sentence_transformer(source, folder)
     return _what(model), tokenizer
+
+
+def publish_command(arguments) -> None:
+    """Check a model folder and send it to the Hub."""
+    from transformers.utils import logging
+
+    from d2l_bert.training.config import PublishConfig
+    from d2l_bert.training.publish import publish
+
+    logging.disable_progress_bar()
+    given = vars(arguments)
+    config = PublishConfig(**{f.name: given[f.name] for f in dataclasses.fields(PublishConfig) if f.name in given})
+    print(publish(Path(arguments.folder), arguments.repo_id, config))
 
 
 def _what(model, name=None):
@@ -335,7 +356,7 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
         added.set_defaults(command=function, name=name, parser=added)
         return added
 
-    from d2l_bert.training.config import TextConfig
+    from d2l_bert.training.config import PublishConfig, TextConfig
 
     prepare = command(
         "prepare", prepare_command, "tokenize a text once for many runs", "--output_dir DIR [OPTIONS]", PREPARE
@@ -362,6 +383,10 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     kind.add_argument("--to", dest="target_kind", choices=("d2l", "bert"), help="what DST shall be; SRC is ours")
     convert.add_argument("--num_attention_heads", type=_whole_number, metavar="N", help="heads of the d2l model")
     convert.add_argument("--vocab", metavar="FILE", help="its Vocab: idx_to_token as JSON, or a token a line")
+    publish = command("publish", publish_command, "send a model folder to the Hub", "DIR REPO_ID [OPTIONS]", PUBLISH)
+    publish.add_argument("folder", metavar="DIR", help="what pretrain left, or a folder of save_pretrained")
+    publish.add_argument("repo_id", metavar="REPO_ID", help="owner/name, or a name under your own account")
+    _add_options(publish, PublishConfig())
     return parser
 
 

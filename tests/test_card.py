@@ -1,0 +1,222 @@
+"""The model card: what it says is what the run's files say, and nothing else."""
+
+import json
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.training.card import card_of, count_parameters, read_json, render_card
+from d2l_bert.training.card_rules import check_metadata, read_metadata
+
+
+@pytest.fixture
+def facts(trained):
+    """Configuration, record and metrics of a run, to be changed."""
+    return [read_json(trained / name) for name in ("config.json", "run_config.json", "metrics.json")]
+
+
+def card(facts, name="model"):
+    config, record, metrics = facts
+    return ModelCard(card_of(name, config, 19133, record, metrics, True))
+
+
+def rows(text):
+    """The rows of all tables of two columns."""
+    return dict(re.findall(r"^\| ((?:[^|\\]|\\.)+) \| (.+) \|$", text, re.MULTILINE))
+
+
+def test_every_figure_is_that_of_the_runs_files(trained, facts):
+    config, record, metrics = facts
+    found = ModelCard.load(trained / "README.md")
+    shown = rows(found.text)
+    for name, key in (("MLM", "mlm"), ("NSP", "nsp")):
+        assert shown[f"{name} loss"] == f"{metrics[f'eval_{key}_loss']:.3f} nats"
+        assert shown[f"{name} accuracy"] == f"{100 * metrics[f'eval_{key}_accuracy']:.1f} %"
+    assert shown["MLM perplexity"] == f"{metrics['eval_perplexity']:.1f}"
+    assert f"On {metrics['eval_pairs']:,} pairs" in found.text
+    assert f"{metrics['eval_masked_tokens']:,} masked tokens" in found.text
+    assert shown["time"] == f"{metrics['train_seconds']:,.0f} s"
+    speeds = (metrics["train_pairs_per_second"], metrics["train_tokens_per_second"])
+    assert shown["speed"] == "{:,.0f} pairs/s, {:,.0f} tokens/s".format(*speeds)
+    assert shown["share of the peak (MFU)"].startswith(f"{100 * metrics['train_mfu']:.1f} %")
+    assert shown["padding"].startswith(f"{100 * metrics['train_padding_share']:.1f} %")
+    assert shown["waiting for data"].startswith(f"{100 * metrics['train_data_wait_share']:.1f} %")
+    assert shown["memory"] == f"{metrics['train_memory_mb']:,.0f} MB"
+    watts = re.search(r"about ([\d.,]+) Wh: power x time, ([\d.,]+) W x", shown["energy"])
+    assert float(watts[1]) == pytest.approx(1000 * metrics["train_energy_kwh"], abs=0.005)
+    assert float(watts[2]) == pytest.approx(metrics["train_power_watts"], abs=0.05)
+    assert metrics["train_power_watts"] * metrics["train_seconds"] / 3.6e6 == metrics["train_energy_kwh"]
+    data = record["data"]
+    assert shown["training text"] == f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"
+    assert shown["held out"] == f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"
+    assert shown["corpus"] == f"{data['corpus_name']}, fingerprint `{data['corpus_fingerprint']}`"
+    assert f"{data['tokenizer']['pieces_per_word']:.2f} pieces a word" in shown["tokenizer"]
+    assert shown["its longest pieces"].split() == [f"`{piece}`" for piece in data["tokenizer"]["longest_pieces"]]
+    model = D2lBertForPreTraining.from_pretrained(trained)
+    assert f"A BERT of {model.num_parameters():,} parameters" in found.text
+    assert shown["vocabulary"] == f"{config['vocab_size']:,} WordPiece tokens"
+    assert shown["seed"] == "42" and shown["steps"] == "40 of 8 pairs" and shown["precision"] == "no"
+    assert "{{" not in found.text and "{%" not in found.text and "None" not in found.text
+
+
+def test_its_metadata_says_them_too_and_passes_the_hubs_rules(trained, facts):
+    _, _, metrics = facts
+    found = ModelCard.load(trained / "README.md")
+    check_metadata(read_metadata((trained / "README.md").read_text()), mask_token="[MASK]")
+    assert found.data.library_name == "transformers" and found.data.pipeline_tag == "fill-mask"
+    assert found.data.license == "apache-2.0" and found.data.language == "en" and found.data.datasets is None
+    assert found.data.widget == metrics["predictions"] and len(found.data.widget) == 5
+    figures = {result.metric_name: result.metric_value for result in found.data.eval_results}
+    keys = ("mlm_loss", "perplexity", "mlm_accuracy", "nsp_loss", "nsp_accuracy")
+    names = ("MLM loss", "MLM perplexity", "MLM accuracy", "NSP loss", "NSP accuracy")
+    assert figures == {name: round(metrics[f"eval_{key}"], 4) for name, key in zip(names, keys, strict=True)}
+
+
+def test_the_hubs_own_check_takes_it(hub, trained, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    ModelCard.load(trained / "README.md").validate()
+    assert [(request.path, request.status) for request in hub.requests] == [("/api/validate-yaml", 200)]
+
+
+ROWS = {
+    "eval_mlm_loss": ["MLM loss"],
+    "eval_perplexity": ["MLM perplexity"],
+    "eval_mlm_accuracy": ["MLM accuracy"],
+    "eval_nsp_accuracy": ["NSP accuracy"],
+    "train_seconds": ["time", "energy"],
+    "train_tokens_per_second": [],
+    "train_mfu": ["share of the peak (MFU)"],
+    "train_padding_share": ["padding"],
+    "train_data_wait_share": ["waiting for data"],
+    "train_memory_mb": ["memory"],
+    "train_energy_kwh": ["energy"],
+    "predictions": [],
+}
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_what_no_file_says_leaves_its_row_out(facts, key):
+    whole = card(facts)
+    del facts[2][key]
+    left = card(facts)
+    assert rows(whole.text).keys() - rows(left.text).keys() >= set(ROWS[key])
+    assert "None" not in left.text and "nan" not in left.text.lower().split()
+    names = {result.metric_name for result in left.data.eval_results}
+    assert set(ROWS[key]).isdisjoint(names) and len(names) == 5 - (key.startswith("eval_"))
+    if key == "predictions":
+        assert "widget" not in left.data.to_dict() and "What it makes of some masks" not in left.text
+
+
+def test_without_a_record_it_tells_of_the_configuration_alone(facts):
+    found = card([facts[0], {}, {}])
+    told = rows(found.text)
+    assert told.keys() == {
+        *("class", "layers, hidden size, heads", "feed-forward size", "vocabulary", "positions", "switches")
+    }
+    assert found.data.eval_results is None and found.data.license is None and "Reproduce" not in found.text
+
+
+def test_a_blimp_figure_is_shown_where_it_was_measured(facts):
+    assert "BLiMP" not in card(facts).content
+    facts[2]["eval_blimp_accuracy"] = 0.6543
+    found = card(facts)
+    assert rows(found.text)["BLiMP accuracy"] == "65.4 %"
+    (blimp,) = [result for result in found.data.eval_results if result.metric_name == "BLiMP accuracy"]
+    assert (blimp.metric_value, blimp.dataset_type) == (0.6543, "nyu-mll/blimp")
+
+
+def test_a_perplexity_without_end_is_no_metric_of_the_hubs(facts):
+    facts[2]["eval_perplexity"] = float("inf")
+    found = card(facts)
+    assert rows(found.text)["MLM perplexity"] == "inf"
+    assert "MLM perplexity" not in {result.metric_name for result in found.data.eval_results}
+    check_metadata(read_metadata(found.content))
+
+
+def test_a_model_from_the_hub_is_its_base_and_one_from_a_folder_is_not(facts):
+    facts[1]["run"]["init_from"] = "somebody/some-bert"
+    found = card(facts)
+    assert found.data.base_model == "somebody/some-bert"
+    assert rows(found.text)["start"] == "the weights, architecture and vocabulary of somebody/some-bert"
+    for places in ("local_paths", "fingerprints"):  # of a run's folder, and of a published one
+        facts[1]["local_paths"], facts[1]["fingerprints"] = {}, {}
+        facts[1][places] = {"somebody/some-bert": {"name": "somebody/some-bert", "fingerprint": "0"}}
+        found = card(facts)
+        assert found.data.base_model is None and "pretrained further" in found.text
+
+
+@pytest.mark.parametrize(
+    ("hub_datasets", "name", "kind"),
+    [
+        ([], "my books, Wörter", "my-books-W-rter"),
+        (["Salesforce/wikitext"], "Salesforce/wikitext", "Salesforce/wikitext"),
+        (["some/set"], "books, some/set", "books-some-set"),
+    ],
+)
+def test_data_sets_are_named_so_that_the_hub_takes_them(facts, hub_datasets, name, kind):
+    facts[1]["data"] |= {"hub_datasets": hub_datasets, "corpus_name": name}
+    found = card(facts)
+    assert {(result.dataset_type, result.dataset_name) for result in found.data.eval_results} == {
+        (kind, f"{name}, held-out documents")
+    }
+    assert found.data.datasets == (hub_datasets or None)
+    check_metadata(read_metadata(found.content))
+
+
+def test_a_language_with_a_region_is_said_as_the_hub_wants_it(facts):
+    facts[1]["run"]["language"] = "pt-br"
+    found = card(facts)
+    assert found.data.language == "pt" and found.data.to_dict()["language_bcp47"] == ["pt-br"]
+    check_metadata(read_metadata(found.content))
+
+
+def test_names_and_words_with_signs_of_markdown_and_quotes_do_no_harm(facts):
+    facts[2]["predictions"][0] = {"text": 'a | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
+    found = card(facts, name='d\'accord "x"')
+    assert rows(found.text)[r'a \| b "[MASK]"'] == r"\| (0.50)"
+    check_metadata(read_metadata(found.content))
+    for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
+        compile(block, "the card", "exec")
+
+
+def test_the_card_says_the_share_of_the_peak_and_how_many_steps_were_left_out(facts):
+    metrics = facts[2]
+    assert 0 < metrics["train_mfu"] < 1 and metrics["train_memory_mb"] > 10 and metrics["train_skipped_steps"] == 0
+    metrics["train_mfu"] = 0.4567
+    text = card(facts).text
+    assert "45.7 % of the measured peak" in text and "left out" not in text
+    metrics["train_skipped_steps"] = 3
+    assert "; 3 of them left out" in card(facts).text
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({}, "| AdamW, peak rate 0.003, betas 0.9 and 0.98, weight decay 0.01; 5 % warm-up, then a straight line |"),
+        ({"lr_scheduler_type": "cosine"}, "5 % warm-up, then half a cosine |"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "flat, then 1 - sqrt in the last 20 % of the steps |"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.125}, "in the last 12.5 % of the steps |"),
+        ({"optim": "muon"}, "| Muon for the matrices of the encoder's blocks, AdamW for all else, peak rate 0.003, "),
+        ({"ema_decay": 0.999}, "a straight line; the weights are a moving average with decay 0.999 |"),
+    ],
+)
+def test_the_card_says_how_the_optimizer_went(facts, options, said):
+    facts[1]["run"].update(options)
+    text = card(facts).text
+    assert said in text
+    assert "40 of 8 pairs |" in text
+
+
+def test_a_published_folder_gives_the_card_again(trained, tmp_path):
+    """All that it needs is in the files that are published."""
+    files = ("config.json", "model.safetensors", "run_config.json", "metrics.json", "training_curves.png")
+    for name in files:
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    assert render_card(tmp_path, "model") == (trained / "README.md").read_text()
+    assert count_parameters(tmp_path) == D2lBertForPreTraining.from_pretrained(trained).num_parameters()
+    (tmp_path / "metrics.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        render_card(tmp_path, "model")

@@ -1,0 +1,558 @@
+"""From a model folder to a Hub and back: what is refused, what is sent, and how readers load it."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from local_hub import TOKEN, environment
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from d2l_bert import D2lBertForMaskedLM, D2lBertForSequenceClassification
+from d2l_bert.cli import main
+from d2l_bert.training.folders import AUTO_MAP
+
+
+SENT = {
+    *("README.md", "config.json", "configuration_d2l_bert.py", "metrics.json", "model.safetensors"),
+    *("modeling_d2l_bert.py", "run_config.json", "tokenizer.json", "tokenizer_config.json", "training_curves.png"),
+    "vocab.txt",
+}
+TEXT = "Anna walked to the [MASK]."
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A copy of a finished run's folder, to be broken."""
+    return Path(shutil.copytree(trained, tmp_path / "model"))
+
+
+def published(hub, repo_id="someone/bert", revision="main"):
+    """The files there, without what the Hub puts into every repository."""
+    files = hub.files(repo_id, revision)
+    return {name: content for name, content in files.items() if name != ".gitattributes"}
+
+
+def run(code, hub, home, token=None, **variables):
+    """Python in a process of its own, with nothing in its cache but what `home` holds."""
+    variables = {**environment(hub, home, token), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# There and back
+
+LOAD = """
+import sys
+if {remote}:
+    sys.modules["d2l_bert"] = None  # importing it now fails
+else:
+    import d2l_bert
+import torch
+from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction, AutoTokenizer, pipeline
+tensors = {{}}
+for revision in {revisions!r}:
+    options = dict(trust_remote_code={remote}, revision=revision)
+    tokenizer = AutoTokenizer.from_pretrained("someone/bert", **options)
+    encoded = tokenizer({text!r}, return_tensors="pt")
+    for auto in (AutoModelForMaskedLM, AutoModelForNextSentencePrediction):
+        model = auto.from_pretrained("someone/bert", **options).eval()
+        assert type(model).__module__.startswith("transformers_modules" if {remote} else "d2l_bert.")
+        with torch.no_grad():
+            tensors[f"{{revision}} {{auto.__name__}}"] = model(**encoded).logits
+    fill = pipeline("fill-mask", model="someone/bert", **options)
+    tensors[f"{{revision}} fill"] = torch.tensor([row["score"] for row in fill({text!r})])
+torch.save(tensors, {result!r})
+"""
+
+
+def logits(name, **options):
+    model = D2lBertForMaskedLM.from_pretrained(name, **options).eval()
+    with torch.no_grad():
+        return model(**AutoTokenizer.from_pretrained(name, **options)(TEXT, return_tensors="pt")).logits
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["with the package", "with its published code alone"])
+def test_readers_get_the_very_logits_fresh_pinned_and_offline(here, trained, tmp_path, remote, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    ((tag, commit),) = here.tags("someone/bert").items()
+    assert commit == here.commits("someone/bert")[0]
+    revisions, result = [None, tag, commit], tmp_path / "tensors.pt"
+    code = LOAD.format(remote=remote, revisions=revisions, text=TEXT, result=str(result))
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        process = run(code, here, tmp_path / "home", TOKEN, **variables)
+        assert process.returncode == 0, process.stderr
+        tensors = torch.load(result, weights_only=True)
+        assert len(tensors) == 9
+        for revision in revisions:
+            assert torch.equal(tensors[f"{revision} AutoModelForMaskedLM"], logits(trained)), revision
+        result.unlink()
+        here.stop()
+
+
+def test_what_it_prints_is_the_page_and_three_lines_that_load_the_model(here, trained, tmp_path, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"published: {here.endpoint}/someone/bert (private, ") and len(lines) == 3
+    process = run("\n".join(map(str.strip, lines)) + "\nprint(type(model).__name__)", here, tmp_path, TOKEN)
+    assert (process.returncode, process.stdout.split()) == (0, ["D2lBertForMaskedLM"]), process.stderr
+
+
+def test_a_snapshot_and_the_hf_command_get_every_byte(here, trained, tmp_path):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    code = f"""
+from huggingface_hub import snapshot_download
+snapshot_download("someone/bert", local_dir={str(tmp_path / "snapshot")!r})
+import sys
+from huggingface_hub.cli.hf import main
+sys.argv = ["hf", "download", "someone/bert", "--local-dir", {str(tmp_path / "hf")!r}]
+main()
+"""
+    run(code, here, tmp_path / "home", TOKEN)
+    for way in ("snapshot", "hf"):
+        for name, content in published(here).items():
+            assert (tmp_path / way / name).read_bytes() == content, (way, name)
+
+
+def test_a_second_model_is_a_second_commit_and_the_first_stays_where_it_was_pinned(here, folder, tmp_path):
+    before = logits(folder)
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("word_embeddings.weight"))
+    save_file({**weights, name: 2 * weights[name]}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["publish", str(folder), "someone/bert", "--commit_message", "Twice as long"]) == 0
+    first, second = here.tags("someone/bert")
+    newest, older, _ = here.commits("someone/bert")
+    assert here.tags("someone/bert") == {first: older, second: newest}
+    assert torch.equal(logits("someone/bert", revision=first, cache_dir=tmp_path / "1"), before)
+    assert torch.equal(logits("someone/bert", cache_dir=tmp_path / "2"), logits(folder))
+    assert not torch.equal(logits(folder), before)
+
+
+def test_the_same_folder_again_is_no_new_commit(here, trained):
+    for _ in range(2):
+        assert main(["publish", str(trained), "bert"]) == 0  # a name alone is under the token's account
+    assert len(here.commits("someone/bert")) == 2 and len(here.tags("someone/bert")) == 1
+
+
+def test_a_private_model_is_found_by_its_owner_alone(here, trained, tmp_path, monkeypatch, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    assert here.is_private("someone/bert")
+    code = """
+from d2l_bert.cli import main
+code = main(["fill-mask", "someone/bert", "A [MASK]."])
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained("someone/bert", trust_remote_code=True)
+except OSError as error:
+    print(code, error)
+"""
+    for token in (None, "hf_made_up_for_another"):
+        process = run(code, here, tmp_path / "home", token)
+        assert process.stdout.startswith("2 ") and "private repository" in process.stdout, process.stderr
+        assert len(process.stderr.splitlines()) == 1 and "log in with `hf auth login`" in process.stderr
+
+
+def test_a_repository_is_private_unless_public_is_said_and_stays_as_it_is(here, trained):
+    publish = ["publish", str(trained), "someone/bert"]
+    for options, is_private in (([], True), (["--public"], False), ([], False)):
+        assert main([*publish, *options]) == 0
+        assert here.is_private("someone/bert") == is_private
+    assert len(here.commits("someone/bert")) == 2
+
+
+def test_a_branch_a_message_a_pull_request_and_a_collection(here, trained, folder, capsys):
+    publish = ["publish", str(trained), "someone/bert"]
+    assert main([*publish, "--revision=trial", "--commit_message=Try it", "--collection=My models"]) == 0
+    assert published(here, revision="trial").keys() == SENT and not published(here)
+    (tag,) = here.tags("someone/bert")
+    assert here.tags("someone/bert")[tag] == here.branches("someone/bert")["trial"]
+    (collection,) = here.collections.values()
+    assert collection["title"] == "My models" and [item["id"] for item in collection["items"]] == ["someone/bert"]
+    assert main([*publish[:2], "someone/other", f"--collection={collection['slug']}"]) == 0
+    assert [item["id"] for item in here.collections[collection["slug"]]["items"]] == ["someone/bert", "someone/other"]
+    capsys.readouterr()
+    assert main([*publish, "--create_pr"]) == 0
+    assert f"{here.endpoint}/someone/bert/discussions/1" in capsys.readouterr().out
+    assert published(here, revision="refs/pr/1").keys() == SENT and not published(here)
+    assert list(here.tags("someone/bert")) == [tag]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+
+
+def test_all_that_is_sent_is_on_the_list_and_listed_by_a_dry_run(here, folder, capsys):
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    (folder / "notes.txt").write_text("mine")
+    assert main(["publish", str(folder), "someone/bert", "--dry_run"]) == 0
+    assert not here.requests
+    *lines, total, stays = capsys.readouterr().out.splitlines()
+    listed = {line.split()[2]: int(line.split()[0].replace(",", "")) for line in lines}
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    assert {name: len(content) for name, content in published(here).items()} == listed and listed.keys() == SENT
+    assert total.split()[0] == f"{sum(listed.values()):,}"
+    kept = {"checkpoint-20", "checkpoint-40", "notes.txt", "pytorch_model.bin", "training_log.jsonl"}
+    assert set(stays.removeprefix("stays here: ").split(", ")) == kept
+
+
+def test_nothing_sent_is_a_pickle_or_names_a_folder_of_this_machine(here, trained, books):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    files = published(here)
+    for name, content in files.items():
+        assert not content.startswith((b"\x80", b"PK")) and not name.endswith((".bin", ".pt", ".pkl")), name
+        for path in (trained.parent, books.parent, Path.home(), Path(__file__).parent, Path(constants.HF_HOME)):
+            assert not re.search(re.escape(str(path)).encode() + rb"(?![\w-])", content), (name, path)
+    here_record, there = json.loads((trained / "run_config.json").read_text()), json.loads(files["run_config.json"])
+    assert here_record["run"]["corpus"] == [str(books)] and there["run"]["corpus"] == ["books"]
+    assert there["run"]["output_dir"] == "model" and "local_paths" not in there
+    assert there["fingerprints"] == {"books": here_record["local_paths"][str(books)]["fingerprint"]}
+    left = {name: part for name, part in there.items() if name not in ("run", "fingerprints")}
+    assert left == {name: here_record[name] for name in left}
+    changed = {name for name, value in there["run"].items() if value != here_record["run"][name]}
+    assert changed == {"corpus", "output_dir"}
+
+
+def test_paths_of_the_start_and_the_tokenizer_go_out_as_names_with_fingerprints(here, trained, books, tmp_path):
+    out = tmp_path / "further"
+    options = ["--max_steps=2", "--mixed_precision=no", "--max_seq_length=48", "--global_batch_size=8"]
+    options += ["--license=mit", "--dataloader_num_workers=0", f"--tokenizer={trained}", f"--init_from={trained}"]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={out}", *options]) == 0
+    assert main(["publish", str(out), "someone/bert"]) == 0
+    record = json.loads(published(here)["run_config.json"])
+    assert record["run"]["init_from"] == record["run"]["tokenizer"] == "model"
+    assert record["fingerprints"].keys() == {"books", "model"}
+    assert all(re.fullmatch("[0-9a-f]{16}", found) for found in record["fingerprints"].values())
+    card = published(here)["README.md"].decode()
+    assert "pretrained further on books" in card and "base_model" not in card and str(tmp_path) not in card
+
+
+def test_the_cards_examples_run_as_they_stand_and_pin_what_runs_code(here, trained, tmp_path):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    card, (tag,) = published(here)["README.md"].decode(), here.tags("someone/bert")
+    assert card.count(f'from_pretrained("someone/bert", revision="{tag}", trust_remote_code=True)') == 2
+    with_package, without, from_stock = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    (convert,) = re.findall(r"^d2l-bert (convert .*)$", card, re.MULTILINE)
+    both = f"""
+import os, shlex, sys
+os.chdir({str(tmp_path)!r})
+{with_package}
+assert len(fill({TEXT!r})) == 5
+from d2l_bert.cli import main
+assert main(shlex.split({convert!r})) == 0
+{from_stock}
+assert type(model).__name__ == "BertForMaskedLM"
+"""
+    others = f"import sys\nsys.modules['d2l_bert'] = None\n{without}\nassert len(tokenizer) == model.config.vocab_size"
+    for code in (both, others):
+        process = run(code, here, tmp_path / "home", TOKEN)
+        assert process.returncode == 0, process.stderr
+    assert '"model"' not in card  # the folder's name
+
+
+def test_an_edited_card_goes_as_it_was_edited(here, folder):
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("## Uses", "## Made with love\n\nBy us.\n\n## Uses"))
+    before = card.read_text()
+    assert main(["publish", str(folder), "someone/bert", "--license=mit"]) == 0
+    sent = published(here)["README.md"].decode()
+    assert "## Made with love\n\nBy us.\n" in sent and card.read_text() == before
+    metadata, meant = ModelCard(sent).data.to_dict(), ModelCard(before).data.to_dict()
+    assert metadata == {**meant, "license": "mit"}
+
+
+def test_a_fine_tuned_model_serves_every_head_and_its_card_invents_nothing(here, trained, tmp_path):
+    tuned = tmp_path / "tuned"
+    D2lBertForSequenceClassification.from_pretrained(trained, num_labels=3).save_pretrained(tuned)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(tuned)
+    assert not (tuned / "vocab.txt").exists() and not (tuned / "README.md").exists()
+    assert main(["publish", str(tuned), "someone/tuned", "--license=mit"]) == 0
+    files = published(here, "someone/tuned")
+    assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP
+    assert files["vocab.txt"] == (trained / "vocab.txt").read_bytes()
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.pipeline_tag == "text-classification" and card.data.license == "mit"
+    assert card.data.eval_results is None and "Evaluation" not in card.text and "MLM loss" not in card.text
+    assert 'AutoModelForSequenceClassification.from_pretrained("someone/tuned", revision="model-' in card.text
+
+
+def test_a_model_from_the_hub_is_the_base_of_what_was_trained_further(here, trained, books, tmp_path, monkeypatch):
+    assert main(["publish", str(trained), "someone/bert", "--public"]) == 0
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "further"
+    options = ["--max_steps=2", "--mixed_precision=no", "--max_seq_length=48", "--global_batch_size=8"]
+    options += ["--license=mit", "--dataloader_num_workers=0", "--init_from=someone/bert"]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={out}", *options]) == 0
+    assert main(["publish", str(out), "someone/further"]) == 0
+    card = ModelCard(published(here, "someone/further")["README.md"].decode())
+    assert card.data.base_model == "someone/bert"
+    assert json.loads(published(here, "someone/further")["run_config.json"])["run"]["init_from"] == "someone/bert"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused before anything is sent
+
+
+def change_json(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change_card(folder, old, new):
+    card = folder / "README.md"
+    assert old in card.read_text()
+    card.write_text(card.read_text().replace(old, new, 1))
+
+
+def cut(file, share):
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+
+def without_embedding(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(name for name in weights if "position" in name))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_one_more(folder):
+    weights = {**load_file(folder / "model.safetensors"), "bert.extra.weight": torch.ones(2)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_nan(folder):
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BROKEN = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "a pickle instead": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "nothing but safe",
+    ),
+    "weights cut in half": (lambda f: cut(f / "model.safetensors", 0.5), "model.safetensors: damaged or cut short"),
+    "weights cut to nothing": (lambda f: cut(f / "model.safetensors", 0), "model.safetensors: damaged or cut short"),
+    "weights a byte short": (
+        lambda f: cut(f / "model.safetensors", 1 - 0.5 / (f / "model.safetensors").stat().st_size),
+        "model.safetensors: damaged or cut short",
+    ),
+    "a weight gone": (without_embedding, "weights lack bert."),
+    "a weight too many": (with_one_more, "weights hold bert.extra.weight"),
+    "a weight not finite": (with_nan, "not finite"),
+    "another size": (lambda f: change_json(f / "config.json", intermediate_size=65), "another shape"),
+    "another vocabulary": (
+        lambda f: change_json(f / "config.json", vocab_size=500),
+        "says vocab_size 500",
+    ),
+    "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "says pad_token_id 3"),
+    "vocab.txt a line short": (
+        lambda f: (f / "vocab.txt").write_text("\n".join((f / "vocab.txt").read_text().split("\n")[:-2]) + "\n"),
+        "vocab.txt holds other tokens",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "a damaged tokenizer": (lambda f: cut(f / "tokenizer.json", 0.5), "tokenizer cannot be loaded"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
+    "another kind of model": (lambda f: change_json(f / "config.json", model_type="bert"), "not a d2l-bert one"),
+    "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "architectures is"),
+    "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
+    "other code": (
+        lambda f: (f / "modeling_d2l_bert.py").open("a").write("# mine\n"),
+        "modeling_d2l_bert.py: differs from that of the installed d2l-bert",
+    ),
+    "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "no metadata"),
+    "invalid YAML": (lambda f: change_card(f, "language: en", "language: [en"), "not valid YAML"),
+    "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "lacks a licence"),
+    "an unknown licence": (lambda f: change_card(f, "license: apache-2.0", "license: Apache 2"), "write apache-2.0"),
+    "a path as data set": (
+        lambda f: change_card(f, "language: en\n", "language: en\ndatasets:\n- /data/books\n"),
+        "'/data/books' is a path on this machine",
+    ),
+    "a relative path as data set": (
+        lambda f: change_card(f, "language: en\n", "language: en\ndatasets: ./books\n"),
+        "'./books' is a path on this machine",
+    ),
+    "a better loss than was measured": (
+        lambda f: better_loss(f),
+        "README.md: says MLM loss 0.1234, and metrics.json",
+    ),
+    "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
+    "a path in the text": (
+        lambda f: (f / "README.md").open("a").write(f"Trained on {Path.home()}/secret.\n"),
+        "README.md: names a folder of this machine",
+    ),
+}
+
+
+def better_loss(folder):
+    loss = round(json.loads((folder / "metrics.json").read_text())["eval_mlm_loss"], 4)
+    change_card(folder, f"value: {loss}", "value: 0.1234")
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line_before_anything_is_sent(here, folder, how, capsys):
+    breaks, words = BROKEN[how]
+    breaks(folder)
+    capsys.readouterr()
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("d2l-bert publish: error: ") and said.err.count("\n") == 1 and not said.out
+    assert words in said.err and str(folder) in said.err and ";" in said.err, said.err
+    assert not here.requests and not here.repositories
+
+
+def test_no_folder_and_no_name_are_refused(here, tmp_path, trained, capsys):
+    for arguments, words in (
+        ([str(tmp_path / "none"), "someone/bert"], "no such folder"),
+        ([str(trained), "some one/bert"], "cannot be a repository"),
+        ([str(trained), "a/b/c"], "cannot be a repository"),
+    ):
+        assert main(["publish", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+    assert not here.requests
+
+
+def test_code_that_is_meant_to_differ_goes_out_if_it_runs(here, folder, tmp_path, capsys):
+    code = folder / "modeling_d2l_bert.py"
+    code.write_text(code.read_text() + "\nMINE = True\n")
+    assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 0
+    assert published(here)["modeling_d2l_bert.py"] == code.read_bytes()
+    code.write_text(code.read_text() + "\nraise RuntimeError('not today')\n")
+    assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 2
+    said = capsys.readouterr().err
+    assert "not today" in said and "mend the code" in said and said.count("\n") == 1
+    assert len(here.commits("someone/bert")) == 2
+
+
+def test_a_data_set_that_the_hub_does_not_know_is_refused_unless_the_run_read_it_there(here, folder, capsys):
+    change_card(folder, "language: en\n", "language: en\ndatasets:\n- some/texts\n")
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    assert "datasets names some/texts, which the Hub does not know" in capsys.readouterr().err
+    assert not here.repositories
+    record = json.loads((folder / "run_config.json").read_text())
+    record["data"]["hub_datasets"] = ["some/texts"]
+    (folder / "run_config.json").write_text(json.dumps(record))
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "words"),
+    [
+        (None, "someone/bert", "no token for the Hub here"),
+        ("hf_unknown", "someone/bert", "does not accept the token"),
+        (TOKEN, "another/bert", "may not write there"),
+    ],
+)
+def test_tokens_that_do_not_serve_are_refused_in_one_line(here, trained, monkeypatch, capsys, token, repo_id, words):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert main(["publish", str(trained), repo_id]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and "Traceback" not in said.err
+    assert "hf auth login" in said.err and not here.repositories
+
+
+def test_an_account_is_not_asked_when_the_hub_is_switched_off(here, trained, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["publish", str(trained), "someone/bert"]) == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not here.requests
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When the way there breaks
+
+CUTS = {  # what the server is asked when it dies, and whether it did it before
+    "before the repository": ("POST", "/api/repos/create", False),
+    "at the first large file": ("PUT", "/storage/", False),
+    "after the large files": ("POST", "/commit/", False),
+    "after the commit": ("POST", "/commit/", True),
+    "before the tag": ("POST", "/tag/", False),
+}
+
+
+@pytest.mark.parametrize("when", CUTS)
+def test_a_server_that_dies_half_way_is_said_and_the_same_command_completes_it(here, folder, when, capsys):
+    at_method, at_path, is_served = CUTS[when]
+    publish = ["publish", str(folder), "someone/bert"]
+
+    def die(method, path):
+        if method == at_method and at_path in path:
+            if is_served:
+                return -1
+            here.stop()
+            return 0
+        return None
+
+    here.fail = die
+    assert main(publish) == 2
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("d2l-bert")]
+    assert "the same command again completes it" in line and "Traceback" not in said
+    here.fail = None
+    if not is_served:
+        here.start()
+    assert main(publish) == 0
+    assert published(here).keys() == SENT
+    assert published(here)["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert here.tags("someone/bert") and len(here.commits("someone/bert")) == 2
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 400])
+def test_a_server_that_fails_is_said_in_one_line(here, folder, status, capsys):
+    here.fail = lambda method, path: status if "/commit/" in path else None
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("d2l-bert")]
+    assert str(status) in line
+    here.fail = None
+    assert main(["publish", str(folder), "someone/bert"]) == 0 and published(here).keys() == SENT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The token
+
+
+def test_the_token_is_in_no_output_log_file_or_process_list(hub, folder, tmp_path):
+    token = "hf_" + hashlib.sha256(b"nobody's").hexdigest()[:34]
+    hub.users[token] = "someone"
+    variables = {**environment(hub, tmp_path / "home", token), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "d2l_bert", "publish", str(folder), "someone/bert"]
+    seen, said = set(), tmp_path / "said.txt"
+    hub.fail = lambda method, path: time.sleep(0.05)  # long enough to be looked at
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, env=variables, stdout=file, stderr=file, cwd=tmp_path)
+        while process.poll() is None:
+            for listed in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    seen.add(listed.read_bytes())
+                except OSError:  # it has ended
+                    continue
+            time.sleep(0.01)
+    assert process.returncode == 0, said.read_text()
+    assert any(b"publish" in command and str(folder).encode() in command for command in seen)  # it was looked at
+    assert token in {request.token for request in hub.requests}  # and the token was used
+    assert not any(token.encode() in command for command in seen)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert said in files and folder / "README.md" in files
+    for path in files:
+        assert token.encode() not in path.read_bytes(), path
+    for revision in hub.commits("someone/bert"):
+        for name, content in hub.files("someone/bert", revision).items():
+            assert token.encode() not in content, name

@@ -1,0 +1,148 @@
+"""A run that publishes what it makes: at its end, and on its way."""
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from conftest import SMALL
+from local_hub import TOKEN
+from safetensors.torch import load_file
+from test_publish import SENT, published
+
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.cli import main
+from d2l_bert.training.push import Pusher
+
+
+CHECKPOINT = SENT - {"metrics.json", "training_curves.png"}
+
+
+def pretrain(books, out, *options):
+    arguments = [f"--corpus={books}", f"--output_dir={out}", "--max_steps=40", "--save_steps=20", *SMALL]
+    return main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *options])
+
+
+@pytest.mark.parametrize("options", [[], ["--hub_model_id=someone/named", "--hub_private_repo=false"]])
+def test_the_finished_model_is_published_as_the_command_would(here, books, tmp_path, capsys, options):
+    out = tmp_path / "my-bert"
+    assert pretrain(books, out, "--push_to_hub", *options) == 0
+    repo_id = "someone/named" if options else "someone/my-bert"
+    assert f"published: {here.endpoint}/{repo_id} ({'public' if options else 'private'}, " in capsys.readouterr().out
+    assert here.is_private(repo_id) == (not options)
+    files, tags = published(here, repo_id), here.tags(repo_id)
+    assert files.keys() == SENT and len(tags) == 1 and list(here.branches(repo_id)) == ["main"]
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert main(["publish", str(out), repo_id]) == 0
+    assert here.tags(repo_id) == tags and published(here, repo_id) == files
+
+
+def test_publishing_on_the_way_changes_nothing_of_what_is_trained(here, trained, books, tmp_path):
+    out = tmp_path / "model"
+    assert pretrain(books, out, "--push_to_hub", "--hub_strategy=all_checkpoints", "--save_steps=10") == 0
+    assert (out / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    assert not list(out.glob(".hub-*"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "branches", "commits"),
+    [
+        ("end", [], 1),
+        ("every_save", [], 4),
+        ("checkpoint", ["last-checkpoint"], 1),
+        ("all_checkpoints", ["checkpoint-10", "checkpoint-20", "checkpoint-30"], 1),
+    ],
+)
+def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypatch, strategy, branches, commits):
+    kept = tmp_path / "kept"
+
+    saved = Pusher.saved
+
+    def keep(self, checkpoint):
+        shutil.copytree(checkpoint, kept / checkpoint.name)
+        saved(self, checkpoint)
+        self.waiting.join()  # so that none is passed over
+
+    monkeypatch.setattr(Pusher, "saved", keep)
+    options = ["--push_to_hub", f"--hub_strategy={strategy}", "--save_steps=10", "--save_total_limit=1"]
+    assert pretrain(books, tmp_path / "bert", *options) == 0
+    assert list(here.branches("someone/bert")) == ["main", *branches]
+    assert len(here.commits("someone/bert")) == 1 + commits and len(here.tags("someone/bert")) == 1
+    assert published(here).keys() == SENT
+    for branch in branches:
+        step = 30 if branch == "last-checkpoint" else int(branch.removeprefix("checkpoint-"))
+        files = published(here, revision=branch)
+        assert files.keys() == CHECKPOINT
+        assert files["model.safetensors"] == (kept / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+        card = files["README.md"].decode()
+        assert f'from_pretrained("someone/bert", revision="{branch}", trust_remote_code=True)' in card
+        assert "license: apache-2.0" in card and "MLM loss" not in card
+        assert json.loads(files["run_config.json"])["run"]["corpus"] == ["books"]
+    if strategy == "all_checkpoints":
+        model = D2lBertForPreTraining.from_pretrained("someone/bert", revision="checkpoint-10", cache_dir=tmp_path)
+        weights = load_file(kept / "checkpoint-10" / "model.safetensors")
+        assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that_is_said(
+    here,
+    books,
+    tmp_path,
+    capsys,
+):
+    here.fail = lambda method, path: time.sleep(3) if "/commit/last-checkpoint" in path else None
+    options = ["--push_to_hub", "--hub_strategy=checkpoint", "--save_steps=10"]
+    assert pretrain(books, tmp_path / "bert", *options) == 0
+    assert "checkpoint-20 is not sent, an earlier one still is" in capsys.readouterr().err
+    assert published(here).keys() == SENT
+
+
+def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_path, capsys):
+    here.fail = lambda method, path: here.stop() or 0 if "/preupload/" in path else None
+    out = tmp_path / "bert"
+    assert pretrain(books, out, "--push_to_hub", "--hub_strategy=all_checkpoints", "--hub_private_repo=false") == 2
+    said = capsys.readouterr().err
+    assert "checkpoint-20 was not sent" in said and "Traceback" not in said
+    assert f"the model is complete in {out}: d2l-bert publish {out} bert --public" in said.splitlines()[-1]
+    assert SENT <= {path.name for path in out.iterdir()}
+    here.fail = None
+    here.start()
+    assert main(["publish", str(out), "bert", "--public"]) == 0
+    assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "token", "words"),
+    [
+        (["--push_to_hub"], None, "no token for the Hub here"),
+        (["--push_to_hub"], "hf_unknown", "does not accept the token"),
+        (["--push_to_hub", "--license=apache"], TOKEN, "write apache-2.0"),
+        (["--push_to_hub", "--hub_model_id=a b"], TOKEN, "cannot be a repository"),
+        (["--hub_model_id=someone/bert"], TOKEN, "hub_model_id is for push_to_hub"),
+        (["--hub_strategy=checkpoint"], TOKEN, "hub_strategy is for push_to_hub"),
+    ],
+)
+def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
+    here,
+    books,
+    tmp_path,
+    monkeypatch,
+    capsys,
+    options,
+    token,
+    words,
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
+    for dry_run in ([], ["--dry_run"]):
+        assert pretrain(books, tmp_path / "out", *options, *dry_run) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+        assert not (tmp_path / "out").exists() and not here.repositories
+
+
+def test_a_text_that_brings_no_licence_needs_one_to_be_pushed(here, books, tmp_path, capsys):
+    options = [f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL, "--push_to_hub"]
+    assert main(["pretrain", *options]) == 2
+    assert "needs a licence; give --license" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,335 @@
+"""The model card: each figure in it is from a file of the model's own folder, and what no file says is left out."""
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import yaml_dump
+from safetensors import safe_open
+
+from d2l_bert import model_cards
+from d2l_bert.training.card_rules import read_metadata
+from d2l_bert.training.config import DECAY_RATIO
+from d2l_bert.training.pair_tasks import PAIR_TASKS, pair_task, unit
+from d2l_bert.training.recipes import command_line
+
+
+CARD_FILE = "README.md"
+RUN_FILE = "run_config.json"
+METRICS_FILE = "metrics.json"
+CURVES_FILE = "training_curves.png"
+
+# What a model is for, by its head: the Hub's tasks.
+PIPELINE_TAGS = {
+    "ForPreTraining": "fill-mask",
+    "ForMaskedLM": "fill-mask",
+    "ForNextSentencePrediction": "text-classification",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": "multiple-choice",
+    "Model": "feature-extraction",
+}
+
+MASKED = {"token": "tokens", "whole_word": "tokens, whole words", "span": "tokens, spans of whole words"}
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of the encoder's blocks, AdamW for all else"}
+
+
+def render_card(folder: Path, name: str | None = None) -> str:
+    """
+    The card of a model folder: metadata for the Hub and a text for people.
+
+    Args:
+        folder: with `config.json` and `model.safetensors`; what `run_config.json`, `metrics.json` and
+            `training_curves.png` say is told where they are there.
+        name: of the model; the folder's by default.
+    """
+    config = read_json(folder / "config.json")
+    record, metrics = read_json(folder / RUN_FILE), read_json(folder / METRICS_FILE)
+    return card_of(
+        name or folder.resolve().name,
+        config,
+        count_parameters(folder),
+        record,
+        metrics,
+        (folder / CURVES_FILE).exists(),
+    )
+
+
+def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dict, has_curves: bool) -> str:
+    """`render_card` of what the files say; `record` is that of run_config.json, empty where there is none."""
+    run, data = record.get("run", {}), record.get("data", {})
+    task = PAIR_TASKS.get(run.get("objective"))
+    start, language = run.get("init_from"), run.get("language")
+    base_model = start
+    if start in (local := record.get("local_paths", {})):
+        start, base_model = local[start]["name"], None
+    elif start in record.get("fingerprints", {}):  # of a published folder
+        base_model = None
+    architecture = next(iter(config.get("architectures") or []), "D2lBertModel")
+    head = architecture.removeprefix("D2lBert")
+    pipeline_tag = PIPELINE_TAGS.get(head)
+    card_data = ModelCardData(
+        language=language and language.partition("-")[0],
+        language_bcp47=[language] if language and "-" in language else None,
+        license=run.get("license"),
+        library_name="transformers",
+        pipeline_tag=pipeline_tag,
+        tags=list(filter(None, ["d2l-bert", "bert", pipeline_tag, task and task.name.replace(" ", "-")])),
+        datasets=data.get("hub_datasets") or None,
+        model_name=name,
+        base_model=base_model,
+        eval_results=_eval_results(metrics, data) or None,
+        widget=metrics.get("predictions") or None,
+    )
+    card = ModelCard.from_template(
+        card_data,
+        template_path=str(Path(model_cards.__file__).parent / "TEMPLATE.md"),
+        name=name,
+        shell_name=shlex.quote(name),
+        architecture=architecture,
+        auto_class={"ForPreTraining": "AutoModelForMaskedLM"}.get(head, f"Auto{head.replace('For', 'ModelFor')}"),
+        pipeline_tag=pipeline_tag,
+        parameters=parameters,
+        config=config,
+        run=run,
+        data=data,
+        metrics=metrics,
+        versions=record.get("versions", {}),
+        task=task,
+        unit=unit(task),
+        start=start,
+        has_curves=has_curves,
+        command=command_line(record) if record else None,
+        data_rows=_data_rows(run, data) if data else [],
+        procedure_rows=_procedure_rows(run, metrics, config, task, start) if run else [],
+        evaluation_rows=[(row, _shown(metrics[key], how)) for row, key, how, *_ in figures(metrics)],
+        machine_rows=_machine_rows(record, metrics, task),
+        examples=[
+            (cell(example["text"]), cell(", ".join(f"{o['label']} ({o['score']:.2f})" for o in example["output"])))
+            for example in metrics.get("predictions", [])
+        ],
+    )
+    return card.content
+
+
+def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
+    """
+    The card, made from the folder's other files if there is none, and its metadata.
+
+    Args:
+        license: takes the place of the card's.
+    """
+    path = folder / CARD_FILE
+    try:
+        card = path.read_text(encoding="utf-8") if path.exists() else render_card(folder)
+        metadata = read_metadata(card)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE}, which lack {error}") from None
+    if license is not None:
+        metadata = {**metadata, "license": license}
+        body = re.match(r"\s*---.*?\n---[^\n]*\n(.*)", card, re.DOTALL)[1]
+        card = f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{body}"
+    return card, metadata
+
+
+def read_json(path: Path) -> dict:
+    """
+    The content of a JSON file; empty if there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds no JSON object; take it out, or put the right one back")
+    return content
+
+
+def count_parameters(folder: Path) -> int:
+    """How many numbers the weights hold; what is tied is there once."""
+    count = 0
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    return count
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of its tables: what, and how much
+
+
+def _data_rows(run, data):
+    rows = [
+        ("corpus", f"{data['corpus_name']}, fingerprint `{data['corpus_fingerprint']}`"),
+        ("training text", f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"),
+        ("held out", f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"),
+        ("language", run.get("language")),
+    ]
+    if report := data.get("tokenizer"):
+        added = f"; up to {run['extend_vocab']:,} words of the corpus were added" if run.get("extend_vocab") else ""
+        pieces = " ".join(f"`{piece}`" for piece in report["longest_pieces"])
+        rows += [
+            (
+                "tokenizer",
+                f"WordPiece; on {report['words']:,} held-out words {report['pieces_per_word']:.2f} pieces a word, "
+                f"{report['unknown_share']:.2%} `[UNK]`{added}",
+            ),
+            ("its longest pieces", pieces),
+        ]
+    return [(name, cell(text)) for name, text in rows if text]
+
+
+def _procedure_rows(run, metrics, config, task, start):
+    units, length = unit(task), run["max_seq_length"]
+    lengths = "".join(
+        f"; first {entry.split(':')[0]} tokens, with as many more {units}, for {_percent(entry.split(':')[1])} of the "
+        f"steps"
+        for entry in run["length_schedule"]
+    )
+    batches = "".join(
+        f"{', then' if number else '; first'} {int(entry.split(':')[0]):,} for {_percent(entry.split(':')[1])}"
+        f"{'' if number else ' of the steps'}"
+        for number, entry in enumerate(run["batch_size_schedule"])
+    )
+    skipped = metrics.get("train_skipped_steps")
+    left_out = f"; {skipped:,} of them left out, their loss or gradient not being finite" if skipped else ""
+    share = run["mlm_probability"]
+    fall = {
+        "linear": "a straight line",
+        "cosine": "half a cosine",
+        "warmup_stable_decay": f"flat, then 1 - sqrt in the last {_percent(run['decay_ratio'] or DECAY_RATIO)} of the "
+        f"steps",
+    }[run["lr_scheduler_type"]]
+    average = f"; the weights are a moving average with decay {run['ema_decay']}" if run["ema_decay"] else ""
+    return [
+        ("objective", f"masked language model (MLM){f' and {task.name} ({task.short})' if task else ' alone'}"),
+        (units, f"{'`' + run['pairing'] + '`' if task else 'one segment each'}, at most {length} tokens{lengths}"),
+        (
+            "masking",
+            f"{share if isinstance(share, str) else _percent(share)} of the {MASKED[run['masking']]}: "
+            f"80 % `[MASK]`, 10 % random, 10 % kept",
+        ),
+        (
+            "start",
+            f"the weights, architecture and vocabulary of {start}"
+            if start
+            else f"`attention_init={run['attention_init']}`, `initializer_range={config['initializer_range']}`",
+        ),
+        ("steps", f"{run['max_steps']:,} of {run['global_batch_size']:,} {units}{batches}{left_out}"),
+        (
+            "optimizer",
+            f"{OPTIMIZERS[run['optim']]}, peak rate {run['learning_rate']:g}, betas {run['adam_beta1']} and "
+            f"{run['adam_beta2']}, weight decay {run['weight_decay']}; {_percent(run['warmup_ratio'])} warm-up, "
+            f"then {fall}{average}",
+        ),
+        ("longest gradient", f"{run['max_grad_norm']:g}"),
+        ("dropout", f"{config['hidden_dropout_prob']:g}, in attention {config['attention_probs_dropout_prob']:g}"),
+        ("precision", run["mixed_precision"]),
+        ("seed", run["seed"]),
+    ]
+
+
+def _machine_rows(record, metrics, task):
+    machine, versions = record.get("machine", {}), record.get("versions", {})
+    processes, threads = machine.get("processes", 1), machine.get("threads")
+    on = machine.get("accelerator") or machine.get("processor") or machine.get("device")
+    if on and not machine.get("accelerator") and threads:
+        on += f", {threads} threads"
+    if on and processes > 1:
+        on = f"{processes} processes, each on {on}"
+    speeds = [
+        f"{metrics[key]:,.0f} {what}/s"
+        for what in (unit(task), "tokens")
+        if (key := f"train_{what}_per_second") in metrics
+    ]
+    mfu, padding, wait = (metrics.get(f"train_{name}") for name in ("mfu", "padding_share", "data_wait_share"))
+    seconds, memory, energy = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb", "energy_kwh"))
+    rows = [
+        ("machine", on),
+        ("time", None if seconds is None else f"{seconds:,.0f} s"),
+        ("speed", ", ".join(speeds)),
+        (
+            "share of the peak (MFU)",
+            None if mfu is None else f"{100 * mfu:.1f} % of the measured peak of matrix products",
+        ),
+        ("padding", None if padding is None else f"{100 * padding:.1f} % of the tokens computed"),
+        ("waiting for data", None if wait is None else f"{100 * wait:.1f} % of the time"),
+        ("memory", None if memory is None else f"{memory:,.0f} MB"),
+        (
+            "energy",
+            None
+            if None in (energy, seconds)
+            else f"about {_energy(energy)}: power x time, {metrics['train_power_watts']:,.1f} W x {seconds:,.0f} s; "
+            f"{metrics['train_power_source']}; cooling is not in it",
+        ),
+        ("software", ", ".join(f"{name} {version}" for name, version in versions.items())),
+    ]
+    return [(name, cell(text)) for name, text in rows if text]
+
+
+def figures(metrics: dict) -> list[tuple[str, str, str, str, str, str]]:
+    """Of each figure in metrics.json: its name, its key there, its unit, the Hub's task and its name, and its type."""
+    task = pair_task(metrics)
+    mlm = ("fill-mask", "Masked language modeling")
+    known = [
+        ("MLM loss", "eval_mlm_loss", "nats", *mlm, "loss"),
+        ("MLM perplexity", "eval_perplexity", "", *mlm, "perplexity"),
+        ("MLM accuracy", "eval_mlm_accuracy", "%", *mlm, "accuracy"),
+    ]
+    if task:
+        pair = ("text-classification", task.name.capitalize())
+        known += [
+            (f"{task.short} loss", f"eval_{task.key}_loss", "nats", *pair, "loss"),
+            (f"{task.short} accuracy", f"eval_{task.key}_accuracy", "%", *pair, "accuracy"),
+        ]
+    known.append(("BLiMP accuracy", "eval_blimp_accuracy", "%", "text-classification", "Minimal pairs", "accuracy"))
+    return [figure for figure in known if figure[1] in metrics]
+
+
+def _shown(value, how):
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(how, f"{value:.1f}")
+
+
+def _energy(kwh):
+    return f"{kwh:,.1f} kWh" if kwh >= 1 else f"{1000 * kwh:,.2f} Wh"
+
+
+def _percent(share):
+    return f"{100 * float(share):g} %"
+
+
+def _eval_results(metrics, data):
+    corpus = data.get("corpus_name")
+    # The Hub takes a name of a data set as a type, no list of them.
+    if (corpus_type := corpus) not in data.get("hub_datasets", []):
+        corpus_type = re.sub(r"[^\w.-]+", "-", corpus or "", flags=re.ASCII).strip("-") or "text"
+    datasets = {"BLiMP accuracy": ("nyu-mll/blimp", "BLiMP")}
+    return [
+        EvalResult(
+            task_type=task_type,
+            task_name=task_name,
+            dataset_type=datasets.get(name, (corpus_type,))[0],
+            dataset_name=datasets.get(name, (None, f"{corpus}, held-out documents"))[1],
+            metric_type=metric_type,
+            metric_name=name,
+            metric_value=round(metrics[key], 4),
+        )
+        for name, key, _, task_type, task_name, metric_type in figures(metrics)
+        if corpus and math.isfinite(metrics[key])
+    ]

@@ -1,0 +1,122 @@
+"""Folders written whole: a model with its tokenizer and its code, or anything else; never half of one."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+
+
+# What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
+AUTO_MAP = {
+    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
+    "AutoModel": "modeling_d2l_bert.D2lBertModel",
+    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
+    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
+    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
+}
+
+
+def export_model(model, tokenizer, folder: Path) -> None:
+    """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
+    model.config.auto_map = dict(AUTO_MAP)
+    save_model(model, tokenizer, folder)
+
+
+def save_model(model, tokenizer, folder: Path) -> None:
+    """Write weights, configuration and, unless it is None, the tokenizer of any model, for everybody to read."""
+    model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)  # safetensors lets only the owner read it
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path):
+    """
+    A folder to write into, which takes the name `folder` when the block is done; if the block fails it goes again.
+
+    Raises:
+        ValueError: `folder` holds something already, or cannot be made.
+    """
+    folder = folder.absolute()
+    check_name(folder)
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise ValueError(f"{folder}: there is something already; name a new or empty folder")
+    try:
+        beside = next(parent for parent in folder.parents if parent.exists())
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=beside))
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+    try:
+        with os_errors():
+            yield partial
+        partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(folder)  # an empty folder of this name makes way
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+    except OSError as error:
+        reason = error.strerror or error.args[0][0][-1]  # shutil's own has a list of them
+        raise ValueError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def os_errors():
+    """Raise what goes wrong with a disk as `OSError`; the libraries written in Rust have exceptions of their own."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or not number:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+
+
+def check_name(folder: Path) -> None:
+    """Refuse a name that no JSON and no card could hold, before there is anything to lose."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
+
+
+def base_name(path: str) -> str:
+    """The last name of a path, as text, whatever bytes it has."""
+    return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk itself."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write `content` so that a reader finds the old file or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
