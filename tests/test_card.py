@@ -2,13 +2,17 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.training.card import card_of, count_parameters, read_json, render_card
 from d2l_bert.training.card_rules import check_metadata, read_metadata
+
+
+REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card that they should give
 
 
 @pytest.fixture
@@ -25,6 +29,14 @@ def card(facts, name="model"):
 def rows(text):
     """The rows of all tables of two columns."""
     return dict(re.findall(r"^\| ((?:[^|\\]|\\.)+) \| (.+) \|$", text, re.MULTILINE))
+
+
+def test_the_card_of_a_real_run_is_the_expected_text():
+    config, record, metrics = (
+        read_json(REAL_RUN / name) for name in ("config.json", "run_config.json", "metrics.json")
+    )
+    parameters = D2lBertForPreTraining(D2lBertConfig(**config)).num_parameters()
+    assert card_of("d2l-bert-demo", config, parameters, record, metrics, True) == (REAL_RUN / "README.md").read_text()
 
 
 def test_every_figure_is_that_of_the_runs_files(trained, facts):
@@ -44,7 +56,7 @@ def test_every_figure_is_that_of_the_runs_files(trained, facts):
     assert shown["padding"].startswith(f"{100 * metrics['train_padding_share']:.1f} %")
     assert shown["waiting for data"].startswith(f"{100 * metrics['train_data_wait_share']:.1f} %")
     assert shown["memory"] == f"{metrics['train_memory_mb']:,.0f} MB"
-    watts = re.search(r"about ([\d.,]+) Wh: power x time, ([\d.,]+) W x", shown["energy"])
+    watts = re.search(r"about ([\d.,]+) Wh: E = P x t = ([\d.,]+) W x", shown["energy"])
     assert float(watts[1]) == pytest.approx(1000 * metrics["train_energy_kwh"], abs=0.005)
     assert float(watts[2]) == pytest.approx(metrics["train_power_watts"], abs=0.05)
     assert metrics["train_power_watts"] * metrics["train_seconds"] / 3.6e6 == metrics["train_energy_kwh"]
@@ -112,9 +124,9 @@ def test_what_no_file_says_leaves_its_row_out(facts, key):
 
 def test_without_a_record_it_tells_of_the_configuration_alone(facts):
     found = card([facts[0], {}, {}])
-    told = rows(found.text)
-    assert told.keys() == {
-        *("class", "layers, hidden size, heads", "feed-forward size", "vocabulary", "positions", "switches")
+    assert rows(found.text).keys() == {
+        "field",
+        *("class", "layers, hidden size, heads", "feed-forward size", "vocabulary", "positions", "switches"),
     }
     assert found.data.eval_results is None and found.data.license is None and "Reproduce" not in found.text
 
@@ -176,7 +188,7 @@ def test_a_language_with_a_region_is_said_as_the_hub_wants_it(facts):
 def test_names_and_words_with_signs_of_markdown_and_quotes_do_no_harm(facts):
     facts[2]["predictions"][0] = {"text": 'a | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
     found = card(facts, name='d\'accord "x"')
-    assert rows(found.text)[r'a \| b "[MASK]"'] == r"\| (0.50)"
+    assert rows(found.text)[r'a \| b "[MASK]"'] == r"`\|` (0.50)"
     check_metadata(read_metadata(found.content))
     for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
         compile(block, "the card", "exec")

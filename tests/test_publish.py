@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,7 @@ def test_readers_get_the_very_logits_fresh_pinned_and_offline(here, trained, tmp
 def test_what_it_prints_is_the_page_and_three_lines_that_load_the_model(here, trained, tmp_path, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"published: {here.endpoint}/someone/bert (private, ") and len(lines) == 3
+    assert first.startswith(f"published: {here.endpoint}/someone/bert (private)") and len(lines) == 3
     process = run("\n".join(map(str.strip, lines)) + "\nprint(type(model).__name__)", here, tmp_path, TOKEN)
     assert (process.returncode, process.stdout.split()) == (0, ["D2lBertForMaskedLM"]), process.stderr
 
@@ -556,3 +558,39 @@ def test_the_token_is_in_no_output_log_file_or_process_list(hub, folder, tmp_pat
     for revision in hub.commits("someone/bert"):
         for name, content in hub.files("someone/bert", revision).items():
             assert token.encode() not in content, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The public Hub
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("D2L_BERT_TEST_HUB") and os.environ.get("HF_TOKEN")),
+    reason="wants D2L_BERT_TEST_HUB=1 and HF_TOKEN, to publish a model of some kilobytes and delete it again",
+)
+def test_the_public_hub_takes_a_model_and_gives_it_back(trained, tmp_path):
+    repo_id = f"d2l-bert-test-{uuid.uuid4().hex[:12]}"
+    code = f"""
+import torch
+from huggingface_hub import HfApi
+from d2l_bert import D2lBertForMaskedLM
+from d2l_bert.cli import main
+api = HfApi()
+repo_id = api.whoami()["name"] + "/{repo_id}"
+try:
+    assert main(["publish", {str(trained)!r}, repo_id]) == 0
+    assert api.model_info(repo_id).private
+    (tag,) = api.list_repo_refs(repo_id).tags
+    here, there = (D2lBertForMaskedLM.from_pretrained(name).state_dict() for name in ({str(trained)!r}, repo_id))
+    assert all(torch.equal(there[name], weight) for name, weight in here.items())
+    assert main(["publish", {str(trained)!r}, repo_id]) == 0
+    assert len(api.list_repo_commits(repo_id)) == 2
+finally:
+    api.delete_repo(repo_id, missing_ok=True)
+"""
+    told = ("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    variables = {name: value for name, value in os.environ.items() if name not in told}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env={**variables, "HF_HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr

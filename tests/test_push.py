@@ -29,7 +29,7 @@ def test_the_finished_model_is_published_as_the_command_would(here, books, tmp_p
     out = tmp_path / "my-bert"
     assert pretrain(books, out, "--push_to_hub", *options) == 0
     repo_id = "someone/named" if options else "someone/my-bert"
-    assert f"published: {here.endpoint}/{repo_id} ({'public' if options else 'private'}, " in capsys.readouterr().out
+    assert f"published: {here.endpoint}/{repo_id} ({'public' if options else 'private'})" in capsys.readouterr().out
     assert here.is_private(repo_id) == (not options)
     files, tags = published(here, repo_id), here.tags(repo_id)
     assert files.keys() == SENT and len(tags) == 1 and list(here.branches(repo_id)) == ["main"]
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that
     here.fail = lambda method, path: time.sleep(3) if "/commit/last-checkpoint" in path else None
     options = ["--push_to_hub", "--hub_strategy=checkpoint", "--save_steps=10"]
     assert pretrain(books, tmp_path / "bert", *options) == 0
-    assert "checkpoint-20 is not sent, an earlier one still is" in capsys.readouterr().err
+    assert "checkpoint-20 is not sent, as an earlier one still is" in capsys.readouterr().err
     assert published(here).keys() == SENT
 
 

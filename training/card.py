@@ -69,9 +69,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         start, base_model = local[start]["name"], None
     elif start in record.get("fingerprints", {}):  # of a published folder
         base_model = None
-    architecture = next(iter(config.get("architectures") or []), "D2lBertModel")
-    head = architecture.removeprefix("D2lBert")
-    pipeline_tag = PIPELINE_TAGS.get(head)
+    pipeline_tag = PIPELINE_TAGS[_head(config)]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
         language_bcp47=[language] if language and "-" in language else None,
@@ -90,8 +88,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         template_path=str(Path(model_cards.__file__).parent / "TEMPLATE.md"),
         name=name,
         shell_name=shlex.quote(name),
-        architecture=architecture,
-        auto_class={"ForPreTraining": "AutoModelForMaskedLM"}.get(head, f"Auto{head.replace('For', 'ModelFor')}"),
+        auto_class=auto_class(config),
         pipeline_tag=pipeline_tag,
         parameters=parameters,
         config=config,
@@ -109,7 +106,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         evaluation_rows=[(row, _shown(metrics[key], how)) for row, key, how, *_ in figures(metrics)],
         machine_rows=_machine_rows(record, metrics, task),
         examples=[
-            (cell(example["text"]), cell(", ".join(f"{o['label']} ({o['score']:.2f})" for o in example["output"])))
+            (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
             for example in metrics.get("predictions", [])
         ],
     )
@@ -156,6 +153,16 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def auto_class(config: dict) -> str:
+    """The class of Transformers' that loads a model for what it is mostly used for."""
+    head = _head(config)
+    return "AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}"
+
+
+def _head(config):
+    return config["architectures"][0].removeprefix("D2lBert")
+
+
 def count_parameters(folder: Path) -> int:
     """How many numbers the weights hold; what is tied is there once."""
     count = 0
@@ -188,7 +195,7 @@ def _data_rows(run, data):
             (
                 "tokenizer",
                 f"WordPiece; on {report['words']:,} held-out words {report['pieces_per_word']:.2f} pieces a word, "
-                f"{report['unknown_share']:.2%} `[UNK]`{added}",
+                f"{100 * report['unknown_share']:.2f} % `[UNK]`{added}",
             ),
             ("its longest pieces", pieces),
         ]
@@ -275,7 +282,7 @@ def _machine_rows(record, metrics, task):
             "energy",
             None
             if None in (energy, seconds)
-            else f"about {_energy(energy)}: power x time, {metrics['train_power_watts']:,.1f} W x {seconds:,.0f} s; "
+            else f"about {_energy(energy)}: E = P x t = {metrics['train_power_watts']:,.1f} W x {seconds:,.0f} s; "
             f"{metrics['train_power_source']}; cooling is not in it",
         ),
         ("software", ", ".join(f"{name} {version}" for name, version in versions.items())),
@@ -304,6 +311,10 @@ def figures(metrics: dict) -> list[tuple[str, str, str, str, str, str]]:
 
 def _shown(value, how):
     return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(how, f"{value:.1f}")
+
+
+def _guess(label, score):
+    return f"{cell(label) if '`' in label else f'`{cell(label)}`'} ({score:.2f})"
 
 
 def _energy(kwh):

@@ -219,7 +219,7 @@ def train(
         record = make_record(run, max_steps, architecture, text, accelerator)
         log = distributed.on_main(accelerator, start_folder, folder, record, start)
         start_trackers(accelerator, folder, record, start)
-        pusher = opened.enter_context(Pusher(run, folder)) if run.push_to_hub and accelerator.is_main_process else None
+        pusher = Pusher(run, folder) if run.push_to_hub and accelerator.is_main_process else None
         progress = Progress(start, max_steps, visible=accelerator.is_main_process)
         opened.callback(progress.close)
         meter = make_meter(run, architecture, accelerator, state)

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert.tokenization.wordpiece import pieces
 from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, read_card, read_json
+from d2l_bert.training.card import CARD_FILE, METRICS_FILE, RUN_FILE, auto_class, read_card, read_json
 from d2l_bert.training.card_rules import read_metadata
 from d2l_bert.training.config import PublishConfig
 from d2l_bert.training.folder_rules import CODE, check_folder
@@ -42,10 +42,13 @@ PUBLISHED = (
     "vocab.txt",
     *CODE,
     CARD_FILE,
-    CURVES_FILE,
     RUN_FILE,
     METRICS_FILE,
     "LICENSE*",
+    # the curves, and whatever else an edited card may show
+    "*.png",
+    "*.jpg",
+    "*.svg",
     # what makes a sentence-transformers model of it
     "modules.json",
     "sentence_bert_config.json",
@@ -75,7 +78,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     files, tag = outgoing(folder, config)
     if config.dry_run:
         return listing(folder, addressed(files, repo_id, tag or config.revision))
-    return send(files, tag, folder, repo_id, config)
+    return send(files, tag, repo_id, config)
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -129,6 +132,11 @@ def read(content: Path | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.read_bytes()
 
 
+def read_object(files: dict[str, Path | bytes], name: str) -> dict:
+    """The content of a JSON file among what is sent; empty if it is not."""
+    return json.loads(read(files[name])) if name in files else {}
+
+
 def _json(content):
     return (json.dumps(content, indent=2) + "\n").encode()
 
@@ -158,12 +166,16 @@ def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) ->
     here = {folder.resolve().parent, folder.absolute().parent, Path.cwd(), Path.home()}
     here |= {Path(path).absolute() for path in record.get("local_paths", {})}
     known = [str(path) for path in sorted(here, reverse=True) if len(path.parts) > 1]  # the longest first
+    known += [path.replace("\\", "\\\\") for path in known if "\\" in path]  # as JSON has it
     for name, content in files.items():
         if name in ("tokenizer.json", "vocab.txt") or not name.endswith((".json", ".md", ".py", ".txt")):
             continue  # a vocabulary has whatever words its text has
         text = read(content).decode(errors="replace")
-        if found := next((path for path in known if re.search(rf"{re.escape(path)}(?![\w-])", text)), None):
-            raise ValueError(f"{folder / name}: names a folder of this machine ({found}); take it out before it goes")
+        for path in known:
+            if re.search(rf"(?<![\w.~-]){re.escape(path)}(?![\w-])", text):
+                raise ValueError(
+                    f"{folder / name}: names a folder of this machine ({path}); take it out before it goes"
+                )
 
 
 def addressed(files: dict[str, Path | bytes], repo_id: str, revision: str | None) -> dict[str, Path | bytes]:
@@ -203,12 +215,12 @@ def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
 # Sending it
 
 
-def send(files: dict[str, Path | bytes], tag: str | None, folder: Path, repo_id: str, config: PublishConfig) -> str:
+def send(files: dict[str, Path | bytes], tag: str | None, repo_id: str, config: PublishConfig) -> str:
     """
     Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again.
 
     Args:
-        files: as `outgoing` gives them, of `folder`.
+        files: as `outgoing` gives them.
         tag: of the commit; None for none.
 
     Returns:
@@ -221,11 +233,12 @@ def send(files: dict[str, Path | bytes], tag: str | None, folder: Path, repo_id:
     with hub_errors(repo_id):
         account = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{account}/{repo_id}"
-        check_datasets(api, folder, config.license)
+        check_datasets(api, files)
         api.create_repo(repo_id, private=not config.public, exist_ok=True)
         is_private = api.model_info(repo_id).private
         if is_private and config.public:
             api.update_repo_settings(repo_id, private=False)
+            is_private = False
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
         commit = api.create_commit(
@@ -244,35 +257,31 @@ def send(files: dict[str, Path | bytes], tag: str | None, folder: Path, repo_id:
             add_to_collection(api, repo_id, config)
     if config.create_pr:
         return f"proposed to {repo_id}: {commit.pr_url}"
-    visible = "private" if is_private and not config.public else "public"
-    return loading_lines(f"{api.endpoint}/{repo_id}", repo_id, tag or config.revision, visible, folder)
+    page = f"{api.endpoint}/{repo_id} ({'private' if is_private else 'public'})"
+    return f"published: {page}\n{loading_lines(repo_id, tag or config.revision, read_object(files, 'config.json'))}"
 
 
-def loading_lines(page: str, repo_id: str, revision: str | None, visible: str, folder: Path) -> str:
-    """Where the model is, and the three lines that load it."""
-    head = read_json(folder / "config.json")["architectures"][0].removeprefix("D2lBert")
-    auto_class = {"ForPreTraining": "AutoModelForMaskedLM"}.get(head, f"Auto{head.replace('For', 'ModelFor')}")
-    pinned = f', revision="{revision}"' if revision else ""
+def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
+    """The three lines that load the model where the package is not, of this revision."""
+    loader = auto_class(config)
+    there = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
     return f"""\
-published: {page} ({visible}{f", revision {revision}" if revision else ""})
-  from transformers import {auto_class}, AutoTokenizer
-  model = {auto_class}.from_pretrained("{repo_id}"{pinned}, trust_remote_code=True)
-  tokenizer = AutoTokenizer.from_pretrained("{repo_id}"{pinned}, trust_remote_code=True)"""
+  from transformers import {loader}, AutoTokenizer
+  model = {loader}.from_pretrained({there}, trust_remote_code=True)
+  tokenizer = AutoTokenizer.from_pretrained({there}, trust_remote_code=True)"""
 
 
-def check_datasets(api: HfApi, folder: Path, license: str | None) -> None:
+def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
     """Refuse a card with datasets that the Hub does not know; those that the run has loaded from there it knew."""
-    _, metadata = read_card(folder, license)
-    named = metadata.get("datasets") or []
-    loaded = read_json(folder / RUN_FILE).get("data", {}).get("hub_datasets", [])
+    named = read_metadata(files[CARD_FILE].decode()).get("datasets") or []
+    loaded = read_object(files, RUN_FILE).get("data", {}).get("hub_datasets", [])
     for name in [named] if isinstance(named, str) else named:
         try:
             if name not in loaded:
                 api.dataset_info(name)
         except RepositoryNotFoundError:
             raise ValueError(
-                f"{folder / CARD_FILE}: datasets names {name}, which the Hub does not know; give its id there, or "
-                f"take it out"
+                f"{CARD_FILE}: datasets names {name}, which the Hub does not know; give its id there, or take it out"
             ) from None
 
 

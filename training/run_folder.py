@@ -23,6 +23,7 @@ from d2l_bert.training.tracking import TrainingLog, plot_curves
 LOG_FILE = "training_log.jsonl"
 LOCK_FILE = ".lock"
 FINISH_FOLDER = ".model.part"
+STAGED = ".hub-"  # checkpoints on their way to the Hub
 
 
 @contextlib.contextmanager
@@ -147,6 +148,8 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
 
 def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     """Write the record and open the log; clear away what an earlier run left beyond the step this one starts from."""
+    for left in folder.glob(f"{STAGED}*"):
+        shutil.rmtree(left)
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if checkpoint.step_of(old) > start or old.name.startswith("."):
             checkpoint.drop(old)
