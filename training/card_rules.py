@@ -183,6 +183,8 @@ def _check_ids(key, value, kind):
         if name.lower().endswith(DATA_SUFFIXES):
             raise ValueError(f"{key}: {_shown(name)} is the name of a file, not of a {kind} on the Hub; {mend}")
         try:
+            if not name.isascii():  # version 1 of the client takes other letters, the Hub none
+                raise HFValidationError
             validate_repo_id(name)
         except HFValidationError:
             raise ValueError(f"{key}: {_shown(name)} cannot be an id on the Hub; {mend}") from None
