@@ -9,8 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.training.card import card_of, count_parameters, read_json, render_card
+from d2l_bert.training.card import card_of, count_parameters, render_card
 from d2l_bert.training.card_rules import check_metadata, read_metadata
+from d2l_bert.training.folders import read_json
 
 
 REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card that they should give
@@ -70,7 +71,7 @@ def test_every_figure_is_that_of_the_runs_files(trained, facts):
     model = D2lBertForPreTraining.from_pretrained(trained)
     assert f"A BERT of {model.num_parameters():,} parameters" in found.text
     assert shown["vocabulary"] == f"{config['vocab_size']:,} WordPiece tokens"
-    assert shown["seed"] == "42" and shown["steps"] == "40 of 8 pairs" and shown["precision"] == "no"
+    assert shown["seed"] == "42" and shown["steps"] == "40 of 8 pairs" and shown["precision"] == "float32"
     assert "{{" not in found.text and "{%" not in found.text and "None" not in found.text
 
 
@@ -155,9 +156,10 @@ def test_a_model_from_the_hub_is_its_base_and_one_from_a_folder_is_not(facts):
     found = card(facts)
     assert found.data.base_model == "somebody/some-bert"
     assert rows(found.text)["start"] == "the weights, architecture and vocabulary of somebody/some-bert"
-    for places in ("local_paths", "fingerprints"):  # of a run's folder, and of a published one
-        facts[1]["local_paths"], facts[1]["fingerprints"] = {}, {}
-        facts[1][places] = {"somebody/some-bert": {"name": "somebody/some-bert", "fingerprint": "0"}}
+    path = {"name": "somebody/some-bert", "fingerprint": "0"}
+    # as it is in a run's folder, and in a published one
+    for places in ({"local_paths": {"somebody/some-bert": path}}, {"local_paths": {}, "fingerprints": [path]}):
+        facts[1].update(places)
         found = card(facts)
         assert found.data.base_model is None and "pretrained further" in found.text
 
@@ -166,6 +168,7 @@ def test_a_model_from_the_hub_is_its_base_and_one_from_a_folder_is_not(facts):
     ("hub_datasets", "name", "kind"),
     [
         ([], "my books, Wörter", "my-books-W-rter"),
+        ([], "日本", "text"),
         (["Salesforce/wikitext"], "Salesforce/wikitext", "Salesforce/wikitext"),
         (["some/set"], "books, some/set", "books-some-set"),
     ],
@@ -188,10 +191,11 @@ def test_a_language_with_a_region_is_said_as_the_hub_wants_it(facts):
 
 
 def test_names_and_words_with_signs_of_markdown_and_quotes_do_no_harm(facts):
-    facts[2]["predictions"][0] = {"text": 'a | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
+    facts[2]["predictions"][0] = {"text": 'à | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
     found = card(facts, name='d\'accord "x"')
-    assert rows(found.text)[r'a \| b "[MASK]"'] == r"`\|` (0.50)"
+    assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)"
     check_metadata(read_metadata(found.content))
+    assert r'fill("à | b \"[MASK]\"")' in found.text
     for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
         compile(block, "the card", "exec")
 

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from local_hub import TOKEN, environment
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from d2l_bert import D2lBertForMaskedLM, D2lBertForSequenceClassification
+from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.cli import main
 from d2l_bert.training.folders import AUTO_MAP
+from d2l_bert.training.publish import without_paths
 
 
 SENT = {
@@ -146,6 +149,26 @@ def test_a_second_model_is_a_second_commit_and_the_first_stays_where_it_was_pinn
     assert not torch.equal(logits(folder), before)
 
 
+def test_no_weights_or_figures_of_an_earlier_commit_stay_beside_the_new_ones(here, trained, folder, tmp_path):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    model = D2lBertForPreTraining.from_pretrained(trained)
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight *= 2
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    for name in ("metrics.json", "README.md"):
+        (folder / name).unlink()
+    (folder / "plot.png").write_bytes(b"one that the card may show")
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    (folder / "plot.png").unlink()
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    files = published(here)
+    assert "model-00001-of-00002.safetensors" in files and "plot.png" in files
+    assert "model.safetensors" not in files and "metrics.json" not in files
+    assert torch.equal(logits("someone/bert", cache_dir=tmp_path / "cache"), logits(folder))
+    assert not torch.equal(logits(folder), logits(trained))
+
+
 def test_the_same_folder_again_is_no_new_commit(here, trained):
     for _ in range(2):
         assert main(["publish", str(trained), "bert"]) == 0  # a name alone is under the token's account
@@ -189,7 +212,7 @@ def test_a_branch_a_message_a_pull_request_and_a_collection(here, trained, folde
     assert main([*publish[:2], "someone/other", f"--collection={collection['slug']}"]) == 0
     assert [item["id"] for item in here.collections[collection["slug"]]["items"]] == ["someone/bert", "someone/other"]
     capsys.readouterr()
-    assert main([*publish, "--create_pr"]) == 0
+    assert main([*publish, "--create_pr", "--license=mit"]) == 0
     assert f"{here.endpoint}/someone/bert/discussions/1" in capsys.readouterr().out
     assert published(here, revision="refs/pr/1").keys() == SENT and not published(here)
     assert list(here.tags("someone/bert")) == [tag]
@@ -223,23 +246,25 @@ def test_nothing_sent_is_a_pickle_or_names_a_folder_of_this_machine(here, traine
     here_record, there = json.loads((trained / "run_config.json").read_text()), json.loads(files["run_config.json"])
     assert here_record["run"]["corpus"] == [str(books)] and there["run"]["corpus"] == ["books"]
     assert there["run"]["output_dir"] == "model" and "local_paths" not in there
-    assert there["fingerprints"] == {"books": here_record["local_paths"][str(books)]["fingerprint"]}
+    assert there["fingerprints"] == [here_record["local_paths"][str(books)]]
     left = {name: part for name, part in there.items() if name not in ("run", "fingerprints")}
     assert left == {name: here_record[name] for name in left}
     changed = {name for name, value in there["run"].items() if value != here_record["run"][name]}
     assert changed == {"corpus", "output_dir"}
 
 
-def test_paths_of_the_start_and_the_tokenizer_go_out_as_names_with_fingerprints(here, trained, books, tmp_path):
+def test_paths_of_the_start_and_the_tokenizer_go_out_as_names(here, trained, books, tmp_path, monkeypatch):
     out = tmp_path / "further"
+    monkeypatch.chdir(trained.parent.parent)
+    start = f"{trained.parent.name}/model"
     options = ["--max_steps=2", "--mixed_precision=no", "--max_seq_length=48", "--global_batch_size=8"]
-    options += ["--license=mit", "--dataloader_num_workers=0", f"--tokenizer={trained}", f"--init_from={trained}"]
+    options += ["--license=mit", "--dataloader_num_workers=0", f"--tokenizer={trained}", f"--init_from={start}"]
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={out}", *options]) == 0
     assert main(["publish", str(out), "someone/bert"]) == 0
     record = json.loads(published(here)["run_config.json"])
     assert record["run"]["init_from"] == record["run"]["tokenizer"] == "model"
-    assert record["fingerprints"].keys() == {"books", "model"}
-    assert all(re.fullmatch("[0-9a-f]{16}", found) for found in record["fingerprints"].values())
+    assert [read["name"] for read in record["fingerprints"]] == ["books", "model", "model"]
+    assert all(re.fullmatch("[0-9a-f]{16}", read["fingerprint"]) for read in record["fingerprints"])
     card = published(here)["README.md"].decode()
     assert "pretrained further on books" in card and "base_model" not in card and str(tmp_path) not in card
 
@@ -267,6 +292,38 @@ assert type(model).__name__ == "BertForMaskedLM"
     assert '"model"' not in card  # the folder's name
 
 
+def test_what_was_published_goes_on_to_another_address_and_other_models_keep_theirs(here, folder, tmp_path):
+    others = 'AutoModel.from_pretrained("google-bert/model")\n'
+    (folder / "README.md").open("a").write(others)
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, content in published(here).items():
+        (again / name).write_bytes(content)
+    assert main(["publish", str(again), "someone/else"]) == 0
+    card, (tag,) = published(here, "someone/else")["README.md"].decode(), here.tags("someone/else")
+    assert card.count('"someone/else"') == 3 and card.count(tag) == 2 and "someone/bert" not in card and others in card
+    assert json.loads(published(here, "someone/else")["run_config.json"])["fingerprints"][0]["name"] == "books"
+
+
+def test_a_card_that_begins_with_a_mark_or_ends_with_its_metadata_can_get_a_licence(here, folder):
+    card = folder / "README.md"
+    metadata = re.match(r"---\n.*?\n---", card.read_text(), re.DOTALL)[0]
+    for text in ("\ufeff" + card.read_text(), metadata):
+        card.write_text(text)
+        assert main(["publish", str(folder), "someone/bert", "--license=mit"]) == 0
+        assert ModelCard(published(here)["README.md"].decode()).data.license == "mit"
+
+
+def test_two_texts_of_one_name_keep_a_fingerprint_each():
+    paths = {path: {"name": "books", "fingerprint": path} for path in ("/a/books", "/b/books")}
+    record = without_paths(
+        {"run": {"corpus": list(paths), "seed": 1}, "local_paths": paths, "x": ["/c/d", "~/e", "/"]}
+    )
+    assert record["run"] == {"corpus": ["books", "books"], "seed": 1} and record["x"] == ["d", "e", "/"]
+    assert record["fingerprints"] == list(paths.values()) and "local_paths" not in record
+
+
 def test_an_edited_card_goes_as_it_was_edited(here, folder):
     card = folder / "README.md"
     card.write_text(card.read_text().replace("## Uses", "## Made with love\n\nBy us.\n\n## Uses"))
@@ -282,6 +339,8 @@ def test_a_fine_tuned_model_serves_every_head_and_its_card_invents_nothing(here,
     tuned = tmp_path / "tuned"
     D2lBertForSequenceClassification.from_pretrained(trained, num_labels=3).save_pretrained(tuned)
     AutoTokenizer.from_pretrained(trained).save_pretrained(tuned)
+    own = "AutoModelForSequenceClassification"  # as a model has that was not ours before
+    change_json(tuned / "config.json", auto_map={name: AUTO_MAP[name] for name in ("AutoConfig", own)})
     assert not (tuned / "vocab.txt").exists() and not (tuned / "README.md").exists()
     assert main(["publish", str(tuned), "someone/tuned", "--license=mit"]) == 0
     files = published(here, "someone/tuned")
@@ -341,6 +400,22 @@ def with_nan(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def with_hole(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] += 7
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def without_mask(folder):
+    change_json(folder / "tokenizer_config.json", mask_token=None)
+
+
+def better_loss(folder):
+    loss = round(json.loads((folder / "metrics.json").read_text())["eval_mlm_loss"], 4)
+    change_card(folder, f"value: {loss}", "value: 0.1234")
+
+
 BROKEN = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "a pickle instead": (
@@ -356,7 +431,11 @@ BROKEN = {
     "a weight gone": (without_embedding, "weights lack bert."),
     "a weight too many": (with_one_more, "weights hold bert.extra.weight"),
     "a weight not finite": (with_nan, "not finite"),
-    "another size": (lambda f: change_json(f / "config.json", intermediate_size=65), "another shape"),
+    "another size": (lambda f: change_json(f / "config.json", intermediate_size=65), "says intermediate_size 65"),
+    "weights of another size": (
+        lambda f: [change_json(f / "config.json", intermediate_size=65), (f / "run_config.json").unlink()],
+        "another shape",
+    ),
     "another vocabulary": (
         lambda f: change_json(f / "config.json", vocab_size=500),
         "says vocab_size 500",
@@ -393,17 +472,51 @@ BROKEN = {
         lambda f: better_loss(f),
         "README.md: says MLM loss 0.1234, and metrics.json",
     ),
+    "no size of the vocabulary": (lambda f: change_json(f / "config.json", vocab_size=None), "mend config.json"),
+    "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
+    "numbers with a hole": (with_hole, "numbers have holes"),
+    "no mask token": (without_mask, "has no mask token"),
+    "an unknown tokenizer": (
+        lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="MyTokenizer"),
+        "MyTokenizer is no stock class",
+    ),
+    "a card of another task": (
+        lambda f: change_card(f, "pipeline_tag: fill-mask", "pipeline_tag: question-answering"),
+        "which is for fill-mask",
+    ),
+    "figures that are words": (
+        lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"),
+        "do not hold what was written",
+    ),
+    "a record of another shape": (
+        lambda f: change_json(f / "run_config.json", local_paths=[1]),
+        "do not hold what was written",
+    ),
+    "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
+    "other heads than were trained": (
+        lambda f: change_json(f / "config.json", num_attention_heads=4),
+        "says num_attention_heads 4, and run_config.json 2",
+    ),
+    "a better loss in the text": (
+        lambda f: change_card(f, "| MLM loss |", "| MLM loss | 0.123 nats |\n| MLM ross |"),
+        "says MLM loss 0.123 nats, and metrics.json",
+    ),
+    "figures that nothing founds": (lambda f: (f / "metrics.json").unlink(), "there is no metrics.json to say so"),
+    "a card that is no text": (lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"), "in UTF-8"),
+    "somebody's home": (
+        lambda f: (f / "README.md").open("a").write("Trained in /home/jane/texts.\n"),
+        "names a folder of this machine (/home/jane)",
+    ),
+    "a path in the licence": (
+        lambda f: (f / "LICENSE").write_text(f"As in {Path.home()}/x"),
+        "LICENSE: names a folder of this machine",
+    ),
     "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
     "a path in the text": (
         lambda f: (f / "README.md").open("a").write(f"Trained on {Path.home()}/secret.\n"),
         "README.md: names a folder of this machine",
     ),
 }
-
-
-def better_loss(folder):
-    loss = round(json.loads((folder / "metrics.json").read_text())["eval_mlm_loss"], 4)
-    change_card(folder, f"value: {loss}", "value: 0.1234")
 
 
 @pytest.mark.parametrize("how", BROKEN)
@@ -435,10 +548,17 @@ def test_code_that_is_meant_to_differ_goes_out_if_it_runs(here, folder, tmp_path
     code.write_text(code.read_text() + "\nMINE = True\n")
     assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 0
     assert published(here)["modeling_d2l_bert.py"] == code.read_bytes()
-    code.write_text(code.read_text() + "\nraise RuntimeError('not today')\n")
-    assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 2
-    said = capsys.readouterr().err
-    assert "not today" in said and "mend the code" in said and said.count("\n") == 1
+    whole = code.read_text()
+    for changed in (
+        whole + "\nraise RuntimeError('not today')\n",
+        whole + "\nraise SystemExit(0)\n",
+        whole.replace("class D2lBertForMultipleChoice", "class Other"),
+    ):
+        code.write_text(changed)
+        capsys.readouterr()
+        assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be run; mend the code" in said and said.count("\n") == 1
     assert len(here.commits("someone/bert")) == 2
 
 
@@ -458,6 +578,7 @@ def test_a_data_set_that_the_hub_does_not_know_is_refused_unless_the_run_read_it
     [
         (None, "someone/bert", "no token for the Hub here"),
         ("hf_unknown", "someone/bert", "does not accept the token"),
+        ("hf_ünknown", "someone/bert", "signs that no token has"),
         (TOKEN, "another/bert", "may not write there"),
     ],
 )
@@ -517,12 +638,53 @@ def test_a_server_that_dies_half_way_is_said_and_the_same_command_completes_it(h
     assert here.tags("someone/bert") and len(here.commits("someone/bert")) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--collection=someone/none-0123456789abcdef01234567"], "the Hub refuses (404"),
+        (["--create_pr", "--revision=none"], "no such revision"),
+    ],
+)
+def test_what_is_not_there_to_put_it_into_is_said_before_the_commit(here, trained, capsys, options, words):
+    assert main(["publish", str(trained), "someone/bert", *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not published(here)
+
+
+def test_an_address_that_is_no_hub_is_said(trained, monkeypatch, capsys):
+    class Shop(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"Buy two, pay one")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Shop) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert main(["publish", str(trained), "someone/bert"]) == 2
+        server.shutdown()
+    said = capsys.readouterr().err
+    assert "answers as no Hub does" in said and "Traceback" not in said
+
+
+def test_an_upload_that_is_refused_says_why(here, folder, capsys):
+    here.fail = lambda method, path: 400 if method == "PUT" else None
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("d2l-bert")]
+    assert "the Hub refuses (400" in line
+
+
 @pytest.mark.parametrize("status", [500, 503, 429, 400])
 def test_a_server_that_fails_is_said_in_one_line(here, folder, status, capsys):
     here.fail = lambda method, path: status if "/commit/" in path else None
     assert main(["publish", str(folder), "someone/bert"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("d2l-bert")]
-    assert str(status) in line
+    assert str(status) in line and (status < 500 or "the same command again completes it" in line)
     here.fail = None
     assert main(["publish", str(folder), "someone/bert"]) == 0 and published(here).keys() == SENT
 

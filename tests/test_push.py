@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from local_hub import TOKEN
 from safetensors.torch import load_file
 from test_publish import SENT, published
 
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import RECIPES, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.training.push import Pusher
 
@@ -40,9 +41,13 @@ def test_the_finished_model_is_published_as_the_command_would(here, books, tmp_p
 
 def test_publishing_on_the_way_changes_nothing_of_what_is_trained(here, trained, books, tmp_path):
     out = tmp_path / "model"
-    assert pretrain(books, out, "--push_to_hub", "--hub_strategy=all_checkpoints", "--save_steps=10") == 0
+    here.fail = lambda method, path: time.sleep(0.5) if "/commit/" in path else None  # longer than the run goes on
+    options = ["--push_to_hub", "--hub_strategy=all_checkpoints", "--hub_private_repo=false", "--save_steps=10"]
+    assert pretrain(books, out, *options) == 0
     assert (out / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert not list(out.glob(".hub-*"))
+    assert list(here.branches("someone/model")) == ["main", "checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    assert not here.is_private("someone/model")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,7 @@ def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_pat
         (["--push_to_hub"], None, "no token for the Hub here"),
         (["--push_to_hub"], "hf_unknown", "does not accept the token"),
         (["--push_to_hub", "--license=apache"], TOKEN, "write apache-2.0"),
+        (["--push_to_hub", "--license=other"], TOKEN, "license other needs a license_name"),
         (["--push_to_hub", "--hub_model_id=a b"], TOKEN, "cannot be a repository"),
         (["--hub_model_id=someone/bert"], TOKEN, "hub_model_id is for push_to_hub"),
         (["--hub_strategy=checkpoint"], TOKEN, "hub_strategy is for push_to_hub"),
@@ -140,6 +146,35 @@ def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
         assert not (tmp_path / "out").exists() and not here.repositories
+
+
+def test_a_repository_of_somebody_else_is_refused_before_the_training(here, books, tmp_path, capsys):
+    assert pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_model_id=another/bert") == 2
+    assert "the token may not write there" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_was_on_its_way_when_a_run_was_killed_is_cleared_away(books, tmp_path):
+    out = tmp_path / "out"
+    assert pretrain(books, out, "--max_steps=2") == 0
+    (out / ".hub-left").mkdir()
+    assert pretrain(books, out, "--max_steps=2", "--overwrite_output_dir") == 0
+    assert not (out / ".hub-left").exists()
+
+
+def test_models_of_the_embedded_corpus_alone_have_a_licence():
+    run = RECIPES["tiny"]()[1]
+    assert run.known_license() == "apache-2.0"
+    for option in ({"corpus": ["books"]}, {"dataset": ["some/set"]}, {"init_from": "some/bert"}, {"tokenizer": "t"}):
+        assert replace(run, **option).known_license() is None
+        assert replace(run, **option, license="mit").known_license() == "mit"
+
+
+def test_the_default_run_is_published_with_no_further_option(here, tmp_path):
+    """On a few pages of the embedded corpus."""
+    out = tmp_path / "bert"
+    assert main(["pretrain", "--max_documents=60", f"--output_dir={out}", "--max_steps=2", *SMALL]) == 0
+    assert main(["publish", str(out), "bert"]) == 0
+    assert "license: apache-2.0" in published(here, "someone/bert")["README.md"].decode()
 
 
 def test_a_text_that_brings_no_licence_needs_one_to_be_pushed(here, books, tmp_path, capsys):

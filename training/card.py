@@ -8,11 +8,13 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
+from jinja2 import UndefinedError
 from safetensors import safe_open
 
 from d2l_bert import model_cards
-from d2l_bert.training.card_rules import read_metadata
+from d2l_bert.training.card_rules import read_metadata, split_card
 from d2l_bert.training.config import DECAY_RATIO
+from d2l_bert.training.folders import read_json
 from d2l_bert.training.pair_tasks import PAIR_TASKS, pair_task, unit
 from d2l_bert.training.recipes import command_line
 
@@ -34,6 +36,7 @@ PIPELINE_TAGS = {
     "Model": "feature-extraction",
 }
 
+CLEANING = ("unicode_normalization", "min_paragraph_characters", "drop_duplicate_paragraphs")
 MASKED = {"token": "tokens", "whole_word": "tokens, whole words", "span": "tokens, spans of whole words"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of the encoder's blocks, AdamW for all else"}
 
@@ -67,9 +70,10 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
     base_model = start
     if start in (local := record.get("local_paths", {})):
         start, base_model = local[start]["name"], None
-    elif start in record.get("fingerprints", {}):  # of a published folder
+    elif start in (path["name"] for path in record.get("fingerprints", [])):  # of a published folder
         base_model = None
     pipeline_tag = PIPELINE_TAGS[_head(config)]
+    prompts = [example["text"] for example in metrics.get("predictions", [])]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
         language_bcp47=[language] if language and "-" in language else None,
@@ -87,7 +91,9 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         card_data,
         template_path=str(Path(model_cards.__file__).parent / "TEMPLATE.md"),
         name=name,
+        quoted_name=quoted(name),
         shell_name=shlex.quote(name),
+        prompt=quoted(prompts[0] if prompts else "Paris is the [MASK] of France."),
         auto_class=auto_class(config),
         pipeline_tag=pipeline_tag,
         parameters=parameters,
@@ -100,10 +106,13 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         unit=unit(task),
         start=start,
         has_curves=has_curves,
-        command=command_line(record) if record else None,
+        # Nobody makes one step of a run alone.
+        command=command_line(record) if record and "checkpoint_step" not in record else None,
+        is_prepared=record.get("corpus_is_prepared"),
+        checkpoint_step=record.get("checkpoint_step"),
         data_rows=_data_rows(run, data) if data else [],
-        procedure_rows=_procedure_rows(run, metrics, config, task, start) if run else [],
-        evaluation_rows=[(row, _shown(metrics[key], how)) for row, key, how, *_ in figures(metrics)],
+        procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
+        evaluation_rows=[(row, shown(metrics[key], how)) for row, key, how, *_ in figures(metrics)],
         machine_rows=_machine_rows(record, metrics, task),
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
@@ -122,35 +131,21 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
     """
     path = folder / CARD_FILE
     try:
-        card = path.read_text(encoding="utf-8") if path.exists() else render_card(folder)
+        card = path.read_text(encoding="utf-8") if path.is_file() else render_card(folder)
         metadata = read_metadata(card)
-    except (ValueError, OSError) as error:
+    except (UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); write it anew in UTF-8, or delete it") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE}, which lack {error}") from None
+    except (KeyError, TypeError, UndefinedError) as error:
+        raise ValueError(
+            f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE} ({type(error).__name__}: {error}); put "
+            f"back what the run wrote, or take them out"
+        ) from None
     if license is not None:
         metadata = {**metadata, "license": license}
-        body = re.match(r"\s*---.*?\n---[^\n]*\n(.*)", card, re.DOTALL)[1]
-        card = f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{body}"
+        card = f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{split_card(card)[1]}"
     return card, metadata
-
-
-def read_json(path: Path) -> dict:
-    """
-    The content of a JSON file; empty if there is none.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no JSON object; take it out, or put the right one back")
-    return content
 
 
 def auto_class(config: dict) -> str:
@@ -172,6 +167,11 @@ def count_parameters(folder: Path) -> int:
     return count
 
 
+def quoted(text: str) -> str:
+    """Text as Python and JSON write it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def cell(text: str) -> str:
     """Text for a cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ")
@@ -187,6 +187,7 @@ def _data_rows(run, data):
         ("training text", f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"),
         ("held out", f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"),
         ("language", run.get("language")),
+        *_choices(run, data),
     ]
     if report := data.get("tokenizer"):
         added = f"; up to {run['extend_vocab']:,} words of the corpus were added" if run.get("extend_vocab") else ""
@@ -202,12 +203,25 @@ def _data_rows(run, data):
     return [(name, cell(text)) for name, text in rows if text]
 
 
-def _procedure_rows(run, metrics, config, task, start):
+def _choices(run, data):
+    """What was taken of the text, where that is not all of it, as it is."""
+    are_all_on_hub = 0 < len(run["dataset"]) == len(data["hub_datasets"])
+    cleaning = [f"`{name}={run[name]}`" for name in CLEANING if run[name] not in ("none", 0, False)]
+    return [
+        ("data sets", f"{', '.join(run['dataset'])}; split {run['dataset_split']}" if are_all_on_hub else ""),
+        ("shares of the sources", " : ".join(run["source_weights"])),
+        ("at most", f"{run['max_documents']:,} documents of each source" if run["max_documents"] else ""),
+        ("cleaning", ", ".join(cleaning)),
+    ]
+
+
+def _procedure_rows(record, metrics, config, task, start):
+    run = record["run"]
     units, length = unit(task), run["max_seq_length"]
     lengths = "".join(
-        f"; first {entry.split(':')[0]} tokens, with as many more {units}, for {_percent(entry.split(':')[1])} of the "
-        f"steps"
-        for entry in run["length_schedule"]
+        f"; {entry.split(':')[0]}, and {length // int(entry.split(':')[0])} times as many {units} a step, in the "
+        f"{'next' if number else 'first'} {_percent(entry.split(':')[1])} of the steps"
+        for number, entry in enumerate(run["length_schedule"])
     )
     batches = "".join(
         f"{', then' if number else '; first'} {int(entry.split(':')[0]):,} for {_percent(entry.split(':')[1])}"
@@ -223,8 +237,11 @@ def _procedure_rows(run, metrics, config, task, start):
         "warmup_stable_decay": f"flat, then 1 - sqrt in the last {_percent(run['decay_ratio'] or DECAY_RATIO)} of the "
         f"steps",
     }[run["lr_scheduler_type"]]
-    average = f"; the weights are a moving average with decay {run['ema_decay']}" if run["ema_decay"] else ""
-    return [
+    step = record.get("checkpoint_step")
+    average = ""
+    if run["ema_decay"] and not step:
+        average = f"; the weights are a moving average with decay {run['ema_decay']}"
+    rows = [
         ("objective", f"masked language model (MLM){f' and {task.name} ({task.short})' if task else ' alone'}"),
         (units, f"{'`' + run['pairing'] + '`' if task else 'one segment each'}, at most {length} tokens{lengths}"),
         (
@@ -238,18 +255,24 @@ def _procedure_rows(run, metrics, config, task, start):
             if start
             else f"`attention_init={run['attention_init']}`, `initializer_range={config['initializer_range']}`",
         ),
-        ("steps", f"{run['max_steps']:,} of {run['global_batch_size']:,} {units}{batches}{left_out}"),
+        (
+            "steps",
+            f"{f'{step:,} of ' if step else ''}{run['max_steps']:,} of {run['global_batch_size']:,} {units}{batches}"
+            f"{left_out}",
+        ),
         (
             "optimizer",
             f"{OPTIMIZERS[run['optim']]}, peak rate {run['learning_rate']:g}, betas {run['adam_beta1']} and "
             f"{run['adam_beta2']}, weight decay {run['weight_decay']}; {_percent(run['warmup_ratio'])} warm-up, "
             f"then {fall}{average}",
         ),
-        ("longest gradient", f"{run['max_grad_norm']:g}"),
+        ("gradient norm", f"at most {run['max_grad_norm']:g}; a longer gradient is scaled down"),
         ("dropout", f"{config['hidden_dropout_prob']:g}, in attention {config['attention_probs_dropout_prob']:g}"),
-        ("precision", run["mixed_precision"]),
+        ("rows", "several to a row, which cannot see each other" if run["packing"] else ""),
+        ("precision", {"no": "float32"}.get(run["mixed_precision"], run["mixed_precision"])),
         ("seed", run["seed"]),
     ]
+    return [(name, text) for name, text in rows if text != ""]
 
 
 def _machine_rows(record, metrics, task):
@@ -257,7 +280,7 @@ def _machine_rows(record, metrics, task):
     processes, threads = machine.get("processes", 1), machine.get("threads")
     on = machine.get("accelerator") or machine.get("processor") or machine.get("device")
     if on and not machine.get("accelerator") and threads:
-        on += f", {threads} threads"
+        on += f", {threads} {'thread' if threads == 1 else 'threads'}"
     if on and processes > 1:
         on = f"{processes} processes, each on {on}"
     speeds = [
@@ -269,7 +292,7 @@ def _machine_rows(record, metrics, task):
     seconds, memory, energy = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb", "energy_kwh"))
     rows = [
         ("machine", on),
-        ("time", None if seconds is None else f"{seconds:,.0f} s"),
+        ("time", None if seconds is None else _time(seconds)),
         ("speed", ", ".join(speeds)),
         (
             "share of the peak (MFU)",
@@ -277,7 +300,7 @@ def _machine_rows(record, metrics, task):
         ),
         ("padding", None if padding is None else f"{100 * padding:.1f} % of the tokens computed"),
         ("waiting for data", None if wait is None else f"{100 * wait:.1f} % of the time"),
-        ("memory", None if memory is None else f"{memory:,.0f} MB"),
+        ("memory of a process" if processes > 1 else "memory", None if memory is None else f"{memory:,.0f} MB"),
         (
             "energy",
             None
@@ -309,7 +332,8 @@ def figures(metrics: dict) -> list[tuple[str, str, str, str, str, str]]:
     return [figure for figure in known if figure[1] in metrics]
 
 
-def _shown(value, how):
+def shown(value: float, how: str) -> str:
+    """A figure as the card's text says it."""
     return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(how, f"{value:.1f}")
 
 
@@ -321,8 +345,12 @@ def _energy(kwh):
     return f"{kwh:,.1f} kWh" if kwh >= 1 else f"{1000 * kwh:,.2f} Wh"
 
 
+def _time(seconds):
+    return f"{seconds:,.0f} s" if seconds < 3600 else f"{seconds:,.0f} s, {seconds / 3600:,.1f} hours"
+
+
 def _percent(share):
-    return f"{100 * float(share):g} %"
+    return f"{100 * float(share):.3g} %"
 
 
 def _eval_results(metrics, data):

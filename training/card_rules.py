@@ -73,20 +73,31 @@ def read_metadata(card: str) -> dict:
     Raises:
         ValueError: there is none, or it is not YAML, has a key twice or is no mapping.
     """
-    card = card.removeprefix("\ufeff")
-    block = REGEX_YAML_BLOCK.search(card)
-    if not block:
-        raise ValueError("the card has no metadata; begin it with a block of YAML between two lines of ---")
+    block, _ = split_card(card)
     try:
-        metadata = yaml.load(block[2], _Loader)
+        metadata = yaml.load(block, _Loader)
     except Exception as error:  # a date that does not exist, say, is none of YAML's own
         mark = getattr(error, "problem_mark", None)
-        where = f", line {card[: block.start(2)].count(chr(10)) + mark.line + 1}" if mark else ""
+        where = f", line {card[: card.index(block)].count(chr(10)) + mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
         raise ValueError(f"the card's metadata{where}: not valid YAML ({_line(reason)}); mend it") from None
     if not isinstance(metadata, dict):
         raise ValueError(f"the card's metadata is {_shown(metadata)}; give it as lines of `key: value`")
     return metadata
+
+
+def split_card(card: str) -> tuple[str, str]:
+    """
+    A card's block of YAML and its text.
+
+    Raises:
+        ValueError: it begins with no block.
+    """
+    card = card.removeprefix("\ufeff")
+    block = REGEX_YAML_BLOCK.search(card)
+    if not block:
+        raise ValueError("the card has no metadata; begin it with a block of YAML between two lines of ---")
+    return block[2], card[block.end() :]
 
 
 def check_metadata(metadata: dict, mask_token: str | None = None) -> None:

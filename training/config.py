@@ -313,6 +313,7 @@ class PretrainConfig(TextConfig):
         "licence of the model, for its card (a Hub identifier); a model of python-docs alone has apache-2.0",
         HUB,
         how=True,
+        metavar="ID",
     )
     push_to_hub: bool = option(False, "publish the model when the run ends, as d2l-bert publish does", HUB, how=True)
     hub_model_id: str | None = option(
@@ -320,12 +321,12 @@ class PretrainConfig(TextConfig):
     )
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
         "end",
-        "what is sent before the end: nothing; every model saved; the last one, as branch last-checkpoint; all of "
-        "them, each as a branch",
+        "what is sent before the end: nothing; every model saved, to main; the same to the branch last-checkpoint "
+        "(both pass over those saved while one is being sent); all of them, each to a branch of its name",
         HUB,
         how=True,
     )
-    hub_private_repo: bool = option(True, "make a new repository private", HUB, how=True)
+    hub_private_repo: bool = option(True, "keep the repository private; false lets everybody see it", HUB, how=True)
 
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
@@ -443,6 +444,7 @@ class PretrainConfig(TextConfig):
     def known_license(self) -> str | None:
         """The licence that was given, or that of models of the embedded corpus alone."""
         is_ours = self.text_paths() == ["python-docs"] and not self.dataset
+        is_ours &= self.existing_tokenizer() is None  # nor a model that it starts from
         return self.license or ("apache-2.0" if is_ours else None)
 
     def identity(self) -> dict:
@@ -459,7 +461,7 @@ class PublishConfig:
         None, "licence of the model (a Hub identifier), if its card has none or another", HUB, metavar="ID"
     )
     revision: str | None = option(
-        None, "branch to send it to, made if need be; main without it", HUB, metavar="BRANCH"
+        None, "branch to send it to, made if need be, or to propose it to; main without it", HUB, metavar="BRANCH"
     )
     create_pr: bool = option(False, "propose it as a pull request", HUB)
     commit_message: str | None = option(None, "summary of the commit", HUB, metavar="TEXT")

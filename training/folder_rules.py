@@ -1,6 +1,7 @@
 """What a model folder must be to be published: configuration, code, tokenizer, weights and card, and all agree."""
 
 import contextlib
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,13 +10,27 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.wordpiece import pieces
 from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, METRICS_FILE, RUN_FILE, figures, read_card, read_json
+from d2l_bert.training.card import CARD_FILE, METRICS_FILE, PIPELINE_TAGS, RUN_FILE, figures, read_card, shown
 from d2l_bert.training.card_rules import check_metadata
+from d2l_bert.training.config import FREE_FIELDS
 
 
 CODE = {Path(module.__file__).name: Path(module.__file__) for module in (configuration_d2l_bert, modeling_d2l_bert)}
+
+OURS = [folders.AUTO_MAP[name].partition(".")[2] for name in folders.AUTO_MAP if name != "AutoConfig"]
+
+# What Transformers reads a tokenizer.json with; the last is version 5's name for the one before.
+STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+# What may be another in a model than in the run that it is from; the vocabulary is compared with the tokenizer.
+CHANGEABLE = (*FREE_FIELDS, "vocab_size", "pad_token_id")
+
+# Of the figures that only a run measures.
+NAMES = {"MLM loss", "MLM perplexity", "MLM accuracy"}
 
 
 def check_folder(folder: Path, changed_code: bool = False, license: str | None = None) -> None:
@@ -35,26 +50,34 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     model_class = check_code(folder, config, changed_code)
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
-    check_card(folder, license)
+    check_card(folder, config, license)
 
 
-def check_config(folder: Path) -> dict:
-    """config.json, which must be of one of our classes."""
-    config = read_json(folder / "config.json")
+def check_config(folder: Path) -> D2lBertConfig:
+    """The configuration, which must be of one of our classes."""
+    config = folders.read_json(folder / "config.json")
     if not config:
         raise ValueError(f"{folder}: config.json is missing, so it is no model; give a folder of save_pretrained")
     kind, classes = config.get("model_type"), config.get("architectures") or []
-    if kind != configuration_d2l_bert.D2lBertConfig.model_type:
+    if kind != D2lBertConfig.model_type:
         raise ValueError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
-    if len(classes) != 1 or not classes[0].startswith("D2lBert") or not hasattr(modeling_d2l_bert, classes[0]):
+    if len(classes) != 1 or classes[0] not in OURS:
         raise ValueError(
             f"{folder}/config.json: architectures is {classes}, and should name the class that was saved; save the "
             f"model again with save_pretrained"
         )
+    with refused(folder, "mend config.json, or save the model again with save_pretrained"):
+        config = D2lBertConfig.from_pretrained(folder)
+    for name, trained in folders.read_json(folder / RUN_FILE).get("architecture", {}).items():
+        if name not in CHANGEABLE and getattr(config, name) != trained:
+            raise ValueError(
+                f"{folder}/config.json: says {name} {getattr(config, name)}, and {RUN_FILE} {trained}; put back what "
+                f"was trained"
+            )
     return config
 
 
-def check_code(folder: Path, config: dict, changed_code: bool):
+def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
     """The class that loads the folder: the installed one, or that of the folder's code where it may differ."""
     changed = []
     for name, installed in CODE.items():
@@ -64,45 +87,51 @@ def check_code(folder: Path, config: dict, changed_code: bool):
             )
         if (folder / name).read_bytes() != installed.read_bytes():
             changed.append(name)
-    class_name = config["architectures"][0]
+    class_name = config.architectures[0]
     if not changed:
         return getattr(modeling_d2l_bert, class_name)
     if not changed_code:
-        made_with = read_json(folder / RUN_FILE).get("versions", {}).get("d2l-bert")
+        made_with = folders.read_json(folder / RUN_FILE).get("versions", {}).get("d2l-bert")
         raise ValueError(
             f"{folder}/{changed[0]}: differs from that of the installed d2l-bert {version('d2l-bert')}"
             f"{f' (the run was made with {made_with})' if made_with else ''}; put that one back, or say with "
             f"--changed_code that the difference is meant"
         )
-    with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code"):
+    with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code"):  # whatever it raises
         for reference in folders.AUTO_MAP.values():
             get_class_from_dynamic_module(reference, str(folder))
         return get_class_from_dynamic_module(f"modeling_d2l_bert.{class_name}", str(folder))
 
 
-def check_tokenizer(folder: Path, config: dict) -> None:
-    """Refuse a tokenizer that is missing, or has another vocabulary than the model or than its own vocab.txt."""
+def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
+    """Refuse a tokenizer that is missing, not stock, or has another vocabulary than the model or its own vocab.txt."""
+    mend = "save the tokenizer that the model was trained with there"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder}: {name} is missing; save the tokenizer that the model was trained with there")
-    with refused(folder, "its tokenizer cannot be loaded; save the one that the model was trained with there"):
+            raise ValueError(f"{folder}: {name} is missing; {mend}")
+    kind = folders.read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if kind not in STOCK_TOKENIZERS:
+        raise ValueError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
+    with refused(folder, f"its tokenizer cannot be loaded; {mend}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.exists() else pieces(tokenizer)
-    if len(tokenizer) != config["vocab_size"]:
+    if len(tokenizer) != config.vocab_size:
         raise ValueError(
             f"{folder}: the tokenizer has {len(tokenizer):,} tokens and config.json says vocab_size "
-            f"{config['vocab_size']:,}; save the tokenizer that the model was trained with there"
+            f"{config.vocab_size:,}; {mend}"
         )
+    if max(tokenizer.get_vocab().values()) >= config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer's numbers have holes, and end beyond the model's; {mend}")
     if beside != pieces(tokenizer):
-        raise ValueError(
-            f"{folder}: vocab.txt holds other tokens than tokenizer.json; save the tokenizer that the model was "
-            f"trained with there"
-        )
-    if tokenizer.pad_token_id != config["pad_token_id"]:
+        raise ValueError(f"{folder}: vocab.txt holds other tokens than tokenizer.json; {mend}")
+    for name in ("pad", "unk", "cls", "sep", "mask"):
+        if getattr(tokenizer, f"{name}_token_id") is None:
+            raise ValueError(f"{folder}: the tokenizer has no {name} token; {mend}")
+    if tokenizer.pad_token_id != config.pad_token_id:
         raise ValueError(
             f"{folder}: the tokenizer pads with {tokenizer.pad_token_id} and config.json says pad_token_id "
-            f"{config['pad_token_id']}; save the tokenizer that the model was trained with there"
+            f"{config.pad_token_id}; {mend}"
         )
 
 
@@ -130,27 +159,44 @@ def check_weights(folder: Path, model_class) -> None:
         )
 
 
-def check_card(folder: Path, license: str | None = None) -> None:
-    """Refuse a card whose metadata the Hub would refuse, or that says other figures than metrics.json."""
+def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) -> None:
+    """
+    Refuse a card whose metadata the Hub would refuse, or that says another task than config.json or other figures than
+    metrics.json.
+    """
     path = folder / CARD_FILE
     card, metadata = read_card(folder, license)
     try:
         check_metadata(metadata)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    measured = read_json(folder / METRICS_FILE)
-    told = {
+    head, task = config.architectures[0].removeprefix("D2lBert"), metadata.get("pipeline_tag")
+    served = {PIPELINE_TAGS[head], "feature-extraction", "sentence-similarity"}
+    if task is not None and task not in served | ({"text-classification"} if head == "ForPreTraining" else set()):
+        raise ValueError(
+            f"{path}: says pipeline_tag {task}, and config.json {config.architectures[0]}, which is for "
+            f"{PIPELINE_TAGS[head]}; write that"
+        )
+    measured = folders.read_json(folder / METRICS_FILE)
+    told = {  # figures of whatever kind
         metric.get("name"): metric["value"]
         for model in metadata.get("model-index") or []
         for result in model["results"]
         for metric in result["metrics"]
     }
-    for name, key, *_ in figures(measured):
-        if name in told and told[name] != round(measured[key], 4):
-            raise ValueError(
-                f"{path}: says {name} {told[name]}, and {METRICS_FILE} {round(measured[key], 4)}; put the measured "
-                f"one back, or delete {CARD_FILE} to have it written anew"
-            )
+    if not measured and (folder / RUN_FILE).is_file() and (unfounded := told.keys() & NAMES):
+        raise ValueError(
+            f"{path}: says {min(unfounded)} {told[min(unfounded)]}, and there is no {METRICS_FILE} to say so; put "
+            f"that back, or delete {CARD_FILE} to have it written anew"
+        )
+    in_text = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
+    for name, key, unit, *_ in figures(measured):
+        for says, is_right in ((told, round(measured[key], 4)), (in_text, shown(measured[key], unit))):
+            if name in says and says[name] != is_right:
+                raise ValueError(
+                    f"{path}: says {name} {says[name]}, and {METRICS_FILE} {is_right}; put the measured one back, or "
+                    f"delete {CARD_FILE} to have it written anew"
+                )
 
 
 @contextlib.contextmanager
@@ -158,5 +204,5 @@ def refused(folder: Path, mend: str):
     """Raise whatever the libraries say of a folder as one line; they have another exception for every way to fail."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a folder's code may even leave
         raise ValueError(f"{folder}: {' '.join(str(error).split()):.300}; {mend}") from None

@@ -118,5 +118,23 @@ def sync(path: Path) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Write `content` so that a reader finds the old file or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """
+    The content of a JSON file; empty if there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds no JSON object; take it out, or put the right one back")
+    return content

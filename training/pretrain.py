@@ -95,13 +95,13 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
     )
     check_device(run, accelerator.device.type)
-    if run.push_to_hub:
-        distributed.on_main(accelerator, check_push, run, Path(folder))
     if run.init_from is not None:
         distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
     with contextlib.ExitStack() as held:
         folder = distributed.on_main(accelerator, lambda: held.enter_context(output_folder(run)))
         resumed = distributed.on_main(accelerator, find_start, run, folder)
+        if run.push_to_hub:
+            distributed.on_main(accelerator, check_push, run, folder)
         # The first process reads and tokenizes, the others find what it left.
         text = distributed.on_main(accelerator, prepare, run, shared=False)
         if text is None:
@@ -270,7 +270,7 @@ def train(
                 decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
                 state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
-                if pusher and step < max_steps:
+                if pusher and step < max_steps and not stopping:  # who was told to stop waits for nothing
                     pusher.saved(saved)
             if stopping:
                 leave(accelerator, stop, saved)

@@ -7,32 +7,34 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
     HTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
-from jinja2.utils import htmlsafe_json_dumps
 from transformers import AutoTokenizer
 
 from d2l_bert.tokenization.wordpiece import pieces
 from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, METRICS_FILE, RUN_FILE, auto_class, read_card, read_json
+from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, auto_class, quoted, read_card
 from d2l_bert.training.card_rules import read_metadata
 from d2l_bert.training.config import PublishConfig
 from d2l_bert.training.folder_rules import CODE, check_folder
 
 
-# All that is ever sent; whatever else lies in the folder stays there.
-PUBLISHED = (
+TAG = "model-"  # and a name for what it holds
+
+# What we write, of which no earlier commit's may be left beside this one's, and what an edited card may show or name:
+# all that is ever sent. Whatever else lies in the folder stays there.
+WRITTEN = (
     "config.json",
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -42,19 +44,22 @@ PUBLISHED = (
     "vocab.txt",
     *CODE,
     CARD_FILE,
+    CURVES_FILE,
     RUN_FILE,
     METRICS_FILE,
-    "LICENSE*",
-    # the curves, and whatever else an edited card may show
-    "*.png",
-    "*.jpg",
-    "*.svg",
-    # what makes a sentence-transformers model of it
+    # a sentence-transformers model has these
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )
+PUBLISHED = (*WRITTEN, "LICENSE*", "*.png", "*.jpg", "*.svg")
+
+AGAIN = "what has arrived is kept: the same command again completes it"
+
+HOMES = re.compile(r"(?<![\w.])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]+")  # of whatever machine
+
+UNREADABLE = (".safetensors", ".png", ".jpg")
 
 
 def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
@@ -74,11 +79,16 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
             not allow it (the same call completes what was begun).
     """
     check_repo_id(repo_id)
-    check_folder(folder, config.changed_code, config.license)
-    files, tag = outgoing(folder, config)
+    try:
+        check_folder(folder, config.changed_code, config.license)
+        files, tag = outgoing(folder, config)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder}: its JSON files do not hold what was written ({what}); put them back") from None
+    name = folder.resolve().name
     if config.dry_run:
-        return listing(folder, addressed(files, repo_id, tag or config.revision))
-    return send(files, tag, repo_id, config)
+        return listing(folder, addressed(files, name, repo_id, tag or config.revision))
+    return send(files, tag, name, repo_id, config)
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -105,9 +115,11 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
         ValueError: a file that would tell where it lay on this machine.
     """
     files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
-    settings = {**read_json(folder / "config.json"), "auto_map": folders.AUTO_MAP}
-    record = read_json(folder / RUN_FILE)
+    settings = {**folders.read_json(folder / "config.json"), "auto_map": folders.AUTO_MAP}
+    record = folders.read_json(folder / RUN_FILE)
     files["config.json"] = _json(settings)
+    classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
+    files["tokenizer_config.json"] = classes  # Transformers 4 does not know the first name
     if "vocab.txt" not in files:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
@@ -118,13 +130,14 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name} {hashlib.sha256(read(files[name])).hexdigest()}\n".encode())
-    tag = None if config.create_pr else f"model-{digest.hexdigest()[:12]}"
+    tag = None if config.create_pr else f"{TAG}{digest.hexdigest()[:12]}"
     return dict(sorted(files.items())), tag
 
 
 def published_files(folder: Path) -> list[Path]:
     """The files of a folder that are ever sent, in order."""
-    return sorted({path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()})
+    found = {path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if is_written(path.relative_to(folder).as_posix()) or not path.is_symlink())
 
 
 def read(content: Path | bytes) -> bytes:
@@ -157,41 +170,47 @@ def without_paths(record: dict) -> dict:
             return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
         return value
 
-    fingerprints = {path["name"]: path["fingerprint"] for path in paths.values() if path["fingerprint"]}
+    fingerprints = [path for path in paths.values() if path["fingerprint"]]
     return {**without(record), **({"fingerprints": fingerprints} if fingerprints else {})}
 
 
 def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) -> None:
     """Refuse text that names a folder of this machine."""
-    here = {folder.resolve().parent, folder.absolute().parent, Path.cwd(), Path.home()}
+    here = {folder.resolve(), folder.absolute(), Path.home()}
     here |= {Path(path).absolute() for path in record.get("local_paths", {})}
     known = [str(path) for path in sorted(here, reverse=True) if len(path.parts) > 1]  # the longest first
-    known += [path.replace("\\", "\\\\") for path in known if "\\" in path]  # as JSON has it
+    known += [escaped for path in known if (escaped := json.dumps(path)[1:-1]) != path]  # as JSON has it
     for name, content in files.items():
-        if name in ("tokenizer.json", "vocab.txt") or not name.endswith((".json", ".md", ".py", ".txt")):
+        if name in ("tokenizer.json", "vocab.txt") or name.endswith(UNREADABLE):
             continue  # a vocabulary has whatever words its text has
         text = read(content).decode(errors="replace")
-        for path in known:
+        known_here = [*known, *(home[0] for home in HOMES.finditer(text))]
+        for path in known_here:
             if re.search(rf"(?<![\w.~-]){re.escape(path)}(?![\w-])", text):
                 raise ValueError(
                     f"{folder / name}: names a folder of this machine ({path}); take it out before it goes"
                 )
 
 
-def addressed(files: dict[str, Path | bytes], repo_id: str, revision: str | None) -> dict[str, Path | bytes]:
+def addressed(
+    files: dict[str, Path | bytes], name: str, repo_id: str, revision: str | None
+) -> dict[str, Path | bytes]:
     """
     What is sent, with a card whose examples load this model from the Hub; those that run code pin a revision.
 
     Args:
+        name: the folder's, which the examples call the model by; so they may by the card's name for it, its heading,
+            or where it was published before.
         revision: to pin; None for none.
     """
     card = files[CARD_FILE].decode()
-    index = read_metadata(card).get("model-index")
-    heading = re.search("^# (.*)$", card, re.MULTILINE)
-    name = index[0]["name"] if index else heading[1] if heading else ""  # what the examples call the model
-    quoted = re.escape(str(htmlsafe_json_dumps(name)).strip('"'))
-    card = re.sub(rf'(from_pretrained\(|model=)"(?:[\w.-]+/)?{quoted}"', rf'\1"{repo_id}"', card)
-    card = re.sub(rf"(d2l-bert convert )(?:[\w.-]+/)?{re.escape(shlex.quote(name))} ", rf"\1{repo_id} ", card)
+    names = {name, *(model["name"] for model in read_metadata(card).get("model-index") or [])}
+    names |= set(re.findall("^# (.+)$", card, re.MULTILINE))
+    names |= set(re.findall(rf'from_pretrained\("([^"]+)", revision="{TAG}[0-9a-f]{{12}}"', card))
+    for called in names:
+        in_code = re.escape(quoted(called))
+        card = re.sub(rf"(from_pretrained\(|model=){in_code}", rf'\1"{repo_id}"', card)
+        card = re.sub(rf"(d2l-bert convert ){re.escape(shlex.quote(called))} ", rf"\1{repo_id} ", card)
     there = rf'(from_pretrained\("{re.escape(repo_id)}", )(?:revision="[^"]*", )?trust_remote_code=True'
     pinned = f'revision="{revision}", ' if revision else ""
     card = re.sub(there, rf"\1{pinned}trust_remote_code=True", card)
@@ -215,13 +234,14 @@ def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
 # Sending it
 
 
-def send(files: dict[str, Path | bytes], tag: str | None, repo_id: str, config: PublishConfig) -> str:
+def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: str, config: PublishConfig) -> str:
     """
     Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again.
 
     Args:
         files: as `outgoing` gives them.
         tag: of the commit; None for none.
+        name: the folder's.
 
     Returns:
         The page's address and how to load the model.
@@ -239,13 +259,18 @@ def send(files: dict[str, Path | bytes], tag: str | None, repo_id: str, config: 
         if is_private and config.public:
             api.update_repo_settings(repo_id, private=False)
             is_private = False
+        collection = config.collection and find_collection(api, repo_id, config)
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
+        there = [file.rfilename for file in api.model_info(repo_id, revision=config.revision).siblings or []]
         commit = api.create_commit(
             repo_id,
             [
-                CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
-                for name, content in addressed(files, repo_id, tag or config.revision).items()
+                *(
+                    CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
+                    for path, content in addressed(files, name, repo_id, tag or config.revision).items()
+                ),
+                *(CommitOperationDelete(path) for path in there if path not in files and is_written(path)),
             ],
             commit_message=config.commit_message or f"Model and card, by d2l-bert {version('d2l-bert')}",
             revision=config.revision,
@@ -253,8 +278,8 @@ def send(files: dict[str, Path | bytes], tag: str | None, repo_id: str, config: 
         )
         if tag:
             api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
-        if config.collection:
-            add_to_collection(api, repo_id, config)
+        if collection:
+            api.add_collection_item(collection, repo_id, "model", exists_ok=True)
     if config.create_pr:
         return f"proposed to {repo_id}: {commit.pr_url}"
     page = f"{api.endpoint}/{repo_id} ({'private' if is_private else 'public'})"
@@ -285,43 +310,57 @@ def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
             ) from None
 
 
-def add_to_collection(api: HfApi, repo_id: str, config: PublishConfig) -> None:
-    """Put the model into a collection, which is made if there is none of this title."""
-    slug = config.collection
-    if "/" not in slug:
-        owner = repo_id.partition("/")[0]
-        slug = api.create_collection(slug, namespace=owner, private=not config.public, exists_ok=True).slug
-    api.add_collection_item(slug, repo_id, "model", exists_ok=True)
+def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
+    """The slug of the collection, which is made if there is none of this title."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+-[0-9a-f]{24}", config.collection):
+        return api.get_collection(config.collection).slug
+    owner = repo_id.partition("/")[0]
+    return api.create_collection(config.collection, namespace=owner, private=not config.public, exists_ok=True).slug
+
+
+def is_written(path: str) -> bool:
+    """Whether a file in the repository is one of those that we write."""
+    return any(fnmatchcase(path, pattern) for pattern in WRITTEN)
 
 
 @contextlib.contextmanager
-def hub_errors(repo_id: str) -> Iterator[None]:
-    """Say in one line what the Hub, or the way to it, has against publishing."""
-    log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
+    """Say in one line what the Hub, or the way to it, has against publishing, and how to go on after that."""
     try:
         yield
-    except LocalTokenNotFoundError:
-        raise ValueError(f"{repo_id}: no token for the Hub here; {log_in}") from None
-    except OfflineModeIsEnabled:
-        raise ValueError(f"{repo_id}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to publish") from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        said = " ".join((error.server_message or str(error)).split())
-        if status == 401 and not isinstance(error, (RepositoryNotFoundError, GatedRepoError)):
-            raise ValueError(f"{repo_id}: the Hub does not accept the token ({said}); {log_in}") from None
-        if status == 403:
-            raise ValueError(
-                f"{repo_id}: the token may not write there ({said}); give a repository of your own, or {log_in}"
-            ) from None
-        if status is not None and status >= 500:
-            raise ValueError(_unfinished(repo_id, f"the Hub failed ({status}: {said})")) from None
-        raise ValueError(f"{repo_id}: the Hub refuses ({status}: {said})") from None
-    except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "Error while uploading" not in str(error):  # version 1 says this
+    except (OSError, HTTPError, RuntimeError, KeyError, UnicodeEncodeError, json.JSONDecodeError) as error:
+        # An upload that fails is a RuntimeError, with the reason behind it.
+        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        if (line := explanation(reason, again)) is None:
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(_unfinished(repo_id, f"{constants.ENDPOINT} cannot be reached ({reason})")) from None
+        raise ValueError(f"{repo_id}: {line}") from None
 
 
-def _unfinished(repo_id, what):
-    return f"{repo_id}: {what}; what has arrived is kept: the same command again completes it"
+def explanation(error: BaseException, again: str) -> str | None:
+    """What a person can do about an error of the Hub's client; None if it is none."""
+    said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+    if isinstance(error, LocalTokenNotFoundError):
+        return f"no token for the Hub here; {log_in}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"the token holds signs that no token has; {log_in}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to publish"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the Hub has no such revision ({said}); a pull request is made to a branch that is there"
+    if status == 401 and not isinstance(error, RepositoryNotFoundError):
+        return f"the Hub does not accept the token ({said}); {log_in}"
+    if status == 403:
+        return f"the token may not write there ({said}); give a repository of your own, or {log_in}"
+    if status in (408, 412, 429):
+        return f"the Hub asks to try again ({status}: {said}); {again}"
+    if status is not None and status >= 500:
+        return f"the Hub failed ({status}: {said}); {again}"
+    if status is not None:
+        return f"the Hub refuses ({status}: {said})"
+    if isinstance(error, (KeyError, json.JSONDecodeError)):
+        return f"{constants.ENDPOINT} answers as no Hub does ({said}); see that HF_ENDPOINT is right"
+    if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
+        return f"{constants.ENDPOINT} cannot be reached ({said}); {again}"
+    return None

@@ -9,17 +9,20 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from d2l_bert.training import folders
 from d2l_bert.training.card import CARD_FILE, RUN_FILE, render_card
-from d2l_bert.training.card_rules import check_license
+from d2l_bert.training.card_rules import check_metadata
+from d2l_bert.training.checkpoint import step_of
 from d2l_bert.training.config import PretrainConfig, PublishConfig
-from d2l_bert.training.publish import check_repo_id, hub_errors, outgoing, publish, published_files, send
+from d2l_bert.training.publish import AGAIN, check_repo_id, hub_errors, outgoing, publish, published_files, send
 from d2l_bert.training.run_folder import STAGED
 from d2l_bert.training.tracking import say
 
 
 def check_push(run: PretrainConfig, folder: Path) -> None:
     """
-    Refuse at the start what would be refused when all the work is done: name, licence, token.
+    Refuse at the start what would be refused when all the work is done: name, licence, token, and whether it may write
+    there. So the repository is made now, but for a dry run.
 
     Raises:
         ValueError: in one line.
@@ -29,9 +32,11 @@ def check_push(run: PretrainConfig, folder: Path) -> None:
     license = run.known_license()
     if license is None:
         raise ValueError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
-    check_license(license)
-    with hub_errors(repo_id):
+    check_metadata({"license": license})
+    with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
         HfApi().whoami()
+        if not run.dry_run:
+            HfApi().create_repo(repo_id, private=run.hub_private_repo, exist_ok=True)
 
 
 class Pusher:
@@ -49,9 +54,7 @@ class Pusher:
         self.repo_id = run.hub_model_id or folder.resolve().name
         self.public = not run.hub_private_repo
         self.waiting = queue.Queue()
-        # A daemon: a run that is told to stop does not wait for it.
-        self.thread = threading.Thread(target=self._work, daemon=True)
-        self.thread.start()
+        self.thread = None
 
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint was written."""
@@ -62,17 +65,22 @@ class Pusher:
             return
         try:
             staged = self._stage(checkpoint)
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, the run goes on
             say(f"{self.repo_id}: {checkpoint.name} is not sent: {error}")
             return
         branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
         self.waiting.put((staged, branch, checkpoint.name))
+        if self.thread is None:  # a daemon: a run that is told to stop does not wait for it
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
 
     def _stage(self, checkpoint):
         """A copy of what is sent, as the checkpoint may be deleted meanwhile; it goes when this process does."""
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
-        for path in (*published_files(checkpoint), self.folder / RUN_FILE):
+        for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
+        record = {**folders.read_json(self.folder / RUN_FILE), "checkpoint_step": step_of(checkpoint)}
+        folders.write_json(Path(staged.name, RUN_FILE), record)
         card = render_card(Path(staged.name), self.folder.resolve().name)
         Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
         return staged
@@ -83,7 +91,7 @@ class Pusher:
             try:
                 config = PublishConfig(public=self.public, revision=branch, commit_message=name)
                 files, _ = outgoing(Path(staged.name), config)
-                send(files, None, self.repo_id, config)
+                send(files, None, self.folder.resolve().name, self.repo_id, config)
             except Exception as error:  # whatever it is, the run goes on
                 say(f"{self.repo_id}: {name} was not sent: {error}")
             finally:
@@ -99,11 +107,13 @@ class Pusher:
         """
         self.waiting.join()
         self.waiting.put(None)  # the thread ends
+        public = " --public" if self.public else ""
+        command = f"d2l-bert publish {shlex.quote(str(self.folder))} {self.repo_id}{public}"
         try:
             return publish(self.folder, self.repo_id, PublishConfig(public=self.public))
         except ValueError as error:
-            public = " --public" if self.public else ""
-            raise ValueError(
-                f"{error}; the model is complete in {self.folder}: "
-                f"d2l-bert publish {shlex.quote(str(self.folder))} {self.repo_id}{public}"
-            ) from None
+            what = str(error).removesuffix(f"; {AGAIN}")
+            raise ValueError(f"{what}; the model is complete in {self.folder}: {command}") from None
+        except (KeyboardInterrupt, SystemExit):
+            say(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
+            raise

@@ -135,8 +135,8 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     paths = {path: found for name, path, found in given if name not in (PYTHON_DOCS, *text.hub_datasets)}
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
-            files = sorted(file for file in Path(path).iterdir() if file.suffix in (".json", ".txt", ".safetensors"))
-            paths[path] = arrow.fingerprint([(file.name, content_hash(file)) for file in files])
+            there = [Path(path, name) for name in ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")]
+            paths[path] = arrow.fingerprint([(file.name, content_hash(file)) for file in there if file.is_file()])
     paths = {**dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint))), **paths}
     return {path: {"name": folders.base_name(path), "fingerprint": found} for path, found in paths.items()}
 
