@@ -228,6 +228,33 @@ def test_the_card_says_how_the_optimizer_went(facts, options, said):
     assert "40 of 8 pairs |" in text
 
 
+def test_machines_of_other_sizes_are_told_in_their_units(facts):
+    facts[1]["machine"] |= {"processes": 8, "accelerator": "NVIDIA H200", "threads": 1}
+    facts[2] |= {"train_seconds": 1209600.0, "train_energy_kwh": 1881.6}
+    told = rows(card(facts).text)
+    assert told["machine"] == "8 processes, each on NVIDIA H200" and "memory of a process" in told
+    assert told["time"] == "1,209,600 s, 336.0 hours" and told["energy"].startswith("about 1,881.6 kWh: E = P x t = ")
+    facts[1]["machine"] |= {"processes": 1, "accelerator": None, "processor": "A"}
+    assert rows(card(facts).text)["machine"] == "A, 1 thread"
+
+
+def test_what_was_taken_of_a_text_is_said(facts):
+    plain = rows(card(facts).text)
+    assert plain.keys().isdisjoint({"data sets", "shares of the sources", "at most", "cleaning", "rows"})
+    facts[1]["data"] |= {"hub_datasets": ["some/set"]}
+    chosen = {"dataset": ["some/set:first"], "max_documents": 5000, "drop_duplicate_paragraphs": True}
+    facts[1]["run"] |= {**chosen, "extend_vocab": 1000, "source_weights": ["3", "1"], "packing": True}
+    told = rows(card(facts).text)
+    assert told["data sets"] == "some/set:first; split train" and told["at most"] == "5,000 documents of each source"
+    assert told["cleaning"] == "`drop_duplicate_paragraphs=True`" and told["shares of the sources"] == "3 : 1"
+    assert told["tokenizer"].endswith("up to 1,000 words of the corpus were added") and "rows" in told
+    facts[1]["run"] |= {"length_schedule": ["16:0.5", "32:0.25"]}
+    assert (
+        "48 tokens; 16, and 3 times as many pairs a step, in the first 50 % of the steps; 32, and as many pairs"
+        in (rows(card(facts).text)["pairs"])
+    )
+
+
 def test_a_published_folder_gives_the_card_again(trained, tmp_path):
     """All that it needs is in the files that are published."""
     files = ("config.json", "model.safetensors", "run_config.json", "metrics.json", "training_curves.png")

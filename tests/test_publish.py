@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.cli import main
 from d2l_bert.training.folders import AUTO_MAP
-from d2l_bert.training.publish import without_paths
+from d2l_bert.training.publish import hub_errors, without_paths
 
 
 SENT = {
@@ -205,10 +205,12 @@ def test_a_branch_a_message_a_pull_request_and_a_collection(here, trained, folde
     publish = ["publish", str(trained), "someone/bert"]
     assert main([*publish, "--revision=trial", "--commit_message=Try it", "--collection=My models"]) == 0
     assert published(here, revision="trial").keys() == SENT and not published(here)
+    assert here.repositories["model", "someone/bert"].at("trial").title == "Try it"
     (tag,) = here.tags("someone/bert")
     assert here.tags("someone/bert")[tag] == here.branches("someone/bert")["trial"]
     (collection,) = here.collections.values()
-    assert collection["title"] == "My models" and [item["id"] for item in collection["items"]] == ["someone/bert"]
+    assert collection["title"] == "My models" and collection["private"]
+    assert [item["id"] for item in collection["items"]] == ["someone/bert"]
     assert main([*publish[:2], "someone/other", f"--collection={collection['slug']}"]) == 0
     assert [item["id"] for item in here.collections[collection["slug"]]["items"]] == ["someone/bert", "someone/other"]
     capsys.readouterr()
@@ -216,6 +218,9 @@ def test_a_branch_a_message_a_pull_request_and_a_collection(here, trained, folde
     assert f"{here.endpoint}/someone/bert/discussions/1" in capsys.readouterr().out
     assert published(here, revision="refs/pr/1").keys() == SENT and not published(here)
     assert list(here.tags("someone/bert")) == [tag]
+    assert main([*publish, "--create_pr", "--license=isc", "--revision=trial"]) == 0
+    assert here.branches("someone/bert").keys() == {"main", "trial"}
+    assert published(here, revision="refs/pr/2").keys() == SENT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,14 +230,20 @@ def test_a_branch_a_message_a_pull_request_and_a_collection(here, trained, folde
 def test_all_that_is_sent_is_on_the_list_and_listed_by_a_dry_run(here, folder, capsys):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
     (folder / "notes.txt").write_text("mine")
+    (folder / "secret.png").symlink_to("/etc/hostname")
+    (folder / "1_Pooling").mkdir()
+    also = {"LICENSE", "1_Pooling/config.json", "plot.svg"}
+    for name in also:
+        (folder / name).write_text("{}")
     assert main(["publish", str(folder), "someone/bert", "--dry_run"]) == 0
     assert not here.requests
     *lines, total, stays = capsys.readouterr().out.splitlines()
     listed = {line.split()[2]: int(line.split()[0].replace(",", "")) for line in lines}
     assert main(["publish", str(folder), "someone/bert"]) == 0
-    assert {name: len(content) for name, content in published(here).items()} == listed and listed.keys() == SENT
+    assert {name: len(content) for name, content in published(here).items()} == listed
+    assert listed.keys() == SENT | also
     assert total.split()[0] == f"{sum(listed.values()):,}"
-    kept = {"checkpoint-20", "checkpoint-40", "notes.txt", "pytorch_model.bin", "training_log.jsonl"}
+    kept = {"checkpoint-20", "checkpoint-40", "notes.txt", "pytorch_model.bin", "secret.png", "training_log.jsonl"}
     assert set(stays.removeprefix("stays here: ").split(", ")) == kept
 
 
@@ -452,6 +463,10 @@ BROKEN = {
     "another kind of model": (lambda f: change_json(f / "config.json", model_type="bert"), "not a d2l-bert one"),
     "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "architectures is"),
     "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
+    "other code for the configuration": (
+        lambda f: (f / "configuration_d2l_bert.py").write_bytes((f / "configuration_d2l_bert.py").read_bytes()[:-1]),
+        "configuration_d2l_bert.py: differs from that of the installed d2l-bert",
+    ),
     "other code": (
         lambda f: (f / "modeling_d2l_bert.py").open("a").write("# mine\n"),
         "modeling_d2l_bert.py: differs from that of the installed d2l-bert",
@@ -563,7 +578,7 @@ def test_code_that_is_meant_to_differ_goes_out_if_it_runs(here, folder, tmp_path
 
 
 def test_a_data_set_that_the_hub_does_not_know_is_refused_unless_the_run_read_it_there(here, folder, capsys):
-    change_card(folder, "language: en\n", "language: en\ndatasets:\n- some/texts\n")
+    change_card(folder, "language: en\n", "language: en\ndatasets: some/texts\n")
     assert main(["publish", str(folder), "someone/bert"]) == 2
     assert "datasets names some/texts, which the Hub does not know" in capsys.readouterr().err
     assert not here.repositories
@@ -670,6 +685,11 @@ def test_an_address_that_is_no_hub_is_said(trained, monkeypatch, capsys):
         server.shutdown()
     said = capsys.readouterr().err
     assert "answers as no Hub does" in said and "Traceback" not in said
+
+
+def test_what_is_no_error_of_the_hubs_is_not_taken_for_one():
+    with pytest.raises(RuntimeError, match="ours"), hub_errors("someone/bert"):
+        raise RuntimeError("a mistake of ours")
 
 
 def test_an_upload_that_is_refused_says_why(here, folder, capsys):

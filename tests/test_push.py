@@ -1,7 +1,9 @@
 """A run that publishes what it makes: at its end, and on its way."""
 
 import json
+import os
 import shutil
+import signal
 import time
 from dataclasses import replace
 
@@ -82,7 +84,11 @@ def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypat
         assert files["model.safetensors"] == (kept / f"checkpoint-{step}" / "model.safetensors").read_bytes()
         card = files["README.md"].decode()
         assert f'from_pretrained("someone/bert", revision="{branch}", trust_remote_code=True)' in card
-        assert "license: apache-2.0" in card and "MLM loss" not in card
+        assert "license: apache-2.0" in card and "MLM loss" not in card and "Reproduce" not in card
+        assert card.count("# bert\n") == 1 and f"taken after {step} steps of a run of 40" in " ".join(card.split())
+        assert f"| steps | {step} of 40 of 8 pairs |" in card
+        titles = [commit.title for commit in here.repositories["model", "someone/bert"].history(branch)]
+        assert titles[0] == f"checkpoint-{step}"
         assert json.loads(files["run_config.json"])["run"]["corpus"] == ["books"]
     if strategy == "all_checkpoints":
         model = D2lBertForPreTraining.from_pretrained("someone/bert", revision="checkpoint-10", cache_dir=tmp_path)
@@ -127,6 +133,7 @@ def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_pat
         (["--push_to_hub", "--hub_model_id=a b"], TOKEN, "cannot be a repository"),
         (["--hub_model_id=someone/bert"], TOKEN, "hub_model_id is for push_to_hub"),
         (["--hub_strategy=checkpoint"], TOKEN, "hub_strategy is for push_to_hub"),
+        (["--hub_private_repo=false"], TOKEN, "hub_private_repo is for push_to_hub"),
     ],
 )
 def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
@@ -151,6 +158,26 @@ def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
 def test_a_repository_of_somebody_else_is_refused_before_the_training(here, books, tmp_path, capsys):
     assert pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_model_id=another/bert") == 2
     assert "the token may not write there" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_sends_nothing(here, books, tmp_path):
+    assert pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_strategy=every_save", "--dry_run") == 0
+    assert [(request.method, request.path) for request in here.requests] == [("GET", "/api/whoami-v2")]
+
+
+def test_a_run_that_is_told_to_stop_does_not_begin_to_send(here, books, tmp_path, monkeypatch, capsys):
+    sent, saved = [], Pusher.saved
+
+    def stop(self, checkpoint):
+        sent.append(checkpoint.name)
+        os.kill(os.getpid(), signal.SIGTERM)
+        saved(self, checkpoint)
+
+    monkeypatch.setattr(Pusher, "saved", stop)
+    with pytest.raises(SystemExit) as left:
+        pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_strategy=all_checkpoints", "--save_steps=10")
+    assert left.value.code == 143 and sent == ["checkpoint-10"]
+    assert (tmp_path / "out" / "checkpoint-11").is_dir() and "was not sent" not in capsys.readouterr().err
 
 
 def test_what_was_on_its_way_when_a_run_was_killed_is_cleared_away(books, tmp_path):

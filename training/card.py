@@ -219,7 +219,7 @@ def _procedure_rows(record, metrics, config, task, start):
     run = record["run"]
     units, length = unit(task), run["max_seq_length"]
     lengths = "".join(
-        f"; {entry.split(':')[0]}, and {length // int(entry.split(':')[0])} times as many {units} a step, in the "
+        f"; {entry.split(':')[0]}, and {_times(length // int(entry.split(':')[0]))}as many {units} a step, in the "
         f"{'next' if number else 'first'} {_percent(entry.split(':')[1])} of the steps"
         for number, entry in enumerate(run["length_schedule"])
     )
@@ -343,6 +343,10 @@ def _guess(label, score):
 
 def _energy(kwh):
     return f"{kwh:,.1f} kWh" if kwh >= 1 else f"{1000 * kwh:,.2f} Wh"
+
+
+def _times(factor):
+    return f"{factor} times " if factor > 1 else ""
 
 
 def _time(seconds):
