@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, constants
 from huggingface_hub.errors import (
     HTTPError,
     LocalTokenNotFoundError,
@@ -184,8 +184,7 @@ def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) ->
         if name in ("tokenizer.json", "vocab.txt") or name.endswith(UNREADABLE):
             continue  # a vocabulary has whatever words its text has
         text = read(content).decode(errors="replace")
-        known_here = [*known, *(home[0] for home in HOMES.finditer(text))]
-        for path in known_here:
+        for path in (*known, *(home[0] for home in HOMES.finditer(text))):
             if re.search(rf"(?<![\w.~-]){re.escape(path)}(?![\w-])", text):
                 raise ValueError(
                     f"{folder / name}: names a folder of this machine ({path}); take it out before it goes"
@@ -255,14 +254,16 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
         repo_id = repo_id if "/" in repo_id else f"{account}/{repo_id}"
         check_datasets(api, files)
         api.create_repo(repo_id, private=not config.public, exist_ok=True)
-        is_private = api.model_info(repo_id).private
+        info = api.model_info(repo_id)
+        is_private = info.private
         if is_private and config.public:
             api.update_repo_settings(repo_id, private=False)
             is_private = False
         collection = config.collection and find_collection(api, repo_id, config)
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
-        there = [file.rfilename for file in api.model_info(repo_id, revision=config.revision).siblings or []]
+        if config.revision:
+            info = api.model_info(repo_id, revision=config.revision)
         commit = api.create_commit(
             repo_id,
             [
@@ -270,7 +271,7 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
                     CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
                     for path, content in addressed(files, name, repo_id, tag or config.revision).items()
                 ),
-                *(CommitOperationDelete(path) for path in there if path not in files and is_written(path)),
+                *(CommitOperationDelete(path) for path in left_over(info, files)),
             ],
             commit_message=config.commit_message or f"Model and card, by d2l-bert {version('d2l-bert')}",
             revision=config.revision,
@@ -316,6 +317,12 @@ def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
         return api.get_collection(config.collection).slug
     owner = repo_id.partition("/")[0]
     return api.create_collection(config.collection, namespace=owner, private=not config.public, exists_ok=True).slug
+
+
+def left_over(info: ModelInfo, files: dict[str, Path | bytes]) -> list[str]:
+    """The files that we write, of an earlier commit, which are not among what is sent."""
+    there = [file.rfilename for file in info.siblings or []]
+    return [path for path in there if path not in files and is_written(path)]
 
 
 def is_written(path: str) -> bool:
