@@ -4,8 +4,10 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import re
 import shlex
+import threading
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -28,6 +30,7 @@ from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FIL
 from d2l_bert.training.card_rules import read_metadata
 from d2l_bert.training.config import PublishConfig
 from d2l_bert.training.folder_rules import CODE, check_folder
+from d2l_bert.training.tracking import say
 
 
 TAG = "model-"  # and a name for what it holds
@@ -334,13 +337,39 @@ def is_written(path: str) -> bool:
 def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
     """Say in one line what the Hub, or the way to it, has against publishing, and how to go on after that."""
     try:
-        yield
+        with retries_said_once():
+            yield
     except (OSError, HTTPError, RuntimeError, KeyError, UnicodeEncodeError, json.JSONDecodeError) as error:
-        # An upload that fails is a RuntimeError, with the reason behind it.
-        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        if (line := explanation(reason, again)) is None:
+        # An upload that fails is a RuntimeError, with the reason behind it: any, as its threads share a connection.
+        is_upload = isinstance(error, RuntimeError) and "Error while uploading" in str(error)
+        reason = (error.__cause__ if is_upload else None) or error
+        line = explanation(reason, again)
+        if line is None and is_upload:
+            line = f"the upload failed ({reason}); {again}"
+        if line is None:
             raise
         raise ValueError(f"{repo_id}: {line}") from None
+
+
+@contextlib.contextmanager
+def retries_said_once() -> Iterator[None]:
+    """One line for all that the client has to say of requests that it repeats, with addresses that are nobody's."""
+    was_said = threading.Event()
+
+    def pass_on(record):
+        if "thrown while requesting" not in record.getMessage() and "Retrying in" not in record.getMessage():
+            return True
+        if not was_said.is_set():
+            was_said.set()
+            say(f"{constants.ENDPOINT} does not answer as it should; trying again for up to half a minute")
+        return False
+
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addFilter(pass_on)
+    try:
+        yield
+    finally:
+        logger.removeFilter(pass_on)
 
 
 def explanation(error: BaseException, again: str) -> str | None:
