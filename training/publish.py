@@ -345,7 +345,7 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
         reason = (error.__cause__ if is_upload else None) or error
         line = explanation(reason, again)
         if line is None and is_upload:
-            line = f"the upload failed ({reason}); {again}"
+            line = f"the connection broke during an upload ({reason}); {again}"
         if line is None:
             raise
         raise ValueError(f"{repo_id}: {line}") from None
