@@ -504,8 +504,12 @@ BROKEN = {
         "do not hold what was written",
     ),
     "a record of another shape": (
-        lambda f: change_json(f / "run_config.json", local_paths=[1]),
+        lambda f: change_json(f / "run_config.json", local_paths={"/x": 3}),
         "do not hold what was written",
+    ),
+    "a record without data": (
+        lambda f: change_json(f / "run_config.json", data=None),
+        "run_config.json: data is None; put back what the run wrote",
     ),
     "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
     "other heads than were trained": (

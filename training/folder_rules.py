@@ -46,11 +46,20 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one that d2l-bert pretrain has left")
+    check_record(folder)
     config = check_config(folder)
     model_class = check_code(folder, config, changed_code)
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
     check_card(folder, config, license)
+
+
+def check_record(folder: Path) -> None:
+    """Refuse a run_config.json whose parts are no objects."""
+    record = folders.read_json(folder / RUN_FILE)
+    for part in ("run", "architecture", "data", "local_paths", "machine", "versions"):
+        if not isinstance(record.get(part, {}), dict):
+            raise ValueError(f"{folder / RUN_FILE}: {part} is {record[part]!r:.50}; put back what the run wrote")
 
 
 def check_config(folder: Path) -> D2lBertConfig:
@@ -115,7 +124,7 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     with refused(folder, f"its tokenizer cannot be loaded; {mend}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"
-        beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.exists() else pieces(tokenizer)
+        beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
     if len(tokenizer) != config.vocab_size:
         raise ValueError(
             f"{folder}: the tokenizer has {len(tokenizer):,} tokens and config.json says vocab_size "
