@@ -102,9 +102,18 @@ def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that
     tmp_path,
     capsys,
 ):
-    here.fail = lambda method, path: time.sleep(3) if "/commit/last-checkpoint" in path else None
+    out = tmp_path / "bert"
+
+    def hold(method, path):
+        """The first checkpoint, until the last one is there."""
+        for _ in range(600):
+            if "/commit/last-checkpoint" not in path or (out / "checkpoint-40").exists():
+                return
+            time.sleep(0.1)
+
+    here.fail = hold
     options = ["--push_to_hub", "--hub_strategy=checkpoint", "--save_steps=10"]
-    assert pretrain(books, tmp_path / "bert", *options) == 0
+    assert pretrain(books, out, *options) == 0
     assert "checkpoint-20 is not sent, as an earlier one still is" in capsys.readouterr().err
     assert published(here).keys() == SENT
 
