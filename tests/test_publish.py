@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -643,9 +644,15 @@ def test_a_server_that_dies_half_way_is_said_and_the_same_command_completes_it(h
             return 0
         return None
 
+    logged, client = [], logging.getLogger("huggingface_hub")
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    client.addHandler(handler)
     here.fail = die
     assert main(publish) == 2
+    client.removeHandler(handler)
     said = capsys.readouterr().err
+    assert not logged and ("trying again" in said) == (at_method == "PUT")
     (line,) = [line for line in said.splitlines() if line.startswith("d2l-bert")]
     assert "the same command again completes it" in line and "Traceback" not in said
     assert len(said.splitlines()) <= 2 and "/storage/" not in said  # a signed address is nobody's

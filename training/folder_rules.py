@@ -25,7 +25,6 @@ OURS = [folders.AUTO_MAP[name].partition(".")[2] for name in folders.AUTO_MAP if
 # What Transformers reads a tokenizer.json with; the last is version 5's name for the one before.
 STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
-
 # What may be another in a model than in the run that it is from; the vocabulary is compared with the tokenizer.
 CHANGEABLE = (*FREE_FIELDS, "vocab_size", "pad_token_id")
 

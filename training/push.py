@@ -89,7 +89,7 @@ class Pusher:
         while task := self.waiting.get():
             staged, branch, name = task
             try:
-                config = PublishConfig(public=self.public, revision=branch, commit_message=name)
+                config = PublishConfig(revision=branch, commit_message=name)
                 files, _ = outgoing(Path(staged.name), config)
                 send(files, None, self.folder.resolve().name, self.repo_id, config)
             except Exception as error:  # whatever it is, the run goes on
