@@ -1,0 +1,431 @@
+"""How fast a training step is: ours, d2l 1.0.3's own, and stock BERT's best, on the same pairs, in turns.
+
+    python -m benchmarks.throughput [--size small base] [--corpus PATH...] [--d2l_python peers/bin/python]
+    python -m benchmarks.throughput --end_to_end 100
+    python -m benchmarks.throughput --quality 500 --d2l_python peers/bin/python
+    python -m benchmarks.throughput --vocab_sizes 8192 30522 100000 --lengths 64 128 256 512 [--plot cost.png]
+
+Without one of the options of the last three lines the step is compared. `small` is d2l's small BERT, 512 pairs of 64
+a step, `base` BERT-base at 128. Pairs are real ones of the corpus. All contestants train on the same of them, with the
+same masks and labels and as much dropout: ours as `d2l-bert pretrain` does, in micro-batches cut by length; d2l in
+float32 with Adam, all rows as long, its head at the predicted positions too; stock BERT in bf16 with fused AdamW, in
+whichever setting a trial finds fastest (compiled or not, either attention, all pairs of a step at once or fewer). The
+peers do not clip gradients. Each contestant is a process of its own (benchmarks/peers.py).
+
+MFU is the share of the machine's bf16 matrix-multiply peak, measured in the same turns, that the arithmetic of real
+tokens and predicted positions comes to. Memory is what is held before a step, and what a step takes on top.
+
+`--end_to_end` trains with the command line for so many steps, between two measurements of the bare step. `--quality`
+trains ours and d2l's model on the same pairs in the same order, and evaluates both on the same held-out pairs and
+masks, in float32. `--vocab_sizes` and `--lengths` print what a token costs beside what the arithmetic says: the
+vocabulary grows by entries that no text uses, and a step has as many tokens at each length.
+
+The book's package wants an environment of its own, which may borrow torch, numpy and safetensors from this one:
+
+    python -m venv peers
+    peers/bin/pip install --no-deps d2l==1.0.3
+    peers/bin/pip install matplotlib pandas scipy IPython requests
+    python -c "import os, torch; print(os.path.dirname(torch.__path__[0]))" > borrowed.pth
+    mv borrowed.pth peers/lib/python3*/site-packages
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+from benchmarks.mlm_head import SIZES as ARCHITECTURES
+from benchmarks.mlm_head import machine
+from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
+from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
+from d2l_bert.training import pretrain
+from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
+from d2l_bert.training.evaluate import held_out_figures
+from d2l_bert.training.optim import learning_rate_share
+from d2l_bert.training.pair_tasks import PAIR_TASKS
+from d2l_bert.training.prepare import prepare
+from d2l_bert.training.recipes import architecture_options
+
+
+@dataclass
+class Task:
+    """What every contestant has to do."""
+
+    size: str
+    architecture: D2lBertConfig
+    run: PretrainConfig
+    device: str
+
+    def __str__(self):
+        model, run = self.architecture, self.run
+        return (
+            f"{self.size}, {run.pairing}: {model.num_hidden_layers} x {model.hidden_size}, vocabulary "
+            f"{model.vocab_size:,}, dropout {model.hidden_dropout_prob:g}; {run.global_batch_size} pairs of up to "
+            f"{run.max_seq_length} tokens a step"
+        )
+
+    def contestant(self, name, python=sys.executable, **more) -> Contestant:
+        names = [*architecture_options(), "vocab_size", "pad_token_id"]
+        numbers = {name: getattr(self.architecture, name) for name in names}
+        told = {"architecture": numbers, "run": asdict(self.run), "device": self.device, **more}
+        return Contestant(name, told, python)
+
+    def steps(self, count):
+        return pretrain.make_steps(self.run, prepare(self.run), count)
+
+    def files(self, folder, count) -> list["Step"]:
+        steps = self.steps(count)
+        return [
+            Step(steps[number], Path(folder) / f"{id(steps)}-{number}", self.architecture) for number in range(count)
+        ]
+
+
+class Step:
+    """A step's micro-batches in a file, and what they come to."""
+
+    def __init__(self, micro_batches, path, architecture):
+        self.file = str(write_step(micro_batches, path))
+        counts = sum(map(pretrain.count, micro_batches)).tolist()
+        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
+        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
+        self.pairs, self.tokens = self.counts.examples, self.counts.tokens
+        self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", nargs="+", default=["small"], choices=("small", "base"))
+    parser.add_argument("--pairing", nargs="+", choices=("sentences", "segments"), help="small: sentences; base: both")
+    parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--repetitions", type=int, default=9, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, help="steps in a turn; 1, on a GPU 10")
+    parser.add_argument("--global_batch_size", type=int, help="pairs a step; small: 512, base: 32, on a GPU 256")
+    parser.add_argument("--max_seq_length", type=int, help="small: 64, base: 128")
+    parser.add_argument("--micro_batch_size", type=int, help="ours; the default is the recipe's")
+    parser.add_argument("--dropout", type=float, help="small: 0.2, as the book; base: 0.1, as BERT")
+    parser.add_argument("--contestants", nargs="+", default=["ours", "d2l", "stock"], choices=tuple(CONTESTANTS))
+    parser.add_argument("--d2l_python", metavar="PATH", help="Python of the environment that has d2l 1.0.3")
+    parser.add_argument("--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="settings to try")
+    parser.add_argument("--end_to_end", type=int, metavar="STEPS")
+    parser.add_argument("--quality", type=int, metavar="STEPS")
+    parser.add_argument("--vocab_sizes", type=int, nargs="+", default=[])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[])
+    parser.add_argument("--plot", metavar="PATH", help="draw the tables of costs")
+    arguments = parser.parse_args()
+    arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
+    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
+    print(f"{machine(arguments.device)}, torch {torch.__version__}, transformers {transformers.__version__}")
+    if "d2l" in arguments.contestants and not arguments.d2l_python:
+        arguments.contestants.remove("d2l")
+        print("d2l is left out: name the Python of an environment that has it with --d2l_python")
+    for size in arguments.size:
+        for pairing in arguments.pairing or (["sentences"] if size == "small" else ["segments", "sentences"]):
+            task = make_task(size, pairing, arguments)
+            with tempfile.TemporaryDirectory() as folder:
+                measure(task, arguments, folder)
+
+
+def measure(task, arguments, folder):
+    tables = {}
+    if arguments.vocab_sizes:
+        tables["vocabulary"] = vocabularies(task, arguments, folder)
+    if arguments.lengths:
+        tables["tokens in a pair"] = lengths(task, arguments, folder)
+    if arguments.plot and tables:
+        plot(tables, arguments.plot)
+    if arguments.end_to_end:
+        end_to_end(task, arguments, folder)
+    if arguments.quality:
+        quality(task, arguments, folder)
+    if not (tables or arguments.end_to_end or arguments.quality):
+        compare(task, arguments, folder)
+
+
+def make_task(size, pairing, arguments) -> Task:
+    if size == "small":
+        architecture, run = RECIPES["d2l"]()
+        pairs = 512
+    else:
+        _, run = RECIPES["base"]()
+        architecture = D2lBertConfig(**ARCHITECTURES["BERT-base"][0])
+        architecture.hidden_dropout_prob = architecture.attention_probs_dropout_prob = 0.1
+        pairs = 32 if arguments.device == "cpu" else 256
+    if arguments.dropout is not None:
+        architecture.hidden_dropout_prob = architecture.attention_probs_dropout_prob = arguments.dropout
+    run = replace(
+        run,
+        corpus=arguments.corpus,
+        pairing=pairing,
+        vocab_size=architecture.vocab_size,
+        max_seq_length=arguments.max_seq_length or (64 if size == "small" else 128),
+        global_batch_size=arguments.global_batch_size or pairs,
+        micro_batch_size=arguments.micro_batch_size or run.micro_batch_size,
+        mlm_probability=0.15,
+        length_schedule=[],
+        batch_size_schedule=[],
+    )
+    return Task(size, architecture, run, arguments.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In turns
+
+
+def take_turns(contestants, steps_of, arguments):
+    """
+    Let contestants work in turns, each as often, and measure the machine's peak in between.
+
+    Args:
+        contestants: by their labels.
+        steps_of: the steps of each label; contestants with the same ones do the same work in the same turn.
+
+    Returns:
+        For each label a list of (steps, seconds), one for each turn; and the peaks in bf16, operations a second.
+    """
+    taken, peaks = {label: [] for label in contestants}, []
+    for label, contestant in contestants.items():  # allocate, and compile every shape
+        contestant.tell("steps", *orders(steps_of[label]))
+    for turn in range(arguments.repetitions):
+        peaks.append(matmul_peak(torch.device(arguments.device), torch.bfloat16))
+        first = turn * arguments.steps
+        for label in list(contestants)[:: -1 if turn % 2 else 1]:
+            steps = list(itertools.islice(itertools.cycle(steps_of[label]), first, first + arguments.steps))
+            taken[label].append((steps, contestants[label].tell("steps", *orders(steps))))
+    return taken, peaks
+
+
+def orders(steps, rate=1e-4):
+    return [step.file for step in steps], [rate] * len(steps)
+
+
+def rates(turns, what):
+    """A figure of the steps, for each turn, a second."""
+    return [sum(getattr(step, what) for step in steps) / seconds for steps, seconds in turns]
+
+
+def spread(values, digits=0, unit=""):
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def say_peak(peaks):
+    print(f"  peak of matrix products in bf16: {spread([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+def compare(task, arguments, folder):
+    """Our step, d2l's and stock BERT's."""
+    steps = task.files(folder, max(4, arguments.steps))
+    describe(task, steps)
+    with contextlib.ExitStack() as opened:
+        contestants = {}
+        for name in arguments.contestants:
+            python = arguments.d2l_python if name == "d2l" else sys.executable
+            more = {"variant": best_stock(task, steps, arguments)} if name == "stock" else {}
+            contestants[name] = opened.enter_context(task.contestant(name, python, **more))
+        for name, contestant in contestants.items():
+            print(f"  {name}: {contestant.who}")
+        taken, peaks = take_turns(contestants, dict.fromkeys(contestants, steps), arguments)
+        memory = {name: contestant.tell("memory", steps[0].file) for name, contestant in contestants.items()}
+    say_peak(peaks)
+    print(f"  {'':6}{'ms a step':>24}{'pairs/s':>28}{'tokens/s':>32}{'MFU':>8}{'memory, MiB':>20}")
+    for name, turns in taken.items():
+        ms = spread([1000 * seconds / len(done) for done, seconds in turns])
+        share = statistics.median(rates(turns, "arithmetic")) / statistics.median(peaks)
+        held, more = (number / 2**20 for number in memory[name])
+        pairs, tokens = spread(rates(turns, "pairs"), 1), spread(rates(turns, "tokens"))
+        print(f"  {name:6}{ms:>24}{pairs:>28}{tokens:>32}{share:>8.1%}{f'{held:,.0f} + {more:,.0f}':>20}")
+    if "ours" in taken:
+        for name in taken.keys() - {"ours"}:
+            ratios = [theirs / ours for (_, theirs), (_, ours) in zip(taken[name], taken["ours"], strict=True)]
+            print(f"  ours is {spread(ratios, 2)} times as fast as {name}, turn by turn")
+    sys.stdout.flush()
+
+
+def describe(task, steps):
+    total = {name: sum(getattr(step.counts, name) for step in steps) for name in vars(steps[0].counts)}
+    full = total["tokens"] / total["examples"] / task.run.max_seq_length
+    predicted, cut = total["masked_tokens"] / total["examples"], 1 - total["tokens"] / total["padded_tokens"]
+    print(f"\n{task}\n  {full:.1%} full, {predicted:.1f} tokens predicted in a pair, {cut:.1%} padding as we cut them")
+    known = len(prepare(task.run).tokenizer)
+    if known != task.architecture.vocab_size:
+        print(f"  the tokenizer has {known:,} entries; the model's others occur in no pair")
+    sys.stdout.flush()
+
+
+def best_stock(task, steps, arguments) -> str:
+    """The setting in which stock BERT is fastest here, by a trial of each."""
+    pairs = sorted({task.run.global_batch_size, min(task.run.global_batch_size, 64 if task.size == "small" else 16)})
+    settings = itertools.product(("eager", "compiled"), ("sdpa", "eager"), map(str, pairs))
+    settings = arguments.stock or list(map("/".join, settings))
+    best, shortest = settings[0], math.inf
+    for variant in settings if len(settings) > 1 else ():
+        try:
+            with task.contestant("stock", variant=variant) as stock:
+                stock.tell("steps", *orders(steps[:1]))
+                seconds = min(stock.tell("steps", *orders([step])) for step in steps[1:3])
+        except RuntimeError as error:
+            print(f"  stock BERT, trial of {variant}: {str(error).splitlines()[-1]}", flush=True)
+            continue
+        print(f"  stock BERT, trial of {variant}: {1000 * seconds:,.0f} ms a step", flush=True)
+        if seconds < shortest:
+            best, shortest = variant, seconds
+    return best
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a token costs
+
+
+def vocabularies(task, arguments, folder):
+    """The same text and tokenizer, and a larger and larger table of tokens."""
+    run, tasks = replace(task.run, vocab_size=min(arguments.vocab_sizes)), {}
+    for size in arguments.vocab_sizes:
+        numbers = {**task.architecture.to_diff_dict(), "vocab_size": size}
+        numbers.pop("transformers_version", None)
+        tasks[size] = replace(task, run=run, architecture=D2lBertConfig(**numbers))
+    return costs(tasks, "vocabulary", arguments, folder)
+
+
+def lengths(task, arguments, folder):
+    """Pairs of segments, as many tokens a step at each length."""
+    tokens, tasks = task.run.global_batch_size * task.run.max_seq_length, {}
+    for length in arguments.lengths:
+        pairs = max(1, tokens // length)
+        micro = max(1, pretrain.most_tokens(task.run) // length)
+        changes = {"pairing": "segments", "global_batch_size": pairs, "micro_batch_size": micro}
+        tasks[length] = replace(task, run=replace(task.run, max_seq_length=length, **changes))
+    return costs(tasks, "tokens in a pair", arguments, folder)
+
+
+def costs(tasks, what, arguments, folder):
+    """Our tokens a second in each task, beside what the first one's would become by the arithmetic alone."""
+    steps_of = {label: task.files(folder, max(4, arguments.steps)) for label, task in tasks.items()}
+    for label, task in tasks.items():
+        describe(task, steps_of[label])
+    with contextlib.ExitStack() as opened:
+        contestants = {label: opened.enter_context(task.contestant("ours")) for label, task in tasks.items()}
+        taken, peaks = take_turns(contestants, steps_of, arguments)
+    print()
+    say_peak(peaks)
+    print(f"  {what:>18}{'MFLOP a token':>16}{'tokens/s':>32}{'by arithmetic':>16}{'MFU':>8}")
+    rows = []
+    for label, turns in taken.items():
+        operations = sum(step.arithmetic for step in steps_of[label]) / sum(step.tokens for step in steps_of[label])
+        speed = rates(turns, "tokens")
+        rows.append((label, operations, statistics.median(speed)))
+        _, first_operations, first_speed = rows[0]
+        expected = first_speed * first_operations / operations
+        share = statistics.median(rates(turns, "arithmetic")) / statistics.median(peaks)
+        print(f"  {label:>18,}{operations / 1e6:>16.2f}{spread(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True)
+    return rows
+
+
+def plot(tables, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
+    for axes, (what, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
+        labels, operations, speeds = zip(*rows, strict=True)
+        axes.plot(labels, speeds, "o-", label="measured")
+        axes.plot(labels, [speeds[0] * operations[0] / each for each in operations], "--", label="by arithmetic")
+        axes.set(xlabel=what, ylabel="tokens/s", xscale="log", ylim=(0, None), xticks=labels)
+        axes.set_xticks(labels, [f"{label:,}" for label in labels])
+        axes.minorticks_off()
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def end_to_end(task, arguments, folder):
+    """`d2l-bert pretrain` between two measurements of the bare step."""
+    steps, count, output = task.files(folder, max(4, arguments.steps)), arguments.end_to_end, Path(folder) / "model"
+    describe(task, steps)
+    flags = {"corpus": task.run.corpus, "output_dir": output, "max_steps": count, "logging_steps": max(1, count // 10)}
+    flags |= {"length_schedule": "none", "batch_size_schedule": "none", "eval_steps": count, "save_steps": count}
+    for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
+        flags[name] = getattr(task.run, name)
+    flags["micro_batch_size"] = pretrain.micro_batch_pairs(task.run)
+    flags |= {name: getattr(task.architecture, name) for name in architecture_options()}
+    command = [sys.executable, "-m", "d2l_bert", "pretrain", "--recipe", task.run.recipe]
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else str(value)]
+        command += [f"--{name}", *values] if value is not None else []
+    with task.contestant("ours") as ours:
+        turns = functools.partial(take_turns, {"ours": ours}, {"ours": steps}, arguments)
+        before = turns()[0]["ours"]
+        done = subprocess.run(command, env=environment(task.device), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\n{done.stderr}")
+        after = turns()[0]["ours"]
+    rows = [json.loads(line) for line in (output / "training_log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "tokens_per_second" in row]
+    metrics = json.loads((output / "metrics.json").read_text())
+    bare, later = rates(before + after, "tokens"), rows[1:] or rows
+    speed = [row["tokens_per_second"] for row in later]
+    waited = statistics.mean(row["data_wait_share"] for row in later)
+    print(f"  bare step, before and after the run: {spread(bare)} tokens/s")
+    print(f"  d2l-bert pretrain, {count} steps, its log but for the first row: {spread(speed)} tokens/s")
+    print(f"    {statistics.median(speed) / statistics.median(bare):.1%} of the bare step's; waiting {waited:.2%}")
+    print(
+        f"  with the first row: {metrics['train_tokens_per_second']:,.0f} tokens/s, "
+        f"{metrics['train_tokens_per_second'] / statistics.median(bare):.1%}; "
+        f"waiting {metrics['train_data_wait_share']:.2%}, MFU {metrics['train_mfu']:.1%}",
+        flush=True,
+    )
+
+
+def quality(task, arguments, folder):
+    """Ours and d2l's model on the same pairs, then on the same held-out ones."""
+    count, run = arguments.quality, task.run
+    steps = task.steps(count)
+    held_out = str(write_step(list(pretrain.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
+    warmup, decay = run.schedule_steps(count)
+    falling = [
+        run.learning_rate * learning_rate_share(run.lr_scheduler_type, s, warmup, count, decay) for s in range(count)
+    ]
+    constant = [run.learning_rate] * count
+    print(f"\n{task}\n  {count} steps, then held-out pairs; rates up to {run.learning_rate:g}", flush=True)
+    print(f"  {'':22}{'step':>6}{'MLM loss':>10}{'accuracy':>10}{'NSP loss':>10}{'accuracy':>10}{'training, s':>13}")
+    with contextlib.ExitStack() as opened:
+        rates_of = {"ours, rate falls": falling, "ours, rate stays": constant}
+        contestants = {label: opened.enter_context(task.contestant("ours")) for label in rates_of}
+        if "d2l" in arguments.contestants:
+            rates_of["d2l, rate stays"] = constant
+            contestants["d2l, rate stays"] = opened.enter_context(task.contestant("d2l", arguments.d2l_python))
+        spent = dict.fromkeys(contestants, 0.0)
+        for number in range(count):
+            step = Step(steps[number], Path(folder) / "step", task.architecture)
+            evaluated = (number + 1) % math.ceil(count / 5) == 0 or number + 1 == count
+            for label, contestant in contestants.items():
+                spent[label] += contestant.tell("steps", [step.file], [rates_of[label][number]])
+                if evaluated:
+                    sums = torch.tensor(contestant.tell("evaluate", held_out))
+                    found = held_out_figures(sums, PAIR_TASKS[run.objective])
+                    columns = [f"eval_{loss}_{figure}" for loss in ("mlm", "nsp") for figure in ("loss", "accuracy")]
+                    shown = "".join(f"{found[column]:>10.4f}" for column in columns)
+                    print(f"  {label:22}{number + 1:>6}{shown}{spent[label]:>13.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
