@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.peers import memory
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.modeling.modeling_d2l_bert import cross_entropy
 
@@ -110,11 +111,6 @@ def measure(function, arguments):
         function()
         peak = memory("VmHWM") - before
     return {"peak": peak, "seconds": []}
-
-
-def memory(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
 
 
 def synchronize(arguments):

@@ -87,10 +87,8 @@ class Task:
         return pretrain.make_steps(self.run, prepare(self.run), count)
 
     def files(self, folder, count) -> list["Step"]:
-        steps = self.steps(count)
-        return [
-            Step(steps[number], Path(folder) / f"{id(steps)}-{number}", self.architecture) for number in range(count)
-        ]
+        steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))
+        return [Step(steps[number], own / f"{number}.safetensors", self.architecture) for number in range(count)]
 
 
 class Step:
@@ -252,8 +250,8 @@ def compare(task, arguments, folder):
         held, more = (number / 2**20 for number in memory[name])
         pairs, tokens = spread(rates(turns, "pairs"), 1), spread(rates(turns, "tokens"))
         print(f"  {name:6}{ms:>24}{pairs:>28}{tokens:>32}{share:>8.1%}{f'{held:,.0f} + {more:,.0f}':>20}")
-    if "ours" in taken:
-        for name in taken.keys() - {"ours"}:
+    for name in taken:
+        if name != "ours" and "ours" in taken:
             ratios = [theirs / ours for (_, theirs), (_, ours) in zip(taken[name], taken["ours"], strict=True)]
             print(f"  ours is {spread(ratios, 2)} times as fast as {name}, turn by turn")
     sys.stdout.flush()
