@@ -17,11 +17,14 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Unpack
 
+import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
@@ -47,6 +50,41 @@ from .configuration_d2l_bert import D2lBertConfig
 NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT. In the book 1 is the next sentence.
 
 
+# Logits that are there at a time while the loss is computed without keeping them: 64 MB in bf16.
+LOGITS_AT_ONCE = 2**25
+
+# A processor's products are prepared once for each shape: rows to predict are made up to a multiple of this.
+ROWS_MULTIPLE = 32
+
+
+class Dropout(nn.Dropout):
+    """
+    Dropout (section 5.6), with masks that cost a processor little.
+
+    PyTorch draws a processor's masks one number for each value, in one thread, which takes longer than the matrix
+    products around it. Here a seed comes from PyTorch's generator, and each value takes 16 random bits of NumPy's
+    SFC64. `p` is rounded to a multiple of 2^-16, and what is kept is scaled to match. Elsewhere it is PyTorch's.
+    """
+
+    def kept(self, device, *shapes):
+        """For each shape a mask, 1 for what is kept (uint8); Nones where nothing is dropped or PyTorch's serve."""
+        if not (self.training and 0 < self.p < 1 and device.type == "cpu"):
+            return [None] * len(shapes)
+        sizes = [math.prod(shape) for shape in shapes]
+        seed = torch.randint(2**63 - 1, ()).item()
+        bits = np.random.SFC64(seed).random_raw(-(-sum(sizes) // 4)).view(np.int16)
+        kept = torch.from_numpy(bits)[: sum(sizes)] >= round(self.p * 2**16) - 2**15
+        # Not booleans: a compiler for processors reads and writes those one by one.
+        return [mask.view(shape) for mask, shape in zip(kept.view(torch.uint8).split(sizes), shapes, strict=True)]
+
+    def forward(self, values, kept=None):
+        if kept is None:
+            (kept,) = self.kept(values.device, values.shape)
+        if kept is None:
+            return super().forward(values)
+        return values * kept * (2**16 / (2**16 - round(self.p * 2**16)))
+
+
 class D2lBertEmbeddings(nn.Module):
     """The sum of token, segment and position embeddings (section 15.8.3)."""
 
@@ -59,7 +97,7 @@ class D2lBertEmbeddings(nn.Module):
         self.LayerNorm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.embedding_layer_norm else None
         )
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids=None, token_type_ids=None, position_ids=None, inputs_embeds=None):
         if inputs_embeds is None:
@@ -78,16 +116,17 @@ class D2lBertEmbeddings(nn.Module):
         return hidden_states
 
 
-def dot_product_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+def dot_product_attention(module, query, key, value, attention_mask, scaling, kept=None, **kwargs):
     """Scaled dot-product attention (section 11.3), spelt out.
 
-    Query, key and value are (B, N, T, D), the mask is added to the scores and broadcasts to (B, N, T, T).
+    Query, key and value are (B, N, T, D), the mask is added to the scores and broadcasts to (B, N, T, T); `kept` is
+    what the dropout of `module` keeps of those.
     Returns the output as (B, T, N, D) and the attention probabilities as (B, N, T, T).
     """
     scores = query @ key.transpose(-1, -2) * scaling  # (B, N, T, T)
     if attention_mask is not None:
         scores = scores + attention_mask
-    probabilities = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+    probabilities = module.dropout(scores.softmax(dim=-1), kept)
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
 
 
@@ -105,6 +144,7 @@ class D2lBertMultiHeadAttention(nn.Module):
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = Dropout(config.attention_probs_dropout_prob)
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         heads = (*hidden_states.shape[:-1], -1, self.head_size)
@@ -119,7 +159,7 @@ class D2lBertMultiHeadAttention(nn.Module):
             value,
             attention_mask,
             scaling=self.scaling,
-            dropout=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            dropout=self.dropout.p if self.training else 0.0,
             **kwargs,
         )
         return self.output(context.reshape(hidden_states.shape)), probabilities  # (B, T, H)
@@ -130,11 +170,11 @@ class D2lBertAddNorm(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, residual, branch):
-        return self.LayerNorm(residual + self.dropout(branch))
+    def forward(self, residual, branch, kept=None):
+        return self.LayerNorm(residual + self.dropout(branch, kept))
 
 
 class D2lBertPositionWiseFFN(nn.Module):
@@ -161,9 +201,21 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         self.addnorm2 = D2lBertAddNorm(config)
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
-        attention, _ = self.attention(hidden_states, attention_mask, **kwargs)
-        hidden_states = self.addnorm1(hidden_states, attention)
-        return self.addnorm2(hidden_states, self.ffn(hidden_states))
+        return self.compute(hidden_states, attention_mask, self.kept(hidden_states), **kwargs)
+
+    def kept(self, hidden_states):
+        """What the block's dropouts keep of the attention probabilities and of the two branches."""
+        (rows, length, _), device = hidden_states.shape, hidden_states.device
+        scores = (rows, self.attention.config.num_attention_heads, length, length)
+        is_ours = self.attention.config._attn_implementation == "eager"  # other kernels drop out themselves
+        of_scores = self.attention.dropout.kept(device, scores) if is_ours else [None]
+        return of_scores + self.addnorm1.dropout.kept(device, hidden_states.shape, hidden_states.shape)
+
+    def compute(self, hidden_states, attention_mask, kept, **kwargs):
+        """All but drawing masks: a function of tensors alone, which can be compiled for a processor."""
+        attention, _ = self.attention(hidden_states, attention_mask, kept=kept[0], **kwargs)
+        hidden_states = self.addnorm1(hidden_states, attention, kept[1])
+        return self.addnorm2(hidden_states, self.ffn(hidden_states), kept[2])
 
 
 class D2lBertEncoder(nn.Module):
@@ -201,7 +253,24 @@ class MaskLM(nn.Module):
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, hidden_states):
-        return self.decoder(self.LayerNorm(self.activation(self.dense(hidden_states))))
+        return self.decoder(self.transform(hidden_states))
+
+    def transform(self, hidden_states):
+        """What the decoder is given."""
+        return self.LayerNorm(self.activation(self.dense(hidden_states)))
+
+    def scores_and_loss(self, hidden_states, labels=None, num_items=None, skip_scores=False):
+        """
+        The scores (..., V) for hidden states (..., H), and their `cross_entropy` over the labels (...), if any.
+
+        The loss can be had without the scores, None then, which are never there as a whole.
+        """
+        if labels is None or not skip_scores:
+            scores = self(hidden_states)
+            return scores, None if labels is None else cross_entropy(scores, labels, num_items)
+        states, labels = rows_to_predict(hidden_states.flatten(0, -2), labels.flatten().long())
+        loss = linear_cross_entropy(self.transform(states), self.decoder.weight, self.decoder.bias, labels)
+        return None, loss / ((labels != -100).sum() if num_items is None else num_items)
 
 
 class NextSentencePred(nn.Module):
@@ -238,6 +307,75 @@ def cross_entropy(logits, labels, num_items=None):
     return loss if num_items is None else loss / num_items
 
 
+def rows_to_predict(hidden_states, labels):
+    """
+    Leave out rows (R, H) whose label (R,) is -100, on a processor.
+
+    Elsewhere how many there are would have to be waited for, and all rows stay.
+    """
+    if labels.device.type != "cpu":
+        return hidden_states, labels
+    rows = (labels != -100).nonzero().squeeze(1)
+    unused = -len(rows) % ROWS_MULTIPLE
+    return hidden_states[F.pad(rows, (0, unused))], F.pad(labels[rows], (0, unused), value=-100)
+
+
+def linear_cross_entropy(hidden_states, weight, bias, labels):
+    """
+    The sum of the cross-entropies of `hidden_states @ weight.T + bias`, without the whole of those scores.
+
+    Scores are made for some rows at a time, turned into their own gradient, and multiplied into the gradients of
+    everything else at once, so that neither scores nor their gradient are ever there as a whole. That is the idea of
+    Liger Kernel's fused loss (Hsu et al., 2024), in PyTorch's own operations, for every device.
+
+    Args:
+        hidden_states: (R, H).
+        weight, bias: of the vocabulary (V, H) and (V,).
+        labels: (R,), -100 for none.
+    """
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return LinearCrossEntropy.apply(hidden_states, weight, bias, labels)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """What `linear_cross_entropy` computes: gradients come with the loss, and the backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, weight, bias, labels):
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        is_known, labels = labels != -100, labels.clamp(min=0)
+        counted = is_known.to(hidden_states.dtype).unsqueeze(1)  # (R, 1)
+        hidden_states = hidden_states * counted  # what has no label adds nothing to the weight's gradient
+        table, offset = weight.to(hidden_states.dtype), bias.to(hidden_states.dtype)
+        d_hidden, d_weight, d_bias = torch.empty_like(hidden_states), torch.zeros_like(weight), torch.zeros_like(bias)
+        loss = torch.zeros((), dtype=exact, device=weight.device)
+        at_once = max(1, LOGITS_AT_ONCE // len(weight))
+        for first in range(0, len(labels), at_once):
+            part = slice(first, first + at_once)
+            states, wanted = hidden_states[part], labels[part]
+            places = (torch.arange(len(wanted), device=wanted.device), wanted)
+            logits = F.linear(states, table, offset)  # (rows at once, V)
+            gradient = logits.softmax(dim=1)
+            # The logarithm of the sum of exponentials, from the likeliest token: its score less its log-probability.
+            log_sums = logits.amax(1).to(exact) - gradient.amax(1).to(exact).log()
+            loss += (log_sums - logits[places].to(exact)).where(is_known[part], 0).sum()
+            gradient[places] -= 1
+            torch.mm(gradient, table, out=d_hidden[part])
+            d_weight += gradient.T @ states
+            d_bias += (counted[part].T @ gradient).squeeze(0)
+        ctx.save_for_backward(d_hidden * counted, d_weight, d_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        return d_hidden * scale, d_weight * scale, d_bias * scale, None
+
+
 def loss_over(values, num_items=None):
     """The mean of `values`, or, given `num_items`, their sum divided by it, as in `cross_entropy`."""
     return values.mean() if num_items is None else values.sum() / num_items
@@ -252,7 +390,7 @@ def positions_as_labels(positions, length):
 def head_dropout(config):
     """Dropout before a classifier: `classifier_dropout`, or, if that is None, `hidden_dropout_prob`."""
     given = config.classifier_dropout
-    return nn.Dropout(config.hidden_dropout_prob if given is None else given)
+    return Dropout(config.hidden_dropout_prob if given is None else given)
 
 
 class D2lBertPreTrainedModel(PreTrainedModel):
@@ -411,6 +549,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         cls_positions: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         num_pairs_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | D2lBertForPreTrainingOutput:
         """
@@ -421,6 +560,8 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
             next_sentence_label: 0 if B follows A, 1 if B is random, -100 for none: (B,), or (B, S) for packed rows.
             num_items_in_batch, num_pairs_in_batch: predicted tokens and pairs in the whole optimizer step. With them
                 each loss is a sum divided by the count, so that micro-batches add up.
+            skip_logits: with `labels`, compute the MLM loss without `prediction_logits`, which are None then: faster,
+                and with less memory, in training.
 
         Returns:
             `D2lBertForPreTrainingOutput`
@@ -439,11 +580,9 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         hidden_states = outputs.last_hidden_state
         if masked_positions is not None:
             hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
-        prediction_logits = self.mlm(hidden_states)
+        prediction_logits, mlm_loss = self.mlm.scores_and_loss(hidden_states, labels, num_items_in_batch, skip_logits)
         seq_relationship_logits = self.nsp(outputs.pooler_output)
-        mlm_loss = nsp_loss = loss = None
-        if labels is not None:
-            loss = mlm_loss = cross_entropy(prediction_logits, labels, num_items_in_batch)
+        nsp_loss, loss = None, mlm_loss
         if next_sentence_label is not None:
             nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
@@ -486,11 +625,12 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         masked_positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | MaskedLMOutput:
         """
         Args (the others as in `D2lBertModel`):
-            masked_positions, labels, num_items_in_batch: as in `D2lBertForPreTraining`.
+            masked_positions, labels, num_items_in_batch, skip_logits: as in `D2lBertForPreTraining`.
 
         Returns:
             `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
@@ -501,8 +641,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         hidden_states = outputs.last_hidden_state
         if masked_positions is not None:
             hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
-        logits = self.mlm(hidden_states)
-        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
+        logits, loss = self.mlm.scores_and_loss(hidden_states, labels, num_items_in_batch, skip_logits)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

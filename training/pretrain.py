@@ -564,7 +564,7 @@ def train_step(
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with distributed.summed_later(accelerator, model, number == len(micro_batches)):
             with accelerator.autocast():
-                outputs = model(**batch, **divisors)
+                outputs = model(**batch, **divisors, skip_logits=True)
             # Gradients are averaged over the processes, and their losses are shares of one sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
         pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
