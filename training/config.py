@@ -275,6 +275,12 @@ class PretrainConfig(TextConfig):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "the default is bf16 where the processor has it", MACHINE
     )
+    torch_compile: Literal["auto", "true", "false"] = option(
+        "auto",
+        "compile the encoder; auto does where the run is long enough to earn the time back, and says so",
+        MACHINE,
+        how=True,
+    )
     gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, how=True)
     attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
         None, "kernel that computes attention; the default is the faster one here, eager or sdpa", MACHINE, how=True

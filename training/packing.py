@@ -12,8 +12,12 @@ import numpy as np
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 
+# Rows are taken in bunches of so many at most, and of so small a part of all: micro-batches then come in few shapes,
+# for each of which a processor has to prepare its matrix products, and hardly in wider ones.
+LARGEST_BUNCH, LEAST_BUNCHES = 8, 16
+
 # What a micro-batch costs beyond its tokens, in tokens: a few dozen kernels to start.
-MICRO_BATCH_COST = 256
+MICRO_BATCH_COST = 128
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -47,7 +51,7 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, world_size: int = 1,
     Cut a step's rows into the micro-batches of one process.
 
     Rows are sorted by length, and each `world_size` of them go to as many processes: all have about the same to do,
-    in equally many micro-batches. Cuts between lengths are where padding and `MICRO_BATCH_COST` together are least.
+    in equally many micro-batches. Cuts between bunches are where padding and `MICRO_BATCH_COST` together are least.
 
     Args:
         lengths: tokens in each row.
@@ -57,17 +61,24 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, world_size: int = 1,
         For each micro-batch the numbers of its rows, longest first. One may be empty where rows run out.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    widths = [padded(lengths[first]) for first in order[::world_size].tolist()]  # of each process's n-th row
     mine = order[rank::world_size].tolist()
+    longest = [padded(length) for length in np.asarray(lengths)[order[::world_size]]]  # of each process's n-th row
+    bunch = bunch_size(len(longest), most_tokens // longest[0])
     found = []
     start = 0
-    for width, rows in _groups(Counter(widths), most_tokens):
-        parts = -(-rows // _rows_that_fit(width, most_tokens))
+    for width, bunches in _groups(Counter(longest[::bunch]), bunch, most_tokens):
+        parts = -(-bunches // _bunches_that_fit(width, bunch, most_tokens))
         for part in range(parts):
-            first, last = start + rows * part // parts, start + rows * (part + 1) // parts
-            found.append(mine[first:last])
-        start += rows
+            first, last = (start + bunches * each // parts for each in (part, part + 1))
+            found.append(mine[first * bunch : last * bunch])
+        start += bunches
     return found
+
+
+def bunch_size(rows: int, most: int) -> int:
+    """How many of so many rows stay together, a power of two; not more than `most`, which fit into a micro-batch."""
+    limit = max(1, min(LARGEST_BUNCH, rows // LEAST_BUNCHES, most))
+    return 1 << limit.bit_length() - 1
 
 
 def padded(length: int) -> int:
@@ -75,27 +86,27 @@ def padded(length: int) -> int:
     return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def _groups(rows_of, most_tokens):
-    """Neighbouring widths that are computed together: the width and the number of rows of each group, widest first.
+def _groups(bunches_of, bunch, most_tokens):
+    """Neighbouring widths that are computed together: width and number of bunches of each group, widest first.
 
     Solved from the narrow end: best[i] is the least cost from the i-th width on, and where its first group ends.
     """
-    widths = sorted(rows_of, reverse=True)
+    widths = sorted(bunches_of, reverse=True)
     best = [(0, 0)] * (len(widths) + 1)
     for first in range(len(widths) - 1, -1, -1):
-        rows, options = 0, []
+        bunches, options = 0, []
         for last in range(first, len(widths)):
-            rows += rows_of[widths[last]]
-            parts = -(-rows // _rows_that_fit(widths[first], most_tokens))
-            cost = rows * widths[first] + parts * MICRO_BATCH_COST + best[last + 1][0]
+            bunches += bunches_of[widths[last]]
+            parts = -(-bunches // _bunches_that_fit(widths[first], bunch, most_tokens))
+            cost = bunches * bunch * widths[first] + parts * MICRO_BATCH_COST + best[last + 1][0]
             options.append((cost, last + 1))
         best[first] = min(options)
     first = 0
     while first < len(widths):
         end = best[first][1]
-        yield widths[first], sum(rows_of[width] for width in widths[first:end])
+        yield widths[first], sum(bunches_of[width] for width in widths[first:end])
         first = end
 
 
-def _rows_that_fit(width, most_tokens):
-    return max(1, most_tokens // width)
+def _bunches_that_fit(width, bunch, most_tokens):
+    return max(1, most_tokens // (width * bunch))

@@ -2,16 +2,19 @@
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import io
 import itertools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,13 +23,13 @@ from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption, masking
+from d2l_bert.training import arrow, checkpoint, compiling, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
 from d2l_bert.training.card_rules import check_license
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
-from d2l_bert.training.micro_batch import find_micro_batch
+from d2l_bert.training.micro_batch import find_micro_batch, full_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
 from d2l_bert.training.prepare import PreparedText, prepare
@@ -60,6 +63,9 @@ EVALUATIONS = 10  # of a run that does not say how many
 
 # Steps of each length that `max_minutes` is worked out from.
 TIMED_STEPS = 20
+
+# Steps that tell whether compiling pays, and the fewest operations a second that any device might have.
+TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
 
 
 @distributed.said_once()
@@ -160,11 +166,15 @@ def expectation(run: PretrainConfig, train_tokens: int) -> str:
         return f"steps are timed and counted when the run begins, for {run.max_minutes:g} minutes"
     if run.num_train_epochs is not None:
         return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens"
-    stages = run.stages(run.max_steps)
-    ends = [*(first_step for first_step, *_ in stages[1:]), run.max_steps]
-    pairs = sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
-    tokens = pairs * run.max_seq_length
+    tokens = pairs_of(run, run.max_steps) * run.max_seq_length
     return f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text"
+
+
+def pairs_of(run: PretrainConfig, max_steps: int) -> int:
+    """Pairs of full length in so many steps; shorter ones count as what they take the place of."""
+    stages = run.stages(max_steps)
+    ends = [*(first_step for first_step, *_ in stages[1:]), max_steps]
+    return sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
 
 
 def train(
@@ -176,6 +186,7 @@ def train(
     resumed: checkpoint.Checkpoint | None,
 ) -> None:
     """Build the model, go through the steps, and leave everything in `folder`."""
+    keep_freed_memory()
     torch.manual_seed(run.seed)
     task = PAIR_TASKS.get(run.objective)
     model = make_model(architecture, run, text.tokenizer, resumed)
@@ -190,6 +201,7 @@ def train(
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
     run = settle_micro_batch(run, learner, step_model, text, resumed, train_on)
+    run = settle_compiling(run, architecture, learner, text, ranks, resumed, train_on)
     held_out = make_held_out(run, text, **ranks)
     identity = make_identity(run, architecture, text)
     if resumed:
@@ -267,7 +279,8 @@ def train(
             # While steps are being skipped the weights may be bad; what was saved before is not pushed out by them.
             if stopping or (saves and not guard.in_a_row) or step == max_steps:
                 # What was decided by measuring is kept, so that a resumed run obeys it.
-                decided = {"max_steps": max_steps, "micro_batch_size": run.micro_batch_size, "identity": identity}
+                decided = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile}
+                decided |= {"max_steps": max_steps, "identity": identity}
                 state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
                 saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
                 if pusher and step < max_steps and not stopping:  # who was told to stop waits for nothing
@@ -334,6 +347,18 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resu
     return model
 
 
+def keep_freed_memory() -> None:
+    """
+    Have glibc keep what a step frees for the next one.
+
+    It would give every large tensor back to the system, which clears each page of it before it comes again: on two
+    cores that is a tenth of a step. What is kept is memory that the next step takes anyway.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+            libc.mallopt(parameter, 2**30)
+
+
 def faster_attention(device: str, length: int) -> str:
     """On a processor, short rows are faster spelt out: 32 rows of 128 take 5 ms against 17 ms, backward included."""
     return "eager" if device == "cpu" and length <= 256 else "sdpa"
@@ -354,13 +379,70 @@ def settle_micro_batch(
     return dataclasses.replace(run, micro_batch_size=found)
 
 
+def settle_compiling(
+    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, ranks, resumed, train_on
+) -> PretrainConfig:
+    """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
+    accelerator, model = learner.accelerator, learner.model
+    wanted = resumed.state.get("torch_compile", "false") if resumed and run.torch_compile == "auto" else None
+    wanted = wanted or run.torch_compile
+
+    def try_step():
+        train_on(micro_batches_of_every_kind(run, len(text.tokenizer)), 0.0)
+
+    if wanted == "auto":
+        wanted = "false"
+        # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
+        if not accelerator.is_fsdp2 and is_long(run, architecture, text, ranks, accelerator):
+            steps = make_steps(run, text, 1000, **ranks)
+            timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
+            wanted = str(compiling.pays(accelerator, model, try_step, timed)).lower()
+            learner.forget_moments()
+    elif wanted == "true":
+        if error := compiling.compile_now(model, try_step):
+            raise ValueError(f"torch_compile: {error}; leave it out, or give PyTorch's compiler what it needs here")
+        learner.forget_moments()
+    return dataclasses.replace(run, torch_compile=wanted)
+
+
+def micro_batches_of_every_kind(run: PretrainConfig, vocab_size: int) -> list[dict[str, torch.Tensor]]:
+    """A large and a small micro-batch, without padding and with some: what gets programs of its own."""
+    kinds = []
+    for pairs in (micro_batch_pairs(run), 2):
+        for padding in (0, 1):
+            batch = full_batch(run, vocab_size, pairs)
+            batch["attention_mask"][:, batch["attention_mask"].shape[1] - padding :] = 0
+            kinds.append(batch)
+    return kinds
+
+
+def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, ranks, accelerator) -> bool:
+    """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
+    if run.max_minutes is not None:
+        return 60 * run.max_minutes > 2 * compiling.LEAST_SECONDS
+    max_steps = decide_steps(run, text, ranks, None, None, None)
+    pairs = pairs_of(run, max_steps)
+    tokens = pairs * run.max_seq_length
+    counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
+    counts = SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
+    arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
+    if arithmetic < compiling.LEAST_SECONDS * SLOWEST_PEAK:
+        return False  # nowhere, and all that measuring takes is spared
+    peak = accelerator.reduce(torch.tensor(peak_of(run, accelerator), device=accelerator.device), "sum")
+    return arithmetic / float(peak) > compiling.LEAST_SECONDS
+
+
 def make_meter(run: PretrainConfig, architecture: D2lBertConfig, accelerator: Accelerator, state: dict) -> Meter:
     """The meter, with the peak of all processes together measured now."""
     task = PAIR_TASKS.get(run.objective)
     arithmetic = functools.partial(training_arithmetic, architecture, pair_task=task is not None)
-    peak = matmul_peak(accelerator.device, MATMUL_DTYPES[run.mixed_precision])
-    peaks = accelerator.gather(torch.tensor(peak, device=accelerator.device))
+    peaks = accelerator.gather(torch.tensor(peak_of(run, accelerator), device=accelerator.device))
     return Meter(state, task, arithmetic, float(peaks.sum()), accelerator.device)
+
+
+def peak_of(run: PretrainConfig, accelerator: Accelerator) -> float:
+    """Operations a second of this process's device, at most."""
+    return matmul_peak(accelerator.device, MATMUL_DTYPES[run.mixed_precision])
 
 
 def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
