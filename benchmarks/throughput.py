@@ -399,17 +399,14 @@ def quality(task, arguments, folder):
     steps = task.steps(count)
     held_out = str(write_step(list(pretrain.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
     warmup, decay = run.schedule_steps(count)
-    falling = [
-        run.learning_rate * learning_rate_share(run.lr_scheduler_type, s, warmup, count, decay) for s in range(count)
-    ]
-    constant = [run.learning_rate] * count
-    print(f"\n{task}\n  {count} steps, then held-out pairs; rates up to {run.learning_rate:g}", flush=True)
+    shares = [learning_rate_share(run.lr_scheduler_type, step, warmup, count, decay) for step in range(count)]
+    print(f"\n{task}\n  {count} steps at rates up to {run.learning_rate:g}, held-out pairs in between", flush=True)
     print(f"  {'':22}{'step':>6}{'MLM loss':>10}{'accuracy':>10}{'NSP loss':>10}{'accuracy':>10}{'training, s':>13}")
     with contextlib.ExitStack() as opened:
-        rates_of = {"ours, rate falls": falling, "ours, rate stays": constant}
-        contestants = {label: opened.enter_context(task.contestant("ours")) for label in rates_of}
+        rates_of = {"ours, rate falls": [run.learning_rate * share for share in shares]}
+        contestants = {"ours, rate falls": opened.enter_context(task.contestant("ours"))}
         if "d2l" in arguments.contestants:
-            rates_of["d2l, rate stays"] = constant
+            rates_of["d2l, rate stays"] = [run.learning_rate] * count
             contestants["d2l, rate stays"] = opened.enter_context(task.contestant("d2l", arguments.d2l_python))
         spent = dict.fromkeys(contestants, 0.0)
         for number in range(count):

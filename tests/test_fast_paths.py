@@ -1,0 +1,334 @@
+"""What was made fast computes the same: loss without scores, dropout's masks, compiled blocks."""
+
+import copy
+import json
+import math
+import shutil
+
+import conftest
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
+from d2l_bert.cli import main
+from d2l_bert.modeling import modeling_d2l_bert as modeling
+from d2l_bert.training import compiling
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import make_accelerator
+from d2l_bert.training.micro_batch import full_batch
+from d2l_bert.training.pretrain import is_long, micro_batches_of_every_kind
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, LENGTH, SLOTS = 6, 16, 5
+
+
+def make_model(model_class=D2lBertForPreTraining, dropout=0.0, **changes):
+    torch.manual_seed(0)
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    config = D2lBertConfig(**{**conftest.SIZES, **dropouts, **changes})
+    model = model_class._from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # none of them at a value that hides a mistake
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_batch(model, everywhere=False):
+    generator = torch.Generator().manual_seed(1)
+    vocab_size = model.config.vocab_size
+    ids = torch.randint(5, vocab_size, (ROWS, LENGTH), generator=generator)
+    labels = torch.randint(vocab_size, (ROWS, LENGTH if everywhere else SLOTS), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = -100
+    mask = torch.arange(LENGTH) < torch.arange(LENGTH - ROWS, LENGTH)[:, None]
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+    if not everywhere:
+        batch["masked_positions"] = torch.randint(LENGTH - ROWS, labels.shape, generator=generator)
+    if isinstance(model, D2lBertForPreTraining):
+        batch["next_sentence_label"] = ids[:, 0] % 2
+    return batch
+
+
+def loss_and_gradients(model, **batch):
+    model.zero_grad()
+    outputs = model(**batch)
+    outputs.loss.backward()
+    return outputs, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected, **tolerance):
+    (outputs, gradients), (expected_outputs, expected_gradients) = found, expected
+    torch.testing.assert_close(outputs.loss, expected_outputs.loss, check_dtype=False, **tolerance)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, **tolerance, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss without its scores
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_the_loss_without_scores_is_the_loss_and_so_are_its_gradients(model_class, tied, everywhere, monkeypatch):
+    model = make_model(model_class, tie_word_embeddings=tied).double()
+    batch = make_batch(model, everywhere)
+    expected = loss_and_gradients(model, **batch)
+    for rows_at_once in (3, 7, 10**6):
+        monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", rows_at_once * model.config.vocab_size)
+        found = loss_and_gradients(model, **batch, skip_logits=True)
+        assert found[0].get("prediction_logits", found[0].get("logits")) is None
+        assert_same(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_loss_without_scores_adds_up_over_micro_batches_given_the_steps_counts():
+    model = make_model().double()
+    batch = make_batch(model)
+    expected = loss_and_gradients(model, **batch)
+    counts = {"num_items_in_batch": (batch["labels"] != -100).sum(), "num_pairs_in_batch": ROWS}
+    model.zero_grad()
+    for part in (slice(0, 1), slice(1, 4), slice(4, ROWS)):
+        model(**{name: tensor[part] for name, tensor in batch.items()}, **counts, skip_logits=True).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[1][name], rtol=1e-5, atol=1e-7)
+
+
+def test_rows_without_a_label_weigh_nothing_where_they_stay():
+    """On a GPU no row is left out: unused ones must add nothing to the loss or to any gradient."""
+    torch.manual_seed(0)
+    states, weight, bias = (torch.randn(*shape, dtype=torch.double) for shape in ((9, 4), (11, 4), (11,)))
+    labels = torch.tensor([3, -100, 10, -100, -100, 0, 3, 7, -100])
+    found, expected = [], []
+    for gradients, loss_of in (
+        (found, modeling.linear_cross_entropy),
+        (expected, lambda x, w, b, y: nn.functional.cross_entropy(x @ w.T + b, y, reduction="sum")),
+    ):
+        leaves = [tensor.clone().requires_grad_() for tensor in (states, weight, bias)]
+        loss = 3 * loss_of(*leaves, labels)
+        gradients.extend([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert (found[1][labels == -100] == 0).all()
+
+
+def test_in_bf16_the_loss_without_scores_is_no_further_from_the_truth():
+    model = make_model(vocab_size=3000)
+    batch = make_batch(model, everywhere=True)
+    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch)
+
+    def error(**how):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, gradients = loss_and_gradients(model, **batch, **how)
+        off = [(gradients[name] - truth[1][name]).norm() / truth[1][name].norm() for name in gradients]
+        return float((outputs.loss - truth[0].loss).detach().abs()), float(torch.stack(off).median())
+
+    (loss, gradient), (usual_loss, usual_gradient) = error(skip_logits=True), error()
+    assert loss < max(2 * usual_loss, 2e-3)
+    assert gradient < 1.2 * usual_gradient
+
+
+def test_scores_are_never_there_as_a_whole(monkeypatch):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            result = function(*arguments, **(keywords or {}))
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return result
+
+    model = make_model(vocab_size=5000)
+    batch = make_batch(model, everywhere=True)
+    predicted = int((batch["labels"] != -100).sum())
+    monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", 8 * 5000)
+    found = []
+    for skip_logits in (True, False):
+        with Largest() as largest:
+            model(**batch, skip_logits=skip_logits).loss.backward()
+        found.append(largest.elements)
+    assert found[0] == max(8, conftest.SIZES["hidden_size"]) * 5000, "the weight's gradient, or eight rows"
+    assert found[1] >= predicted * 5000
+
+
+def test_a_score_far_below_the_highest_keeps_its_loss():
+    """Its probability is 0 in float32; the loss is still the distance."""
+    states, labels = torch.tensor([[1.0]]), torch.tensor([1])
+    loss = modeling.linear_cross_entropy(states, torch.tensor([[300.0], [0.0]]), torch.zeros(2), labels)
+    assert loss == 300
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout
+
+
+def draw(p, *shapes, seed=0):
+    torch.manual_seed(seed)
+    return modeling.Dropout(p).train().kept(torch.device("cpu"), *shapes)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
+def test_dropout_drops_its_share_and_keeps_the_mean(p):
+    count = 1_000_000
+    values = modeling.Dropout(p).train()(torch.ones(count))
+    deviation = math.sqrt(p * (1 - p) / count)
+    assert abs(float((values == 0).float().mean()) - p) < 4 * deviation + 2**-17
+    assert abs(float(values.double().mean()) - 1) < 4 * deviation / (1 - p)
+    assert len(values.unique()) == 2
+
+
+def test_masks_are_independent_of_place_and_of_one_another():
+    """No correlation between neighbours, rows, masks of one draw and draws of neighbouring seeds."""
+    rows, width = 1000, 1000
+    first, second = draw(0.3, (rows, width), (rows, width))
+    (other,) = draw(0.3, (rows, width), seed=1)
+    pairs = [(first, second), (first, other)]
+    pairs += [(first[:, :-shift], first[:, shift:]) for shift in (1, 2, 3, 4, 8)]
+    pairs += [(first[:-shift], first[shift:]) for shift in (1, 4)]
+    for one, another in pairs:
+        correlation = np.corrcoef(one.flatten().numpy(), another.flatten().numpy())[0, 1]
+        assert abs(correlation) < 5e-3
+
+
+def test_masks_follow_from_the_seed():
+    assert torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,))[0])
+    assert not torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,), seed=1)[0])
+    assert [tuple(mask.shape) for mask in draw(0.5, (3, 5), (7,))] == [(3, 5), (7,)]
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_nothing_or_everything_can_be_dropped(p):
+    assert torch.equal(modeling.Dropout(p).train()(torch.ones(5)), torch.full((5,), 1 - p))
+    assert torch.equal(modeling.Dropout(p).eval()(torch.ones(5)), torch.ones(5))
+
+
+def test_gradient_checkpointing_draws_the_same_masks_again():
+    model = make_model(dropout=0.3)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(model, **make_batch(model)))
+    assert_same(*found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled
+
+
+@pytest.fixture
+def compiled_anew():
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("hidden_act", ["relu", "gelu"])
+def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, compiled_anew):
+    model = make_model(dropout=dropout, hidden_act=hidden_act)
+    batches = [make_batch(model), {name: tensor[:3] for name, tensor in make_batch(model).items()}]
+
+    def steps():
+        torch.manual_seed(5)
+        return [loss_and_gradients(model, **batch, skip_logits=True) for batch in batches]
+
+    as_written, names = steps(), list(model.state_dict())
+    compiling.compile_blocks(model)
+    for found, expected in zip(steps(), as_written, strict=True):
+        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+    assert list(model.state_dict()) == names
+    compiling.leave_as_written(model)
+    for found, expected in zip(steps(), as_written, strict=True):
+        assert_same(found, expected, rtol=0, atol=0)
+
+
+def test_all_blocks_share_a_program(compiled_anew):
+    model = make_model(D2lBertModel, num_hidden_layers=6)
+    compiling.compile_blocks(model)
+    torch._dynamo.utils.counters.clear()
+    for rows in (4, 7, 5):
+        model(torch.arange(rows * 12).view(rows, 12) % 40).last_hidden_state.sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Clock:
+    """Time that passes only in steps: so much as written, so much compiled."""
+
+    def __init__(self, monkeypatch, model, as_written, compiled):
+        self.now, self.model, self.costs = 0.0, model, {False: as_written, True: compiled}
+        monkeypatch.setattr(compiling.time, "monotonic", lambda: self.now)
+
+    def step(self):
+        self.now += self.costs["compute" in vars(self.model.base_model.encoder.layer[0])]
+
+
+@pytest.mark.parametrize(("compiled", "kept"), [(0.5, True), (1.5, False)])
+def test_what_is_compiled_stays_so_if_it_is_faster(compiled, kept, monkeypatch, capsys):
+    model, accelerator = make_model(), make_accelerator("no")
+    clock = Clock(monkeypatch, model, 1.0, compiled)
+    assert compiling.pays(accelerator, model, clock.step, [clock.step] * 3) is kept
+    assert ("compute" in vars(model.bert.encoder.layer[0])) is kept
+    said = capsys.readouterr().err
+    assert f"a step takes {compiled} s instead of 1" in said and ("left as written" in said) is not kept
+
+
+def test_without_a_compiler_a_run_goes_on_as_written(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nand more")
+
+    model, accelerator = make_model(), make_accelerator("no")
+    assert compiling.pays(accelerator, model, fail, [lambda: None]) is False
+    assert "not compiled: InvalidCxxCompiler: No working C++ compiler found\n" in capsys.readouterr().err
+    assert "compute" not in vars(model.bert.encoder.layer[0])
+    assert compiling.compile_now(model, fail) == "InvalidCxxCompiler: No working C++ compiler found"
+
+
+def test_a_compiled_run_goes_on_bit_for_bit(books, tmp_path, capsys, compiled_anew):
+    """And its checkpoint says that it was compiled, which `auto` obeys."""
+    out = tmp_path / "out"
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={out}", *conftest.SMALL, "--max_steps=6"]
+    command += ["--save_steps=3", "--hidden_dropout_prob=0.2", "--attention_probs_dropout_prob=0.2"]
+    assert main([*command, "--torch_compile=true"]) == 0
+    whole = (out / "model.safetensors").read_bytes()
+    torch.compiler.reset()  # what the first run compiled is not there in a process of its own
+    shutil.rmtree(out / "checkpoint-6")
+    assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+    assert (out / "model.safetensors").read_bytes() == whole
+    assert json.loads((out / "run_config.json").read_text())["run"]["torch_compile"] == "true"
+    assert json.loads((out / "checkpoint-6" / "training_state.json").read_text())["torch_compile"] == "true"
+
+
+def test_a_compiler_that_was_asked_for_and_fails_is_one_line(books, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compiling, "compile_now", lambda *_: "No working C++ compiler found")
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *conftest.SMALL, "--max_steps=2"]
+    assert main([*command, "--torch_compile=true"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "torch_compile: No working C++ compiler found; leave it out" in line
+
+
+def test_programs_are_made_of_large_and_small_micro_batches_with_padding_and_without():
+    run = PretrainConfig(max_seq_length=16, micro_batch_size=8)
+    kinds = micro_batches_of_every_kind(run, 100)
+    assert [tuple(kind["input_ids"].shape) for kind in kinds] == [(8, 16), (8, 16), (2, 16), (2, 16)]
+    assert [bool(kind["attention_mask"].all()) for kind in kinds] == [True, False, True, False]
+    assert torch.equal(kinds[0]["labels"], full_batch(run, 100, 8)["labels"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_steps": 50}, False),
+        ({"max_minutes": 5.0}, False),
+        ({"max_minutes": 30.0}, True),
+        ({"max_steps": 10**9}, True),
+    ],
+)
+def test_a_run_is_long_by_its_minutes_or_by_its_arithmetic(changes, expected):
+    run = PretrainConfig(**changes)
+    accelerator = make_accelerator("no")
+    run.mixed_precision = "no"
+    assert is_long(run, D2lBertConfig(), None, {}, accelerator) is expected
