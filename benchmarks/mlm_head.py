@@ -51,8 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not Path("/proc/self/clear_refs").exists():
         sys.exit("peak memory on a processor is read from /proc, which Linux has")
-    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
-    print(f"{machine(arguments.device)}, torch {torch.__version__}, transformers {transformers.__version__}, float32")
+    print(heading(arguments.device, "float32"))
     for name, (architecture, rows, length) in SIZES.items():
         compare(name, architecture, rows, length, arguments)
 
@@ -137,6 +136,19 @@ def report(what, figures, positions, config):
             f"  arithmetic: {work[every]:.1f} and {work[masked]:.1f} GFLOP, {work[every] / work[masked]:.2f}; "
             f"{space[every]:.0f} and {space[masked]:.0f} MiB, {space[every] / space[masked]:.2f}"
         )
+
+
+def heading(device, *more) -> str:
+    """
+    What every bench prints first: command and day; machine, versions and whatever else.
+
+    Raises:
+        SystemExit: a GPU is asked for, and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: PyTorch sees no GPU here; leave it out to measure the processor")
+    versions = f"torch {torch.__version__}", f"transformers {transformers.__version__}"
+    return f"python {' '.join(sys.orig_argv[1:])}    {date.today()}\n{', '.join([machine(device), *versions, *more])}"
 
 
 def machine(device):

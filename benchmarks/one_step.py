@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, fields, replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.mlm_head import machine
+from benchmarks.mlm_head import heading
 
 
 STEPS, BATCH, LENGTH, RATE, LONGEST_GRADIENT, SEED = 20, 64, 64, 1e-4, 0.1, 42
@@ -60,8 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     corpus = parser.parse_args().corpus
-    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
-    print(f"{machine('cpu')}, torch {torch.__version__}, transformers {transformers.__version__}, float32")
+    print(heading("cpu", "float32"))
     print(f"{STEPS} steps of {BATCH} pairs, rate {RATE:g}, gradients of norm {LONGEST_GRADIENT:g} at most\n")
     print(f"{'':>50} {'first step':>31} {'after the last':>15}")
     print(f"{'':>50} {'loss':>9} {'norm':>9} {'gradient':>11} {'parameters':>15}")

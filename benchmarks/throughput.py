@@ -40,15 +40,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 
 from benchmarks.mlm_head import SIZES as ARCHITECTURES
-from benchmarks.mlm_head import machine
+from benchmarks.mlm_head import heading
 from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
 from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
 from d2l_bert.training import pretrain
@@ -125,8 +123,7 @@ def main() -> None:
     parser.add_argument("--plot", metavar="PATH", help="draw the tables of costs")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
-    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
-    print(f"{machine(arguments.device)}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(heading(arguments.device))
     if "d2l" in arguments.contestants and not arguments.d2l_python:
         arguments.contestants.remove("d2l")
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
