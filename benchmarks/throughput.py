@@ -31,6 +31,7 @@ The book's package wants an environment of its own, which may borrow torch, nump
 
 import argparse
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -127,11 +128,15 @@ def main() -> None:
     if "d2l" in arguments.contestants and not arguments.d2l_python:
         arguments.contestants.remove("d2l")
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
-    for size in arguments.size:
-        for pairing in arguments.pairing or (["sentences"] if size == "small" else ["segments", "sentences"]):
-            task = make_task(size, pairing, arguments)
-            with tempfile.TemporaryDirectory() as folder:
-                measure(task, arguments, folder)
+    if not arguments.contestants:
+        parser.error("no contestant is left")
+    pairings = {"small": ["sentences"], "base": ["segments", "sentences"]}
+    tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
+    if arguments.plot and len(tasks) > 1:
+        parser.error("--plot draws one size and pairing, and would leave only the last of several; name one of each")
+    for size, pairing in tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(make_task(size, pairing, arguments), arguments, folder)
 
 
 def measure(task, arguments, folder):
@@ -353,7 +358,9 @@ def plot(tables, path):
 
 
 def end_to_end(task, arguments, folder):
-    """`d2l-bert pretrain` between two measurements of the bare step."""
+    """`d2l-bert pretrain` between two measurements of the bare step, with the tokenizer's vocabulary as its own."""
+    task = replace(task, architecture=copy.deepcopy(task.architecture))
+    task.architecture.vocab_size = len(prepare(task.run).tokenizer)
     steps, count, output = task.files(folder, max(4, arguments.steps)), arguments.end_to_end, Path(folder) / "model"
     describe(task, steps)
     flags = {"corpus": task.run.corpus, "output_dir": output, "max_steps": count, "logging_steps": max(1, count // 10)}
