@@ -96,7 +96,7 @@ class Ours:
         self.train_step(self.accelerator, self.model, self.optimizers, micro_batches, rate, run.max_grad_norm)
 
     def scores(self, batch):
-        outputs = self.model(**batch)
+        outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own would compute in bf16
         return outputs.prediction_logits, outputs.seq_relationship_logits
 
 
