@@ -70,9 +70,10 @@ class Ours:
         from dataclasses import replace
 
         from d2l_bert import D2lBertConfig, PretrainConfig
-        from d2l_bert.training import distributed, pretrain
+        from d2l_bert.training import compiling, distributed, pretrain
         from d2l_bert.training.optim import make_optimizers
 
+        pretrain.keep_freed_memory()
         self.train_step = pretrain.train_step
         self.accelerator = distributed.make_accelerator(None)
         run = PretrainConfig(**told["run"])
@@ -83,7 +84,12 @@ class Ours:
         optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         self.model.train()
-        self.is_ours = f"{self.run.mixed_precision}, attention {attention}"
+        if run.torch_compile == "true":
+            kinds = pretrain.micro_batches_of_every_kind(run, model.config.vocab_size)
+            if error := compiling.compile_now(model, lambda: self.step(kinds, 0.0)):
+                raise RuntimeError(error)
+        compiled = "compiled" if run.torch_compile == "true" else "not compiled"
+        self.is_ours = f"{self.run.mixed_precision}, attention {attention}, {compiled}"
 
     def __str__(self):
         return f"d2l-bert {version('d2l-bert')}, {self.is_ours}"

@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, help="small: 0.2, as the book; base: 0.1, as BERT")
     parser.add_argument("--contestants", nargs="+", default=["ours", "d2l", "stock"], choices=tuple(CONTESTANTS))
     parser.add_argument("--d2l_python", metavar="PATH", help="Python of the environment that has d2l 1.0.3")
+    parser.add_argument("--torch_compile", default="auto", choices=("auto", "true", "false"), help="ours; auto tries")
     parser.add_argument("--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="settings to try")
     parser.add_argument("--end_to_end", type=int, metavar="STEPS")
     parser.add_argument("--quality", type=int, metavar="STEPS")
@@ -238,8 +239,9 @@ def compare(task, arguments, folder):
         contestants = {}
         for name in arguments.contestants:
             python = arguments.d2l_python if name == "d2l" else sys.executable
-            more = {"variant": best_stock(task, steps, arguments)} if name == "stock" else {}
-            contestants[name] = opened.enter_context(task.contestant(name, python, **more))
+            settings = {"ours": our_settings, "stock": stock_settings}.get(name, lambda *_: {"": {}})(task, arguments)
+            best = fastest(task, steps, name, settings)
+            contestants[name] = opened.enter_context(task.contestant(name, python, **best))
         for name, contestant in contestants.items():
             print(f"  {name}: {contestant.who}")
         taken, peaks = take_turns(contestants, dict.fromkeys(contestants, steps), arguments)
@@ -270,23 +272,33 @@ def describe(task, steps):
     sys.stdout.flush()
 
 
-def best_stock(task, steps, arguments) -> str:
-    """The setting in which stock BERT is fastest here, by a trial of each."""
+def our_settings(task, arguments) -> dict[str, dict]:
+    """Compiled or not, which a long run finds out for itself."""
+    choices = {"auto": ("false", "true")}.get(arguments.torch_compile, (arguments.torch_compile,))
+    return {f"torch_compile {choice}": {"run": asdict(replace(task.run, torch_compile=choice))} for choice in choices}
+
+
+def stock_settings(task, arguments) -> dict[str, dict]:
+    """Compiled or not, either attention, all pairs of a step at once or fewer."""
     pairs = sorted({task.run.global_batch_size, min(task.run.global_batch_size, 64 if task.size == "small" else 16)})
-    settings = itertools.product(("eager", "compiled"), ("sdpa", "eager"), map(str, pairs))
-    settings = arguments.stock or list(map("/".join, settings))
-    best, shortest = settings[0], math.inf
-    for variant in settings if len(settings) > 1 else ():
+    variants = map("/".join, itertools.product(("eager", "compiled"), ("sdpa", "eager"), map(str, pairs)))
+    return {variant: {"variant": variant} for variant in arguments.stock or variants}
+
+
+def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
+    """The setting in which a contestant is fastest here, by a trial of each."""
+    best, shortest = next(iter(settings.values())), math.inf
+    for label, setting in settings.items() if len(settings) > 1 else ():
         try:
-            with task.contestant("stock", variant=variant) as stock:
-                stock.tell("steps", *orders(steps[:1]))
-                seconds = min(stock.tell("steps", *orders([step])) for step in steps[1:3])
+            with task.contestant(name, **setting) as contestant:
+                contestant.tell("steps", *orders(steps[:3]))  # allocate, and compile every shape
+                seconds = min(contestant.tell("steps", *orders([step])) for step in steps[1:3])
         except RuntimeError as error:
-            print(f"  stock BERT, trial of {variant}: {str(error).splitlines()[-1]}", flush=True)
+            print(f"  {name}, trial of {label}: {str(error).splitlines()[-1]}", flush=True)
             continue
-        print(f"  stock BERT, trial of {variant}: {1000 * seconds:,.0f} ms a step", flush=True)
+        print(f"  {name}, trial of {label}: {1000 * seconds:,.0f} ms a step", flush=True)
         if seconds < shortest:
-            best, shortest = variant, seconds
+            best, shortest = setting, seconds
     return best
 
 
