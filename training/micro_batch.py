@@ -42,7 +42,7 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
                 start = time.monotonic()
                 with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
                     with accelerator.autocast():
-                        loss = model(**batch, skip_logits=True).loss
+                        loss = model(**batch, skip_logits=not accelerator.is_fsdp2).loss
                     accelerator.backward(loss)
                 loss.item()
                 seconds = min(seconds, time.monotonic() - start)
