@@ -345,35 +345,46 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, labels):
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype
         is_known, labels = labels != -100, labels.clamp(min=0)
-        counted = is_known.to(hidden_states.dtype).unsqueeze(1)  # (R, 1)
-        hidden_states = hidden_states * counted  # what has no label adds nothing to the weight's gradient
-        table, offset = weight.to(hidden_states.dtype), bias.to(hidden_states.dtype)
-        d_hidden, d_weight, d_bias = torch.empty_like(hidden_states), torch.zeros_like(weight), torch.zeros_like(bias)
+        counted = is_known.to(dtype).unsqueeze(1)  # (R, 1)
+        states = hidden_states * counted  # what has no label adds nothing to the weight's gradient
+        table, offset = weight.to(dtype), bias.to(dtype)
+        d_states, d_bias = torch.empty_like(states), torch.zeros_like(bias)
+        d_weight = None
         loss = torch.zeros((), dtype=exact, device=weight.device)
         at_once = max(1, LOGITS_AT_ONCE // len(weight))
         for first in range(0, len(labels), at_once):
             part = slice(first, first + at_once)
-            states, wanted = hidden_states[part], labels[part]
+            wanted = labels[part]
             places = (torch.arange(len(wanted), device=wanted.device), wanted)
-            logits = F.linear(states, table, offset)  # (rows at once, V)
+            logits = F.linear(states[part], table, offset)  # (rows at once, V)
             gradient = logits.softmax(dim=1)
-            # The logarithm of the sum of exponentials, from the likeliest token: its score less its log-probability.
-            log_sums = logits.amax(1).to(exact) - gradient.amax(1).to(exact).log()
-            loss += (log_sums - logits[places].to(exact)).where(is_known[part], 0).sum()
+            loss += label_losses(logits, gradient, places).where(is_known[part], 0).sum()
             gradient[places] -= 1
-            torch.mm(gradient, table, out=d_hidden[part])
-            d_weight += gradient.T @ states
+            torch.mm(gradient, table, out=d_states[part])
+            product = gradient.T @ states[part]
+            d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
             d_bias += (counted[part].T @ gradient).squeeze(0)
-        ctx.save_for_backward(d_hidden * counted, d_weight, d_bias)
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
+        ctx.save_for_backward(d_states * counted, d_weight, d_bias)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, scale):
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        return d_hidden * scale, d_weight * scale, d_bias * scale, None
+        d_states, d_weight, d_bias = ctx.saved_tensors
+        return d_states * scale, d_weight * scale, d_bias * scale, None
+
+
+def label_losses(logits, probabilities, places):
+    """The cross-entropy of each row's label, at the `places` of `logits` (R, V), in float32 at least."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    scores, chances = logits[places].to(exact), probabilities[places].to(exact)
+    if logits.device.type == "cpu" and bool((chances > 1e-30).all()):  # asking elsewhere would be waiting
+        return -chances.log()
+    # By way of the likeliest token, whose probability is not rounded to 0.
+    return logits.amax(1).to(exact) - probabilities.amax(1).to(exact).log() - scores
 
 
 def loss_over(values, num_items=None):
