@@ -177,6 +177,16 @@ def summed_later(accelerator: Accelerator, model, is_last: bool):
     return contextlib.nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """
+    Whether FSDP2 holds the model in shards.
+
+    The decoder may then have shards of its own, gathered where it computes scores and nowhere else: they cannot be
+    left out.
+    """
+    return isinstance(model, FSDPModule)
+
+
 def reshard(model) -> None:
     """Have every parameter of an FSDP2 model in shards again; between an evaluation and a step some are whole."""
     for module in model.modules():

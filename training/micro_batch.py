@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.distributed import summed_later
+from d2l_bert.training.distributed import is_sharded, summed_later
 from d2l_bert.training.interruption import is_out_of_memory
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.tracking import say
@@ -42,7 +42,7 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
                 start = time.monotonic()
                 with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
                     with accelerator.autocast():
-                        loss = model(**batch, skip_logits=not accelerator.is_fsdp2).loss
+                        loss = model(**batch, skip_logits=not is_sharded(model)).loss
                     accelerator.backward(loss)
                 loss.item()
                 seconds = min(seconds, time.monotonic() - start)

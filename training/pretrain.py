@@ -393,7 +393,7 @@ def settle_compiling(
     if wanted == "auto":
         wanted = "false"
         # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
-        if not accelerator.is_fsdp2 and is_long(run, architecture, text, ranks, accelerator):
+        if not distributed.is_sharded(model) and is_long(run, architecture, text, ranks, accelerator):
             steps = make_steps(run, text, 1000, **ranks)
             timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
             wanted = str(compiling.pays(accelerator, model, try_step, timed)).lower()
@@ -641,14 +641,12 @@ def train_step(
     divisors = {"num_items_in_batch": masked_tokens}
     if "next_sentence_label" in micro_batches[0]:
         divisors["num_pairs_in_batch"] = examples
-    # FSDP2 may hold the decoder in shards of its own, which are gathered where its scores are computed and not else.
-    how = {"skip_logits": not accelerator.is_fsdp2}
     losses = torch.zeros(2, device=device)
     for number, batch in enumerate(micro_batches, 1):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with distributed.summed_later(accelerator, model, number == len(micro_batches)):
             with accelerator.autocast():
-                outputs = model(**batch, **divisors, **how)
+                outputs = model(**batch, **divisors, skip_logits=not distributed.is_sharded(model))
             # Gradients are averaged over the processes, and their losses are shares of one sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
         pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
