@@ -307,7 +307,7 @@ def test_a_compiler_that_was_asked_for_and_fails_is_one_line(books, tmp_path, ca
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *conftest.SMALL, "--max_steps=2"]
     assert main([*command, "--torch_compile=true"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "torch_compile: No working C++ compiler found; leave it out" in line
+    assert "torch_compile: No working C++ compiler found; give --torch_compile false" in line
 
 
 def test_programs_are_made_of_large_and_small_micro_batches_with_padding_and_without():

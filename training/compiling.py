@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch._functorch.config
-import torch._inductor.exc
 from accelerate import Accelerator
 from torch import nn
 

@@ -400,7 +400,9 @@ def settle_compiling(
             learner.forget_moments()
     elif wanted == "true":
         if error := compiling.compile_now(model, try_step):
-            raise ValueError(f"torch_compile: {error}; leave it out, or give PyTorch's compiler what it needs here")
+            raise ValueError(
+                f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs"
+            )
         learner.forget_moments()
     return dataclasses.replace(run, torch_compile=wanted)
 
