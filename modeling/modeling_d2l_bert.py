@@ -5,6 +5,7 @@ Names at the border are Hugging Face's (`input_ids`, `attention_mask`, `labels`)
 Shapes:
     B batch rows        T tokens in a row         P predicted slots in a row      S sequences packed into a row
     H hidden size       N attention heads         D = H / N, a head's width       V vocabulary
+    Q queries in a row: T, and in the last block only as many as are read
 
 With x the token ids, s the segment ids and t the positions:
 
@@ -119,11 +120,11 @@ class D2lBertEmbeddings(nn.Module):
 def dot_product_attention(module, query, key, value, attention_mask, scaling, kept=None, **kwargs):
     """Scaled dot-product attention (section 11.3), spelt out.
 
-    Query, key and value are (B, N, T, D), the mask is added to the scores and broadcasts to (B, N, T, T); `kept` is
-    what the dropout of `module` keeps of those.
-    Returns the output as (B, T, N, D) and the attention probabilities as (B, N, T, T).
+    The query is (B, N, Q, D), key and value are (B, N, T, D), the mask is added to the scores and broadcasts to
+    (B, N, Q, T); `kept` is what the dropout of `module` keeps of those.
+    Returns the output as (B, Q, N, D) and the attention probabilities as (B, N, Q, T).
     """
-    scores = query @ key.transpose(-1, -2) * scaling  # (B, N, T, T)
+    scores = query @ key.transpose(-1, -2) * scaling  # (B, N, Q, T)
     if attention_mask is not None:
         scores = scores + attention_mask
     probabilities = module.dropout(scores.softmax(dim=-1), kept)
@@ -146,11 +147,14 @@ class D2lBertMultiHeadAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = Dropout(config.attention_probs_dropout_prob)
 
-    def forward(self, hidden_states, attention_mask=None, **kwargs):
-        heads = (*hidden_states.shape[:-1], -1, self.head_size)
-        query = self.query(hidden_states).view(heads).transpose(1, 2)  # (B, N, T, D)
-        key = self.key(hidden_states).view(heads).transpose(1, 2)
-        value = self.value(hidden_states).view(heads).transpose(1, 2)
+    def forward(self, queries, hidden_states, attention_mask=None, **kwargs):
+        """Queries (B, Q, H) attend to hidden states (B, T, H), with a mask that broadcasts to (B, N, Q, T)."""
+
+        def heads(states):
+            return states.view(*states.shape[:-1], -1, self.head_size).transpose(1, 2)  # (B, N, Q or T, D)
+
+        query = heads(self.query(queries))
+        key, value = heads(self.key(hidden_states)), heads(self.value(hidden_states))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, dot_product_attention)
         context, probabilities = attend(
             self,
@@ -162,7 +166,7 @@ class D2lBertMultiHeadAttention(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             **kwargs,
         )
-        return self.output(context.reshape(hidden_states.shape)), probabilities  # (B, T, H)
+        return self.output(context.reshape(queries.shape)), probabilities  # (B, Q, H)
 
 
 class D2lBertAddNorm(nn.Module):
@@ -200,22 +204,35 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         self.ffn = D2lBertPositionWiseFFN(config)
         self.addnorm2 = D2lBertAddNorm(config)
 
-    def forward(self, hidden_states, attention_mask=None, **kwargs):
-        return self.compute(hidden_states, attention_mask, self.kept(hidden_states), **kwargs)
+    def forward(self, hidden_states, attention_mask=None, positions=None, **kwargs):
+        """
+        Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q).
 
-    def kept(self, hidden_states):
+        Others than those serve as keys and values only, unless flex attention's mask is made for all queries.
+        """
+        is_for_all = not (attention_mask is None or isinstance(attention_mask, torch.Tensor))
+        queries = hidden_states
+        if positions is not None and not is_for_all:
+            queries = states_at(hidden_states, positions)
+            if attention_mask is not None:  # (B, 1, T, T)
+                attention_mask = attention_mask.take_along_dim(positions[:, None, :, None], 2)
+        kept = self.kept(queries, hidden_states)
+        queries = self.compute(queries, hidden_states, attention_mask, kept, **kwargs)
+        return states_at(queries, positions) if positions is not None and is_for_all else queries
+
+    def kept(self, queries, hidden_states):
         """What the block's dropouts keep of the attention probabilities and of the two branches."""
         (rows, length, _), device = hidden_states.shape, hidden_states.device
-        scores = (rows, self.attention.config.num_attention_heads, length, length)
+        scores = (rows, self.attention.config.num_attention_heads, queries.shape[1], length)
         is_ours = self.attention.config._attn_implementation == "eager"  # other kernels drop out themselves
         of_scores = self.attention.dropout.kept(device, scores) if is_ours else [None]
-        return of_scores + self.addnorm1.dropout.kept(device, hidden_states.shape, hidden_states.shape)
+        return of_scores + self.addnorm1.dropout.kept(device, queries.shape, queries.shape)
 
-    def compute(self, hidden_states, attention_mask, kept, **kwargs):
-        """All but drawing masks: a function of tensors alone, which can be compiled for a processor."""
-        attention, _ = self.attention(hidden_states, attention_mask, kept=kept[0], **kwargs)
-        hidden_states = self.addnorm1(hidden_states, attention, kept[1])
-        return self.addnorm2(hidden_states, self.ffn(hidden_states), kept[2])
+    def compute(self, queries, hidden_states, attention_mask, kept, **kwargs):
+        """All but choosing queries and drawing masks: a function that can be compiled for a processor."""
+        attention, _ = self.attention(queries, hidden_states, attention_mask, kept=kept[0], **kwargs)
+        attended = self.addnorm1(queries, attention, kept[1])
+        return self.addnorm2(attended, self.ffn(attended), kept[2])
 
 
 class D2lBertEncoder(nn.Module):
@@ -225,9 +242,11 @@ class D2lBertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(D2lBertEncoderBlock(config, index) for index in range(config.num_hidden_layers))
 
-    def forward(self, hidden_states, attention_mask=None, **kwargs):
-        for block in self.layer:
-            hidden_states = block(hidden_states, attention_mask, **kwargs)
+    def forward(self, hidden_states, attention_mask=None, positions=None, **kwargs):
+        """Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q): the last block's alone."""
+        last = len(self.layer) - 1
+        for number, block in enumerate(self.layer):
+            hidden_states = block(hidden_states, attention_mask, positions if number == last else None, **kwargs)
         return hidden_states
 
 
@@ -286,9 +305,15 @@ class NextSentencePred(nn.Module):
 
 def states_at(hidden_states, positions):
     """Gather hidden states (B, T, H) at positions (B, P) -> (B, P, H)."""
+    index = checked_positions(positions).unsqueeze(-1)
+    return hidden_states.gather(1, index.expand(-1, -1, hidden_states.shape[-1]))
+
+
+def checked_positions(positions):
+    """Positions, if they are (B, P)."""
     if positions.dim() != 2:
         raise ValueError(f"positions are (B, P), got the shape {tuple(positions.shape)}")
-    return hidden_states.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1]))
+    return positions
 
 
 def cross_entropy(logits, labels, num_items=None):
@@ -434,6 +459,19 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         config.check()  # `from_pretrained(..., hidden_act=...)` changes a configuration after it was made
         super().__init__(config, *inputs, **kwargs)
 
+    def encoded(self, *inputs, wanted_positions, **kwargs):
+        """
+        What the encoder returns, its `last_hidden_state` at `wanted_positions` (B, P), or everywhere if they are None.
+
+        The others are not computed, unless all hidden states or attentions are to be returned.
+        """
+        names = ("output_hidden_states", "output_attentions")
+        if any(kwargs.get(name, getattr(self.config, name)) for name in names) and wanted_positions is not None:
+            outputs = self.bert(*inputs, return_dict=True, **kwargs)
+            outputs.last_hidden_state = states_at(outputs.last_hidden_state, wanted_positions)
+            return outputs
+        return self.bert(*inputs, wanted_positions=wanted_positions, return_dict=True, **kwargs)
+
 
 class D2lBertModel(D2lBertPreTrainedModel):
     """The encoder alone (section 15.8.4), with the hidden layer for [CLS] on top unless `add_pooling_layer=False`."""
@@ -461,6 +499,7 @@ class D2lBertModel(D2lBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         sequence_ids: torch.Tensor | None = None,
         cls_positions: torch.Tensor | None = None,
+        wanted_positions: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
         """
@@ -473,9 +512,12 @@ class D2lBertModel(D2lBertPreTrainedModel):
                 (B, T). A token attends to its own sequence only.
             cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
                 position of the row.
+            wanted_positions: where hidden states are wanted (B, P), everywhere by default. The last block computes
+                those and [CLS] alone.
 
         Returns:
-            `last_hidden_state` (B, T, H) and `pooler_output` (B, H), or (B, S, H) with `cls_positions`.
+            `last_hidden_state` (B, T, H), or (B, P, H) with `wanted_positions`, and `pooler_output` (B, H), or
+            (B, S, H) with `cls_positions`.
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`, or a row longer than the positions.
@@ -496,11 +538,20 @@ class D2lBertModel(D2lBertPreTrainedModel):
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
         )
-        hidden_states = self.encoder(hidden_states, mask, **kwargs)
+        if wanted_positions is None:
+            hidden_states = self.encoder(hidden_states, mask, **kwargs)
+            cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
+        else:
+            first = cls_positions
+            if first is None:
+                first = wanted_positions.new_zeros((len(wanted_positions), 0 if self.pooler is None else 1))
+            positions = torch.cat([first, checked_positions(wanted_positions)], 1)
+            hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
+            cls_states, hidden_states = hidden_states.tensor_split([first.shape[1]], 1)
         pooled = None
         if self.pooler is not None:
-            cls_states = hidden_states[:, 0] if cls_positions is None else states_at(hidden_states, cls_positions)
-            pooled = self.pooler(cls_states)
+            pooled = self.pooler(cls_states)  # (B, S, H)
+            pooled = pooled.squeeze(1) if cls_positions is None else pooled
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
@@ -577,7 +628,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         Returns:
             `D2lBertForPreTrainingOutput`
         """
-        outputs = self.bert(
+        outputs = self.encoded(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -585,13 +636,12 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
             inputs_embeds,
             sequence_ids,
             cls_positions,
-            return_dict=True,
+            wanted_positions=masked_positions,
             **kwargs,
         )
-        hidden_states = outputs.last_hidden_state
-        if masked_positions is not None:
-            hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
-        prediction_logits, mlm_loss = self.mlm.scores_and_loss(hidden_states, labels, num_items_in_batch, skip_logits)
+        prediction_logits, mlm_loss = self.mlm.scores_and_loss(
+            outputs.last_hidden_state, labels, num_items_in_batch, skip_logits
+        )
         seq_relationship_logits = self.nsp(outputs.pooler_output)
         nsp_loss, loss = None, mlm_loss
         if next_sentence_label is not None:
@@ -646,13 +696,9 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         Returns:
             `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
         """
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        hidden_states = outputs.last_hidden_state
-        if masked_positions is not None:
-            hidden_states = states_at(hidden_states, masked_positions)  # (B, P, H)
-        logits, loss = self.mlm.scores_and_loss(hidden_states, labels, num_items_in_batch, skip_logits)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.encoded(*inputs, wanted_positions=masked_positions, **kwargs)
+        logits, loss = self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items_in_batch, skip_logits)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

@@ -36,10 +36,13 @@ def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pa
 
 
 def test_the_arithmetic_of_bert_base_is_the_well_known_six_operations_a_weight_and_token():
-    """Kaplan et al. (2020), equation 2.2: 6 N operations a token, N without embeddings, beside attention's own."""
+    """
+    Kaplan et al. (2020), equation 2.2: 6 N operations a token, N without embeddings, beside attention's own; but where
+    no token is read, the last block has its keys and values only.
+    """
     config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
     nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
-    assert training_arithmetic(config, nothing, pair_task=True) == 6 * 12 * 12 * 768**2
+    assert training_arithmetic(config, nothing, pair_task=True) == 6 * (11 * 12 + 2) * 768**2
 
 
 def test_the_peak_is_a_plausible_one_and_leaves_random_numbers_alone():

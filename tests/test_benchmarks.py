@@ -149,8 +149,11 @@ def arithmetic_by_hand(architecture, pairs):
     total = 0
     for ids, _, labels, _ in pairs:
         T = len(ids)
-        layer = T * 2 * (H * H * 4 + H * FF * 2) + 2 * (2 * T * T * H)
-        total += architecture.num_hidden_layers * layer + len(labels) * 2 * (H * H + H * V) + 2 * (H * H + 2 * H)
+        for layer in range(architecture.num_hidden_layers):
+            is_last = layer == architecture.num_hidden_layers - 1
+            Q = len(labels) + 1 if is_last else T  # what is predicted, and [CLS]
+            total += T * 2 * (H * H * 2) + Q * 2 * (H * H * 2 + H * FF * 2) + 2 * (2 * Q * T * H)
+        total += len(labels) * 2 * (H * H + H * V) + 2 * (H * H + 2 * H)
     return 3 * total
 
 
@@ -184,7 +187,8 @@ def test_speed_and_mfu_of_a_step_are_those_of_its_real_tokens(bench, task, tmp_p
     lines, _ = bench("--contestants", "ours", "--repetitions=1")
     step = task.files(tmp_path, 1)[0]
     pairs = pairs_of(task.steps(1)[0])
-    assert step.arithmetic == arithmetic_by_hand(task.architecture, pairs)
+    # Of the last block's attention our count knows the average of a step only.
+    assert step.arithmetic == pytest.approx(arithmetic_by_hand(task.architecture, pairs), rel=1e-4)
     assert (step.pairs, step.tokens) == (6, sum(len(ids) for ids, *_ in pairs))
     said = numbers(line_with(lines, "ours   "))
     assert said[6] == round(step.tokens / 0.5)

@@ -1,4 +1,4 @@
-"""What was made fast computes the same: loss without scores, dropout's masks, compiled blocks."""
+"""What was made fast computes the same: the last block, loss without scores, dropout's masks, compiled blocks."""
 
 import copy
 import json
@@ -65,6 +65,58 @@ def assert_same(found, expected, **tolerance):
     torch.testing.assert_close(outputs.loss, expected_outputs.loss, check_dtype=False, **tolerance)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, **tolerance, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The last block, where it is read
+
+
+def rows_through(module):
+    """Shapes (rows, positions) of what a module is given, as a list that grows."""
+    shapes = []
+    module.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape[:2])))
+    return shapes
+
+
+def packed(batch):
+    """The same batch with two sequences in each row, of unequal length, and a pair of labels for them."""
+    first = torch.arange(ROWS)[:, None] % 3 + 5
+    place = torch.arange(LENGTH)[None]
+    batch["sequence_ids"] = torch.where(place < first, 1, 2) * batch.pop("attention_mask")
+    batch["position_ids"] = torch.where(place < first, place, place - first)
+    batch["cls_positions"] = torch.cat([torch.zeros_like(first), first], 1)
+    return batch | {"next_sentence_label": torch.stack([batch["next_sentence_label"]] * 2, 1)}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_last_block_that_computes_what_is_read_gives_the_same_losses_and_gradients(attention, is_packed):
+    model = make_model(num_hidden_layers=2).double()
+    model.set_attn_implementation(attention)
+    batch = packed(make_batch(model)) if is_packed else make_batch(model)
+    expected = loss_and_gradients(model, **batch, output_hidden_states=True)
+    through = [rows_through(block.ffn) for block in model.bert.encoder.layer]
+    assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
+    assert through == [[(ROWS, LENGTH)], [(ROWS, SLOTS + (2 if is_packed else 1))]]
+
+
+def test_without_pairs_cls_is_not_computed():
+    model = make_model(D2lBertForMaskedLM)
+    batch = make_batch(model)
+    expected = loss_and_gradients(model, **batch, output_hidden_states=True)
+    through = rows_through(model.bert.encoder.layer[-1].ffn)
+    assert_same(loss_and_gradients(model, **batch), expected)
+    assert through == [(ROWS, SLOTS)]
+
+
+def test_who_asks_for_hidden_states_or_attentions_has_them_all():
+    model = make_model().eval()
+    batch = make_batch(model)
+    outputs = model(**batch, output_attentions=True)
+    assert {tuple(attention.shape[-2:]) for attention in outputs.attentions} == {(LENGTH, LENGTH)}
+    model.config.output_hidden_states = True
+    outputs = model(**batch)
+    assert outputs.hidden_states[-1].shape[1] == LENGTH and outputs.prediction_logits.shape[1] == SLOTS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
     Floating-point operations that training on some sequences needs, a multiplication and an addition being two.
 
     Only matrix products count, and only those of real tokens and of tokens to predict: what is computed on padding, in
-    unused slots, or a second time to save memory is not needed. That makes the share of the peak the "model FLOPs
-    utilization" of PaLM (Chowdhery et al., 2022, appendix B). The backward pass multiplies twice for each product of
-    the forward pass, by the other factor's gradient and by this one's.
+    unused slots, or a second time to save memory is not needed, nor is what the last block makes of a token that no
+    head reads. That makes the share of the peak the "model FLOPs utilization" of PaLM (Chowdhery et al., 2022,
+    appendix B). The backward pass multiplies twice for each product of the forward pass, by the other factor's
+    gradient and by this one's.
 
     Args:
         counts: what was trained on, in any number of steps: `tokens`, `squared_lengths` (the sum over the sequences of
@@ -30,10 +31,16 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
         pair_task: whether there is a head, and a pooler, for the pairs.
     """
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    projections = 4 * hidden**2  # query, key, value, output
-    feed_forward = 2 * hidden * config.intermediate_size
+    heads_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # tokens to predict, and [CLS]
+    keys_and_values = 2 * hidden**2
+    of_a_query = 2 * hidden**2 + 2 * hidden * config.intermediate_size  # query, output, feed-forward
     attention = 2 * hidden * counts.squared_lengths  # Q K^T and the probabilities times V, over all heads
-    encoder = config.num_hidden_layers * ((projections + feed_forward) * counts.tokens + attention)
+
+    def block(queries):
+        share = queries / max(1, counts.tokens)  # as many of each sequence's tokens, for attention
+        return keys_and_values * counts.tokens + of_a_query * queries + share * attention
+
+    encoder = (config.num_hidden_layers - 1) * block(counts.tokens) + block(heads_read)
     mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
     pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
     return 3.0 * 2 * (encoder + mlm + pairs)
