@@ -83,7 +83,8 @@ class Task:
         return Contestant(name, told, python)
 
     def steps(self, count):
-        return pretrain.make_steps(self.run, prepare(self.run), count)
+        cutting = pretrain.how_to_cut(self.architecture, self.run)
+        return pretrain.make_steps(self.run, prepare(self.run), count, **cutting)
 
     def files(self, folder, count) -> list["Step"]:
         steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))

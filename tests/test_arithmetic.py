@@ -9,7 +9,7 @@ from conftest import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
+from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
 
 
 ROWS, LENGTH, PREDICTED = 5, 17, 3
@@ -43,6 +43,22 @@ def test_the_arithmetic_of_bert_base_is_the_well_known_six_operations_a_weight_a
     config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
     nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
     assert training_arithmetic(config, nothing, pair_task=True) == 6 * (11 * 12 + 2) * 768**2
+
+
+def test_a_micro_batch_costs_most_where_there_are_many_weights_for_little_arithmetic():
+    """Of all weights 800 operations each, in tokens."""
+    config = D2lBertConfig(**SIZES, tie_word_embeddings=False)
+    model = D2lBertForPreTraining(config)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layer." in name)
+    weights += model.bert.embeddings.word_embeddings.weight.numel() + model.mlm.decoder.weight.numel()
+    a_token = training_arithmetic(config, COUNTS, pair_task=True) / COUNTS.tokens
+    assert micro_batch_cost(config, COUNTS, pair_task=True) == round(800 * weights / a_token)
+    costs = []
+    for vocab_size, hidden_size in ((20256, 128), (8192, 128), (30522, 768)):
+        sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_attention_heads": 2}
+        config = D2lBertConfig(vocab_size=vocab_size, tie_word_embeddings=True, **sizes)
+        costs.append(micro_batch_cost(config, COUNTS, pair_task=True))
+    assert costs == sorted(costs, reverse=True)
 
 
 def test_the_peak_is_a_plausible_one_and_leaves_random_numbers_alone():

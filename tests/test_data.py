@@ -161,7 +161,7 @@ def test_the_pairs_of_a_ramped_run_are_those_of_the_plans_in_their_order_each_on
     prepared = prepare.prepare(run)
     sizes = [2 * 2] * 4 + [2 * 5] * 8 + [5] * 4 + [7] * 4
     ranks = [
-        data.PretrainingSteps(pretrain.make_phases(run, prepared, 20), None, world_size, rank)
+        data.PretrainingSteps(pretrain.make_phases(run, prepared, 20), world_size=world_size, rank=rank)
         for rank in range(world_size)
     ]
     found = [sequences_of([batch for steps in ranks for batch in steps[step]]) for step in range(20)]
@@ -425,8 +425,9 @@ def test_micro_batches_of_all_processes_hold_each_row_once_and_are_equally_many(
         assert len(micro_batch) * packing.padded(max(lengths[row] for row in micro_batch)) <= most_tokens
 
 
+@pytest.mark.parametrize("micro_batch_cost", [10, packing.MICRO_BATCH_COST, 1000])
 @pytest.mark.parametrize("most_tokens", [600, 10**6])
-def test_cuts_are_where_padding_and_overhead_together_are_least(most_tokens):
+def test_cuts_are_where_padding_and_overhead_together_are_least(most_tokens, micro_batch_cost):
     """Against every way to cut 12 rows between lengths."""
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -435,7 +436,7 @@ def test_cuts_are_where_padding_and_overhead_together_are_least(most_tokens):
 
         def cost(groups):
             parts = sum(-(-len(group) // max(1, most_tokens // group[0])) for group in groups)
-            return sum(group[0] * len(group) for group in groups) + parts * packing.MICRO_BATCH_COST
+            return sum(group[0] * len(group) for group in groups) + parts * micro_batch_cost
 
         cuts = [place for place in range(1, 12) if widths[place] != widths[place - 1]]
         least = min(
@@ -443,10 +444,10 @@ def test_cuts_are_where_padding_and_overhead_together_are_least(most_tokens):
             for count in range(len(cuts) + 1)
             for chosen in itertools.combinations(cuts, count)
         )
-        found = packing.micro_batches(lengths, most_tokens)
+        found = packing.micro_batches(lengths, most_tokens, cost=micro_batch_cost)
         found = [[packing.padded(lengths[row]) for row in micro_batch] for micro_batch in found]
         # The parts of a group are as many micro-batches of one width.
-        assert sum(group[0] * len(group) + packing.MICRO_BATCH_COST for group in found) <= least
+        assert sum(group[0] * len(group) + micro_batch_cost for group in found) <= least
 
 
 def test_held_out_documents_are_no_training_documents_and_the_same_for_every_seed():

@@ -10,6 +10,9 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 # What matrices are multiplied in, by `mixed_precision`.
 MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Operations of matrix products that take as long as what a micro-batch does with each weight, whatever its tokens.
+OPERATIONS_A_WEIGHT = 800
+
 # Sides of the square matrices that measure a peak. Two cores are fastest at 512, which their caches hold; many cores
 # need larger ones to have enough to do each.
 PROCESSOR_SIDES, ACCELERATOR_SIDES = (512, 1024, 2048), (4096, 8192)
@@ -44,6 +47,22 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
     mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
     pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
     return 3.0 * 2 * (encoder + mlm + pairs)
+
+
+def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
+    """
+    What a micro-batch costs beyond its tokens, as a number of tokens.
+
+    In each micro-batch all weights are rounded and all gradients written and added up, however few its tokens are:
+    next to nothing in a deep encoder, and much where large tables of tokens meet small layers.
+
+    Args:
+        counts, pair_task: typical ones, as in `training_arithmetic`.
+    """
+    hidden = config.hidden_size
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
+    weights = tables + config.num_hidden_layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    return round(OPERATIONS_A_WEIGHT * weights / (training_arithmetic(config, counts, pair_task) / counts.tokens))
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

@@ -366,25 +366,18 @@ class PretrainingSteps(torch.utils.data.Dataset):
 
     Args:
         share_at: the share to predict in a step, if it changes from step to step.
+        cutting: `world_size`, `rank` and `cost` of `packing.micro_batches`.
     """
 
-    def __init__(
-        self,
-        phases: Sequence[Phase],
-        share_at: Callable[[int], float] | None = None,
-        world_size: int = 1,
-        rank: int = 0,
-    ):
-        self.phases, self.share_at, self.world_size, self.rank = phases, share_at, world_size, rank
+    def __init__(self, phases: Sequence[Phase], share_at: Callable[[int], float] | None = None, **cutting: int):
+        self.phases, self.share_at, self.cutting = phases, share_at, cutting
 
     def __getitem__(self, step: int) -> list[dict[str, torch.Tensor]]:
         phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
         start = phase.pairs_before(step)
         rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
         share = self.share_at and self.share_at(step)
-        return list(
-            batches(phase.make_batch, rows, keys, phase.most_tokens, phase.packing, self.world_size, self.rank, share)
-        )
+        return list(batches(phase.make_batch, rows, keys, phase.most_tokens, phase.packing, share, **self.cutting))
 
 
 class _Arrays(torch.utils.data.Dataset):
@@ -429,15 +422,14 @@ def batches(
     keys: Sequence[tuple],
     most_tokens: int,
     packed: bool = False,
-    world_size: int = 1,
-    rank: int = 0,
     mlm_probability: float | None = None,
+    **cutting: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The micro-batches that one process makes of pairs; arguments as in `Phase` and `BatchMaker`."""
+    """The micro-batches that one process makes of pairs; arguments as in `Phase`, `BatchMaker`, `PretrainingSteps`."""
     lengths = pair_lengths(pairs)
     layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
     row_lengths = [int(lengths[row].sum()) for row in layout]
-    for micro_batch in packing.micro_batches(row_lengths, most_tokens, world_size, rank):
+    for micro_batch in packing.micro_batches(row_lengths, most_tokens, **cutting):
         if not micro_batch:
             yield make_batch.empty()
             continue
@@ -451,18 +443,16 @@ def batches(
 class HeldOutPairs:
     """Held-out micro-batches of this process: always the same pairs and masks, each once over all processes."""
 
-    def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, world_size=1, rank=0):
+    def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, **cutting):
         rng = np.random.default_rng((_HELD_OUT_SEED, _PLAN, 0))
         rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=pairs.PAIR)
         rng.shuffle(rows)
         self.rows = rows[:most]
         self.keys = [(_HELD_OUT_SEED, _MASKS, 0, index) for index in range(len(self.rows))]
-        self.make_batch, self.most_tokens = make_batch, most_tokens
-        self.world_size, self.rank = world_size, rank
+        self.make_batch, self.most_tokens, self.cutting = make_batch, most_tokens, cutting
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        ranks = {"world_size": self.world_size, "rank": self.rank}
-        yield from batches(self.make_batch, self.rows, self.keys, self.most_tokens, **ranks)
+        yield from batches(self.make_batch, self.rows, self.keys, self.most_tokens, **self.cutting)
 
     def one(self, index: int) -> dict[str, torch.Tensor]:
         """One held-out pair as a batch."""

@@ -16,7 +16,7 @@ WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 # for each of which a processor has to prepare its matrix products, and hardly in wider ones.
 LARGEST_BUNCH, LEAST_BUNCHES = 8, 16
 
-# What a micro-batch costs beyond its tokens, in tokens: a few dozen kernels to start.
+# What a micro-batch costs beyond its tokens, in tokens, where the model is not known (`arithmetic.micro_batch_cost`).
 MICRO_BATCH_COST = 128
 
 
@@ -46,16 +46,19 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def micro_batches(lengths: Sequence[int], most_tokens: int, world_size: int = 1, rank: int = 0) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], most_tokens: int, world_size: int = 1, rank: int = 0, cost: int = MICRO_BATCH_COST
+) -> list[list[int]]:
     """
     Cut a step's rows into the micro-batches of one process.
 
     Rows are sorted by length, and each `world_size` of them go to as many processes: all have about the same to do,
-    in equally many micro-batches. Cuts between bunches are where padding and `MICRO_BATCH_COST` together are least.
+    in equally many micro-batches. Cuts between bunches are where padding and costs together are least.
 
     Args:
         lengths: tokens in each row.
         most_tokens: most tokens in a micro-batch, padding included; one row is allowed at any length.
+        cost: of a micro-batch beyond its tokens, in tokens.
 
     Returns:
         For each micro-batch the numbers of its rows, longest first. One may be empty where rows run out.
@@ -66,7 +69,7 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, world_size: int = 1,
     bunch = bunch_size(len(longest), most_tokens // longest[0])
     found = []
     start = 0
-    for width, bunches in _groups(Counter(longest[::bunch]), bunch, most_tokens):
+    for width, bunches in _groups(Counter(longest[::bunch]), bunch, most_tokens, cost):
         parts = -(-bunches // _bunches_that_fit(width, bunch, most_tokens))
         for part in range(parts):
             first, last = (start + bunches * each // parts for each in (part, part + 1))
@@ -86,7 +89,7 @@ def padded(length: int) -> int:
     return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def _groups(bunches_of, bunch, most_tokens):
+def _groups(bunches_of, bunch, most_tokens, cost):
     """Neighbouring widths that are computed together: width and number of bunches of each group, widest first.
 
     Solved from the narrow end: best[i] is the least cost from the i-th width on, and where its first group ends.
@@ -98,8 +101,8 @@ def _groups(bunches_of, bunch, most_tokens):
         for last in range(first, len(widths)):
             bunches += bunches_of[widths[last]]
             parts = -(-bunches // _bunches_that_fit(widths[first], bunch, most_tokens))
-            cost = bunches * bunch * widths[first] + parts * MICRO_BATCH_COST + best[last + 1][0]
-            options.append((cost, last + 1))
+            tokens = bunches * bunch * widths[first]
+            options.append((tokens + parts * cost + best[last + 1][0], last + 1))
         best[first] = min(options)
     first = 0
     while first < len(widths):

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, compiling, data, distributed, evaluate, interruption, masking
-from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, training_arithmetic
+from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
 from d2l_bert.training.card_rules import check_license
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
@@ -195,14 +195,14 @@ def train(
     step_model, *step_optimizers = accelerator.prepare(model, *optimizers)
     average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
     learner = checkpoint.Learner(accelerator, model, optimizers, average)
-    ranks = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
+    cutting = how_to_cut(architecture, run, accelerator.num_processes, accelerator.process_index)
 
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
     run = settle_micro_batch(run, learner, step_model, text, resumed, train_on)
-    run = settle_compiling(run, architecture, learner, text, ranks, resumed, train_on)
-    held_out = make_held_out(run, text, **ranks)
+    run = settle_compiling(run, architecture, learner, text, cutting, resumed, train_on)
+    held_out = make_held_out(run, text, **cutting)
     identity = make_identity(run, architecture, text)
     if resumed:
         distributed.on_main(accelerator, check_identity, resumed, identity)
@@ -224,7 +224,7 @@ def train(
                 say(f"going on from {resumed.path}")
             state = resumed.state
         else:
-            state = {"step": 0, "max_steps": decide_steps(run, text, ranks, learner, train_on, evaluate_now)}
+            state = {"step": 0, "max_steps": decide_steps(run, text, cutting, learner, train_on, evaluate_now)}
             if stop.wanted():
                 leave(accelerator, stop, None)
         start, max_steps = state["step"], state["max_steps"]
@@ -245,7 +245,7 @@ def train(
 
         warmup_steps, decay_steps = run.schedule_steps(max_steps)
         log_every, eval_every, save_every = intervals(run, max_steps)
-        steps = make_steps(run, text, max_steps, **ranks)
+        steps = make_steps(run, text, max_steps, **cutting)
         if task and accelerator.is_main_process:
             warn_of_labels(steps)
         loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
@@ -380,7 +380,7 @@ def settle_micro_batch(
 
 
 def settle_compiling(
-    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, ranks, resumed, train_on
+    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, cutting, resumed, train_on
 ) -> PretrainConfig:
     """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
     accelerator, model = learner.accelerator, learner.model
@@ -393,8 +393,8 @@ def settle_compiling(
     if wanted == "auto":
         wanted = "false"
         # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
-        if not distributed.is_sharded(model) and is_long(run, architecture, text, ranks, accelerator):
-            steps = make_steps(run, text, 1000, **ranks)
+        if not distributed.is_sharded(model) and is_long(run, architecture, text, cutting, accelerator):
+            steps = make_steps(run, text, 1000, **cutting)
             timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
             wanted = str(compiling.pays(accelerator, model, try_step, timed)).lower()
             learner.forget_moments()
@@ -418,15 +418,12 @@ def micro_batches_of_every_kind(run: PretrainConfig, vocab_size: int) -> list[di
     return kinds
 
 
-def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, ranks, accelerator) -> bool:
+def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, cutting, accelerator) -> bool:
     """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
     if run.max_minutes is not None:
         return 60 * run.max_minutes > 2 * compiling.LEAST_SECONDS
-    max_steps = decide_steps(run, text, ranks, None, None, None)
-    pairs = pairs_of(run, max_steps)
-    tokens = pairs * run.max_seq_length
-    counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
-    counts = SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
+    max_steps = decide_steps(run, text, cutting, None, None, None)
+    counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
     arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
     if arithmetic < compiling.LEAST_SECONDS * SLOWEST_PEAK:
         return False  # nowhere, and all that measuring takes is spared
@@ -502,24 +499,43 @@ def most_tokens(run: PretrainConfig) -> int:
     return micro_batch_pairs(run) * run.max_seq_length
 
 
+def how_to_cut(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> dict[str, int]:
+    """How this process's share of a step becomes micro-batches: arguments of `packing.micro_batches`."""
+    cost = micro_batch_cost(architecture, counts_of_full_pairs(run, 1), run.objective in PAIR_TASKS)
+    return {"world_size": world_size, "rank": rank, "cost": cost}
+
+
+def counts_of_full_pairs(run: PretrainConfig, pairs: int) -> SimpleNamespace:
+    """What `training_arithmetic` asks of so many pairs of full length."""
+    tokens = pairs * run.max_seq_length
+    counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
+    return SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
+
+
 def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
     """What makes batches of one length, with the share to predict that the run ends with."""
     return data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probabilities()[1], length, run.masking, run.objective)
 
 
-def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **ranks) -> data.PretrainingSteps:
+def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **cutting) -> data.PretrainingSteps:
     """What every step of the run holds."""
     first, last = run.mlm_probabilities()
     share_at = functools.partial(masking.share_at, first=first, last=last, max_steps=max_steps)
-    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **ranks)
+    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **cutting)
 
 
-def make_held_out(run: PretrainConfig, text: PreparedText, **ranks) -> data.HeldOutPairs:
+def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.HeldOutPairs:
     """The held-out pairs, at the run's full length."""
     make_batch = make_batch_maker(run, text, run.max_seq_length)
     length_pairing = pairing(run, run.max_seq_length)
     held_out = data.HeldOutPairs(
-        text.tokens, text.held_out_documents, length_pairing, make_batch, most_tokens(run), run.max_eval_pairs, **ranks
+        text.tokens,
+        text.held_out_documents,
+        length_pairing,
+        make_batch,
+        most_tokens(run),
+        run.max_eval_pairs,
+        **cutting,
     )
     if not len(held_out.rows):
         raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
@@ -540,7 +556,7 @@ def pairing(run: PretrainConfig, length: int) -> dict:
     return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
 
 
-def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
+def decide_steps(run, text, cutting, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
@@ -551,7 +567,7 @@ def decide_steps(run, text, ranks, learner: checkpoint.Learner, train_on, evalua
     if run.max_steps is not None:
         return run.max_steps
     whole = 1000  # steps that stand for the run while its length is not known
-    steps = make_steps(run, text, whole, **ranks)
+    steps = make_steps(run, text, whole, **cutting)
     phases = steps.phases
     ends = [*(later.first_step for later in phases[1:]), whole]
     if run.num_train_epochs is not None:

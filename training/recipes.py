@@ -37,7 +37,7 @@ def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
         weight_decay=0.0,
         adam_beta2=0.999,
         adam_epsilon=1e-8,
-        micro_batch_size=128,
+        micro_batch_size=512,
     )
     return D2lBertConfig(), run
 
