@@ -5,15 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2l_bert.training.masking import mask_tokens, share_at
+from d2l_bert.training.masking import mask_tokens, random_keys, random_numbers, share_at
 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
 SEQUENCES = 20_000
 
 
-def mask(tokens, candidates, rng, mlm_probability=0.15):
-    return mask_tokens(tokens, candidates, rng, MASK, FIRST_ORDINARY, VOCAB_SIZE, mlm_probability)
+def mask(tokens, candidates, rng, mlm_probability=0.15, *how):
+    """One sequence: masked ids, predicted positions and the true ids there."""
+    may = np.zeros((1, len(tokens)), dtype=bool)
+    may[0, candidates] = True
+    keys = random_keys([0], rng.integers(2**40, size=1))
+    masked, chosen = mask_tokens(tokens[None], may, keys, MASK, FIRST_ORDINARY, VOCAB_SIZE, mlm_probability, *how)
+    return masked[0], chosen[0].nonzero()[0], tokens[chosen[0]]
 
 
 def standard_errors(count, trials, probability):
@@ -142,6 +147,50 @@ def test_a_probability_of_one_chooses_every_candidate():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Many sequences at once, each by its own random numbers
+
+
+def test_random_numbers_are_splitmix64s():
+    """The first outputs for the seed 1234567, as published with the algorithm."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    found = random_numbers(np.uint64(1234567), np.arange(4))
+    np.testing.assert_array_equal(found, [(number >> 11) * 2.0**-53 for number in published])
+
+
+def test_neighbouring_keys_and_places_have_nothing_to_do_with_each_other():
+    numbers = random_numbers(random_keys([1, 2], np.arange(2000))[:, None], np.arange(500))
+    other = random_numbers(random_keys([1, 3], np.arange(2000))[:, None], np.arange(500))
+    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    for one, another in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1]), (numbers, other)):
+        correlation = np.corrcoef(one.ravel(), another.ravel())[0, 1]
+        assert abs(correlation) < 4 / np.sqrt(one.size)
+
+
+@pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
+def test_a_sequences_masks_do_not_depend_on_what_stands_beside_it(masking):
+    rng = np.random.default_rng(0)
+    tokens, keys = rng.integers(5, 2000, (40, 30)), random_keys([7], np.arange(40))
+    candidates = np.arange(30) < rng.integers(1, 31, (40, 1))
+    how = (MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.3, masking, np.arange(2000) >= 1000)
+    masked, chosen = mask_tokens(tokens, candidates, keys, *how)
+    for rows in (slice(7, 8), slice(5, 20), np.array([9, 3, 30])):
+        width = candidates[rows].sum(1).max()
+        again = mask_tokens(tokens[rows, :width], candidates[rows, :width], keys[rows], *how)
+        np.testing.assert_array_equal(again[0], masked[rows, :width])
+        np.testing.assert_array_equal(again[1], chosen[rows, :width])
+
+
+def test_every_token_of_every_sequence_is_as_likely():
+    tokens, keys = np.full((20_000, 20), 1000), random_keys([3, 1], np.arange(20_000))
+    _, chosen = mask_tokens(tokens, np.ones_like(tokens, dtype=bool), keys, MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.15)
+    assert (chosen.sum(1) == 3).all()
+    assert np.abs(standard_errors(chosen.sum(0), 20_000, 0.15)).max() < 4
+    both = (chosen[1:] & chosen[:-1]).sum()  # neighbouring sequences
+    assert abs(standard_errors(both, 19_999 * 20, 0.15**2)) < 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Whole words and spans of them
 
 
@@ -155,7 +204,7 @@ def pieces(lengths, rng):
 
 def mask_words(tokens, candidates, rng, masking, mlm_probability=0.15):
     goes_on = np.arange(2000) >= 1000
-    return mask_tokens(tokens, candidates, rng, MASK, FIRST_ORDINARY, VOCAB_SIZE, mlm_probability, masking, goes_on)
+    return mask(tokens, candidates, rng, mlm_probability, masking, goes_on)
 
 
 @st.composite

@@ -420,7 +420,15 @@ class TokenizedCorpus:
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Token ids of a document, or those from `start` to `end` of it (tokens,)."""
         first, last = map(self._token_at, self._sentences_of(document))
-        start, end = first + start, last if end is None else first + end
+        return self.between(first + start, last if end is None else first + end)
+
+    def first_tokens(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents start among all tokens: numbers (n,) -> (n,)."""
+        sentences = np.where(documents > 0, self._document_ends[np.maximum(documents, 1) - 1], 0)
+        return np.where(sentences > 0, self._sentence_ends[np.maximum(sentences, 1) - 1], 0)
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        """Token ids from `start` to `end` of all tokens (tokens,)."""
         chunk = bisect.bisect_right(self._chunk_starts, start) - 1
         parts = []
         while start < end:

@@ -201,7 +201,7 @@ class EpochPlans:
             shuffled.flush()
         return path
 
-    def slice(self, start: int, stop: int) -> tuple[np.ndarray, list[tuple]]:
+    def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Pairs `start` to `stop` of all epochs one after the other, and for each the key of its masks."""
         while self._ends[-1] < stop:
             self._ends.append(self._ends[-1] + len(self.epoch(len(self._ends) - 1)))
@@ -210,9 +210,9 @@ class EpochPlans:
             number = bisect.bisect_right(self._ends, start) - 1
             first, last = start - self._ends[number], min(stop, self._ends[number + 1]) - self._ends[number]
             rows.append(self.epoch(number)[first:last])
-            keys.extend((self.seed, _MASKS, number, index) for index in range(first, last))
+            keys.append(masking.random_keys((self.seed, _MASKS, number), np.arange(first, last)))
             start += last - first
-        return np.concatenate(rows), keys
+        return np.concatenate(rows), np.concatenate(keys)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,14 +246,14 @@ class BatchMaker:
     def __call__(
         self,
         pairs: np.ndarray,
-        keys: Sequence[tuple],
+        keys: np.ndarray,
         mlm_probability: float | None = None,
         rows: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """
         Args:
             pairs: array of `pairs.PAIR`.
-            keys: for each pair the key of its own random generator, so that its masks do not depend on its neighbours.
+            keys: for each pair the key of its own random numbers, so that its masks do not depend on its neighbours.
             mlm_probability: share to predict, if it is another than usual.
             rows: for packed rows the numbers of the pairs in each; by default each pair is a row.
 
@@ -262,37 +262,38 @@ class BatchMaker:
             there is no second loss, `next_sentence_label` (B,), int64. Packed rows also have `position_ids`,
             `sequence_ids` (B, T) and `cls_positions` (B, S), and (B, S) labels.
         """
-        share = mlm_probability or self.mlm_probability
-        examples = [
-            self._example(pair, np.random.default_rng(key), share) for pair, key in zip(pairs, keys, strict=True)
-        ]
-        layout = [[number] for number in range(len(examples))] if rows is None else rows
-        lengths = [[len(examples[number][0]) for number in row] for row in layout]
-        width = min(packing.padded(max(map(sum, lengths))), self.max_seq_length)
-        slots = max(sum(len(examples[number][2]) for number in row) for row in layout)
-        sequences = max(map(len, layout))
+        in_rows = [1] * len(pairs) if rows is None else list(map(len, rows))
+        if rows is not None:
+            order = list(itertools.chain(*rows))
+            pairs, keys = pairs[order], keys[order]
+        row = np.repeat(np.arange(len(in_rows)), in_rows)  # of each pair
+        place = _restarting(in_rows)  # in its row
+        ids, lengths, b_starts = self._joined(pairs)
+        real, in_b, masked, chosen = self._masked(
+            ids, lengths[:, None], b_starts[:, None], keys, mlm_probability or self.mlm_probability
+        )
+        ends = np.cumsum(lengths)
+        row_ends = ends[np.cumsum(in_rows) - 1]
+        starts = ends - lengths - np.repeat(np.append(0, row_ends[:-1]), in_rows)  # of each pair in its row
+        width = min(packing.padded(np.diff(row_ends, prepend=0).max()), self.max_seq_length)
+        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # in each row
+        shape, slots = (len(in_rows), width), (len(in_rows), predicted.max())
         of_tokens = ("input_ids", "token_type_ids", "attention_mask", "position_ids", "sequence_ids")
-        batch = {name: np.zeros((len(layout), width), dtype=np.int64) for name in of_tokens}
+        batch = {name: np.zeros(shape, dtype=np.int64) for name in of_tokens}
+        batch |= {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
         batch["input_ids"][:] = self.pad
-        batch["masked_positions"] = np.zeros((len(layout), slots), dtype=np.int64)
-        batch["labels"] = np.full((len(layout), slots), -100)
-        batch["cls_positions"] = np.zeros((len(layout), sequences), dtype=np.int64)
-        batch["next_sentence_label"] = np.full((len(layout), sequences), -100)
-        for row, numbers in enumerate(layout):
-            start = slot = 0
-            for place, number in enumerate(numbers):
-                ids, b_start, positions, labels = examples[number]
-                end, last_slot = start + len(ids), slot + len(positions)
-                batch["input_ids"][row, start:end] = ids
-                batch["token_type_ids"][row, start + b_start : end] = 1
-                batch["attention_mask"][row, start:end] = 1
-                batch["position_ids"][row, start:end] = np.arange(len(ids))
-                batch["sequence_ids"][row, start:end] = place + 1
-                batch["masked_positions"][row, slot:last_slot] = start + positions
-                batch["labels"][row, slot:last_slot] = labels
-                batch["cls_positions"][row, place] = start
-                batch["next_sentence_label"][row, place] = pairs[number]["next_sentence_label"]
-                start, slot = end, last_slot
+        pair, column = real.nonzero()
+        there = row[pair], starts[pair] + column
+        batch["input_ids"][there], batch["token_type_ids"][there] = masked[real], in_b[real]
+        batch["attention_mask"][there], batch["position_ids"][there] = 1, column
+        batch["sequence_ids"][there] = place[pair] + 1
+        pair, column = chosen.nonzero()
+        slot = row[pair], _restarting(predicted)
+        batch["masked_positions"][slot], batch["labels"][slot] = starts[pair] + column, ids[chosen]
+        batch["cls_positions"] = np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)
+        batch["next_sentence_label"] = np.full((len(in_rows), max(in_rows)), -100)
+        batch["cls_positions"][row, place] = starts
+        batch["next_sentence_label"][row, place] = pairs["next_sentence_label"]
         if rows is None:
             batch["next_sentence_label"] = batch["next_sentence_label"][:, 0]
             del batch["position_ids"], batch["sequence_ids"], batch["cls_positions"]
@@ -314,27 +315,39 @@ class BatchMaker:
         }
         return {**batch, "next_sentence_label": nothing[0]} if self.has_labels else batch
 
-    def _example(self, pair, rng, share):
-        a = self.tokens.tokens(int(pair["a_document"]), int(pair["a_start"]), int(pair["a_end"]))
-        b = self.tokens.tokens(int(pair["b_document"]), int(pair["b_start"]), int(pair["b_end"]))
-        b_start = len(a) + 2
-        ids = np.empty(b_start + (len(b) + 1 if len(b) else 0), dtype=np.int64)
-        ids[0], ids[1 : b_start - 1], ids[b_start - 1] = self.cls, a, self.sep
-        if len(b):
-            ids[b_start:-1], ids[-1] = b, self.sep
-        candidates = np.concatenate((np.arange(1, b_start - 1), np.arange(b_start, len(ids) - 1)))
-        masked, positions, labels = masking.mask_tokens(
-            ids,
-            candidates,
-            rng,
-            self.mask,
-            self.first_ordinary_id,
-            self.vocab_size,
-            share,
-            self.how,
-            self.is_continuation,
-        )
-        return masked, b_start, positions, labels
+    def _joined(self, pairs):
+        """[CLS] A [SEP] B [SEP], or without B [CLS] A [SEP]: ids (n, T), their lengths and where B starts (n,)."""
+        parts = []
+        for segment in "ab":
+            first = self.tokens.first_tokens(pairs[f"{segment}_document"])
+            parts.append((first + pairs[f"{segment}_start"], first + pairs[f"{segment}_end"]))
+        (a_starts, a_ends), (second, b_ends) = parts
+        b_starts = a_ends - a_starts + 2
+        lengths = b_starts + np.where(b_ends > second, b_ends - second + 1, 0)
+        ids = np.full((len(pairs), lengths.max()), self.pad, dtype=np.int64)
+        numbers = np.arange(len(pairs))
+        ids[:, 0] = self.cls
+        ids[numbers, b_starts - 1] = ids[numbers, lengths - 1] = self.sep
+        bounds = np.stack([a_starts, a_ends, second, b_ends, b_starts, lengths], 1).tolist()
+        for row, (a_start, a_end, b_start, b_end, b_at, length) in zip(ids, bounds, strict=True):
+            row[1 : b_at - 1] = self.tokens.between(a_start, a_end)
+            if b_end > b_start:
+                row[b_at : length - 1] = self.tokens.between(b_start, b_end)
+        return ids, lengths, b_starts
+
+    def _masked(self, ids, lengths, b_starts, keys, share):
+        """What is no padding, what is of segment B, the masked ids, and what is to be predicted: (n, T) each."""
+        column = np.arange(ids.shape[1])
+        real = column < lengths
+        is_special = (column == 0) | (column == b_starts - 1) | (column == lengths - 1)
+        how = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.how, self.is_continuation)
+        return real, real & (column >= b_starts), *masking.mask_tokens(ids, real & ~is_special, keys, *how)
+
+
+def _restarting(counts):
+    """0, 1, 2 and so on for each count, one after the other."""
+    counts = np.asarray(counts)
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass
@@ -419,7 +432,7 @@ def _leave_signals_to_the_parent(worker):
 def batches(
     make_batch: BatchMaker,
     pairs: np.ndarray,
-    keys: Sequence[tuple],
+    keys: np.ndarray,
     most_tokens: int,
     packed: bool = False,
     mlm_probability: float | None = None,
@@ -428,7 +441,7 @@ def batches(
     """The micro-batches that one process makes of pairs; arguments as in `Phase`, `BatchMaker`, `PretrainingSteps`."""
     lengths = pair_lengths(pairs)
     layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
-    row_lengths = [int(lengths[row].sum()) for row in layout]
+    row_lengths = [int(lengths[row].sum()) for row in layout] if packed else lengths.tolist()
     for micro_batch in packing.micro_batches(row_lengths, most_tokens, **cutting):
         if not micro_batch:
             yield make_batch.empty()
@@ -437,7 +450,7 @@ def batches(
         chosen = list(itertools.chain(*rows))
         places = iter(range(len(chosen)))
         local = [[next(places) for _ in row] for row in rows] if packed else None
-        yield make_batch(pairs[chosen], [keys[pair] for pair in chosen], mlm_probability, local)
+        yield make_batch(pairs[chosen], keys[chosen], mlm_probability, local)
 
 
 class HeldOutPairs:
@@ -448,7 +461,7 @@ class HeldOutPairs:
         rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=pairs.PAIR)
         rng.shuffle(rows)
         self.rows = rows[:most]
-        self.keys = [(_HELD_OUT_SEED, _MASKS, 0, index) for index in range(len(self.rows))]
+        self.keys = masking.random_keys((_HELD_OUT_SEED, _MASKS, 0), np.arange(len(self.rows)))
         self.make_batch, self.most_tokens, self.cutting = make_batch, most_tokens, cutting
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

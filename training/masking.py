@@ -1,5 +1,6 @@
 """Choose what a masked language model must predict (BERT, section 3.1; d2l, section 15.9.1.2)."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,11 @@ SPAN_PROBABILITY, LONGEST_SPAN = 0.2, 10
 _SPAN_LENGTHS = (1 - SPAN_PROBABILITY) ** np.arange(LONGEST_SPAN)
 _SPAN_LENGTHS_UP_TO = np.cumsum(_SPAN_LENGTHS) / _SPAN_LENGTHS.sum()
 
+# SplitMix64's step from one state to the next, and how many states are a key's own.
+_STEP, _NUMBERS_OF_A_KEY = 0x9E3779B97F4A7C15, 2**20
+# Which of them are for what: how many to choose comes first.
+_UNITS, _FATES, _TOKENS = 1, 2**18, 2**19
+
 
 def share_at(step: int, first: float, last: float, max_steps: int) -> float:
     """The share to predict in a step, counted from 0, on a straight line from `first` to `last` over the run."""
@@ -21,25 +27,25 @@ def share_at(step: int, first: float, last: float, max_steps: int) -> float:
 def mask_tokens(
     tokens: np.ndarray,
     candidates: np.ndarray,
-    rng: np.random.Generator,
+    keys: np.ndarray,
     mask_token_id: int,
     first_ordinary_id: int,
     vocab_size: int,
     mlm_probability: float = 0.15,
     masking: Masking = "token",
     is_continuation: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    Mask one sequence.
+    Mask sequences, each by its own key, whatever stands beside it.
 
     What is chosen, a token or a whole word, each as likely, is `mlm_probability` of all, rounded up or down at random
     so that the share is right on average, and at least one. Of the chosen tokens 80 % become `[MASK]`, 10 % a random
     ordinary token, 10 % stay as they are.
 
     Args:
-        tokens: token ids (T,); left as they are.
-        candidates: positions (C,) that may be chosen, ascending: those of ordinary tokens.
-        rng: the only source of randomness.
+        tokens: token ids (B, T); left as they are.
+        candidates: whether a token may be chosen (B, T): ordinary ones.
+        keys: the only source of randomness (B,), `random_keys`.
         mask_token_id: id of `[MASK]`.
         first_ordinary_id, vocab_size: random tokens are drawn from this range, so that no special token is among them
             (the book draws those too).
@@ -50,32 +56,54 @@ def mask_tokens(
             `token`. A piece that follows no candidate starts a word of its own: its word was cut off.
 
     Returns:
-        The masked ids (T,), the predicted positions (P,), ascending, and the true ids there (P,).
+        The masked ids (B, T), and what is to be predicted (B, T), booleans.
     """
-    if masking == "token":
-        count = _how_many(len(candidates), mlm_probability, rng)
-        positions = np.sort(rng.permutation(candidates)[:count])
+    starts = candidates.copy()  # of what is chosen as a whole
+    if masking != "token":
+        starts[:, 1:] &= ~(is_continuation[tokens[:, 1:]] & candidates[:, :-1])
+    unit = np.cumsum(starts, axis=1) - 1  # of each candidate
+    units = starts.sum(1)
+    counts = np.minimum(np.maximum((mlm_probability * units + random_numbers(keys, 0)).astype(int), 1), units)
+    chosen_units = np.zeros((len(tokens), max(1, units.max(initial=1))), dtype=bool)
+    if masking == "span":
+        for row in np.flatnonzero(units):
+            chosen_units[row, _spans(units[row], counts[row], np.random.default_rng(keys[row]))] = True
     else:
-        starts = ~is_continuation[tokens[candidates]]
-        starts[0] = True
-        starts[1:] |= np.diff(candidates) > 1
-        word = np.cumsum(starts) - 1  # of each candidate
-        words = word[-1] + 1
-        count = _how_many(words, mlm_probability, rng)
-        chosen = np.zeros(words, dtype=bool)
-        chosen[_spans(words, count, rng) if masking == "span" else rng.permutation(words)[:count]] = True
-        positions = candidates[chosen[word]]
-    labels = tokens[positions]
-    fate = rng.random(len(positions))
-    masked = tokens.copy()
-    masked[positions[fate < 0.8]] = mask_token_id
-    at_random = positions[(fate >= 0.8) & (fate < 0.9)]
-    masked[at_random] = rng.integers(first_ordinary_id, vocab_size, len(at_random))
-    return masked, positions, labels
+        ranked = random_numbers(keys[:, None], _UNITS + np.arange(chosen_units.shape[1]))
+        ranked[np.arange(chosen_units.shape[1]) >= units[:, None]] = 1  # behind all others
+        first = np.argsort(ranked, axis=1)[:, : counts.max(initial=0)]
+        np.put_along_axis(chosen_units, first, np.arange(first.shape[1]) < counts[:, None], axis=1)
+    chosen = candidates & np.take_along_axis(chosen_units, np.maximum(unit, 0), axis=1)
+
+    masked, (rows, places) = tokens.copy(), chosen.nonzero()
+    fate = random_numbers(keys[rows], _FATES + places)
+    ordinary = random_numbers(keys[rows], _TOKENS + places) * (vocab_size - first_ordinary_id)
+    became = np.where(fate < 0.8, mask_token_id, first_ordinary_id + ordinary.astype(int))
+    masked[rows, places] = np.where(fate < 0.9, became, tokens[rows, places])
+    return masked, chosen
 
 
-def _how_many(units, share, rng):
-    return min(max(int(share * units + rng.random()), 1), units)
+def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
+    """Keys (n,) for `random_numbers`: those of the given numbers (n,), all different, among those of a seed."""
+    (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return start + numbers.astype(np.uint64) * np.uint64(_STEP * _NUMBERS_OF_A_KEY % 2**64)
+
+
+def random_numbers(keys: np.ndarray, places: np.ndarray | int) -> np.ndarray:
+    """
+    Uniform numbers from 0 up to 1, functions of key and place alone: they broadcast.
+
+    SplitMix64 (Steele et al., 2014), a generator that can start anywhere: many short streams at once cost what one
+    long one does.
+
+    Args:
+        keys: from `random_keys`.
+        places: from 0 up to 2^20.
+    """
+    state = keys + np.asarray(places + 1, dtype=np.uint64) * np.uint64(_STEP)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 def _spans(words, count, rng):
