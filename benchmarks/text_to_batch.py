@@ -156,7 +156,8 @@ def padding(arguments):
         ("segments", "sentences"), ("nsp", "sop", "none"), (False, True)
     ):
         run = base_run(arguments, pairing=pairing, objective=objective, packing=packed)
-        steps = pretrain.make_steps(run, prepare(run), run.max_steps)
+        cutting = pretrain.how_to_cut(RECIPES["tiny"]()[0], run)
+        steps = pretrain.make_steps(run, prepare(run), run.max_steps, **cutting)
         real = computed = count = 0
         for step in range(50):
             for batch in steps[step]:
@@ -194,7 +195,10 @@ def order(arguments):
     expected = [contents(steps[step]) for step in range(200)]
     print(f"200 steps by one process, {len(set(expected))} of them different")
     for world_size in (1, 2, 4, 8, 1024):
-        ranks = [data.PretrainingSteps(steps.phases, steps.share_at, world_size, rank) for rank in range(world_size)]
+        ranks = [
+            data.PretrainingSteps(steps.phases, steps.share_at, world_size=world_size, rank=rank)
+            for rank in range(world_size)
+        ]
         same = 0
         for step in range(200):
             totals, counts = zip(*(contents(rank[step]) for rank in ranks), strict=True)
@@ -261,7 +265,7 @@ def fates_of(batch, mask):
 def producer(arguments):
     architecture, run = RECIPES["tiny"]()
     text = prepare(run)
-    steps = pretrain.make_steps(run, text, run.max_steps)
+    steps = pretrain.make_steps(run, text, run.max_steps, **pretrain.how_to_cut(architecture, run))
     for first, name in ((0, "32 tokens"), (1200, "128 tokens")):
         speeds = []
         for repetition in range(5):

@@ -132,13 +132,17 @@ def main() -> None:
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
     if not arguments.contestants:
         parser.error("no contestant is left")
-    pairings = {"small": ["sentences"], "base": ["segments", "sentences"]}
+    of_base = ["segments"] if arguments.lengths or arguments.vocab_sizes else ["segments", "sentences"]
+    pairings = {"small": ["sentences"], "base": of_base}
     tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
     if arguments.plot and len(tasks) > 1:
         parser.error("--plot draws one size and pairing, and would leave only the last of several; name one of each")
     for size, pairing in tasks:
         with tempfile.TemporaryDirectory() as folder:
-            measure(make_task(size, pairing, arguments), arguments, folder)
+            try:
+                measure(make_task(size, pairing, arguments), arguments, folder)
+            except ValueError as error:
+                parser.error(str(error))
 
 
 def measure(task, arguments, folder):

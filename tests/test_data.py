@@ -144,6 +144,17 @@ def test_lengths_and_batch_sizes_change_independently_and_the_last_stage_is_full
     assert run.stages(2) == [(0, 32, 16), (1, 128, 32)], "a stage without a step is none"
 
 
+def test_held_out_pairs_come_in_micro_batches_whose_scores_are_bounded(books, monkeypatch):
+    """The same pairs and masks, and no more scores at once, whatever `micro_batch_size` is for training."""
+    run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, micro_batch_size=1000)
+    prepared = prepare.prepare(run)
+    whole = list(pretrain.make_held_out(run, prepared))
+    monkeypatch.setattr(pretrain, "LOGITS_AT_ONCE", 10 * 48 * 0.15 * len(prepared.tokenizer))
+    parts = list(pretrain.make_held_out(run, prepared))
+    assert max(batch["input_ids"].numel() for batch in parts) <= 10 * 48 < whole[0]["input_ids"].numel()
+    assert sorted(sequences_of(parts)) == sorted(sequences_of(whole))
+
+
 RAMPED = {
     "vocab_size": 400,
     "max_seq_length": 48,

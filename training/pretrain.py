@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, compiling, data, distributed, evaluate, interruption, masking
 from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
 from d2l_bert.training.card_rules import check_license
@@ -528,12 +528,14 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.He
     """The held-out pairs, at the run's full length."""
     make_batch = make_batch_maker(run, text, run.max_seq_length)
     length_pairing = pairing(run, run.max_seq_length)
+    # Training has no need of scores as a whole, and evaluation has: micro-batches may be smaller here.
+    most = min(most_tokens(run), int(LOGITS_AT_ONCE / len(text.tokenizer) / make_batch.mlm_probability))
     held_out = data.HeldOutPairs(
         text.tokens,
         text.held_out_documents,
         length_pairing,
         make_batch,
-        most_tokens(run),
+        most,
         run.max_eval_pairs,
         **cutting,
     )
