@@ -12,8 +12,9 @@ float32 with Adam, all rows as long, its head at the predicted positions too; st
 whichever setting a trial finds fastest (compiled or not, either attention, all pairs of a step at once or fewer). The
 peers do not clip gradients. Each contestant is a process of its own (benchmarks/peers.py).
 
-MFU is the share of the machine's bf16 matrix-multiply peak, measured in the same turns, that the arithmetic of real
-tokens and predicted positions comes to. Memory is what is held before a step, and what a step takes on top.
+MFU is the share of the machine's bf16 matrix-multiply peak, measured in the same turns, that the arithmetic comes to
+which the losses need, the same for all contestants: that of real tokens and predicted positions, in the last block of
+the latter and [CLS] only. Memory is what is held before a step, and what a step takes on top.
 
 `--end_to_end` trains with the command line for so many steps, between two measurements of the bare step. `--quality`
 trains ours and d2l's model on the same pairs in the same order, and evaluates both on the same held-out pairs and

@@ -151,7 +151,8 @@ class D2lBertMultiHeadAttention(nn.Module):
         """Queries (B, Q, H) attend to hidden states (B, T, H), with a mask that broadcasts to (B, N, Q, T)."""
 
         def heads(states):
-            return states.view(*states.shape[:-1], -1, self.head_size).transpose(1, 2)  # (B, N, Q or T, D)
+            shape = (*states.shape[:-1], self.config.num_attention_heads, self.head_size)
+            return states.view(shape).transpose(1, 2)  # (B, N, Q or T, D)
 
         query = heads(self.query(queries))
         key, value = heads(self.key(hidden_states)), heads(self.value(hidden_states))
@@ -208,17 +209,16 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         """
         Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q).
 
-        Others than those serve as keys and values only, unless flex attention's mask is made for all queries.
+        Of the other positions only keys and values are computed; but everything, and then `positions` chosen, if the
+        mask is one of flex attention, from which no queries can be left out.
         """
-        is_for_all = not (attention_mask is None or isinstance(attention_mask, torch.Tensor))
-        queries = hidden_states
-        if positions is not None and not is_for_all:
-            queries = states_at(hidden_states, positions)
-            if attention_mask is not None:  # (B, 1, T, T)
-                attention_mask = attention_mask.take_along_dim(positions[:, None, :, None], 2)
+        queries, left = hidden_states, positions
+        if positions is not None and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+            queries, left = states_at(hidden_states, positions), None
+            attention_mask = None if attention_mask is None else mask_at(attention_mask, positions)
         kept = self.kept(queries, hidden_states)
-        queries = self.compute(queries, hidden_states, attention_mask, kept, **kwargs)
-        return states_at(queries, positions) if positions is not None and is_for_all else queries
+        outputs = self.compute(queries, hidden_states, attention_mask, kept, **kwargs)
+        return outputs if left is None else states_at(outputs, left)
 
     def kept(self, queries, hidden_states):
         """What the block's dropouts keep of the attention probabilities and of the two branches."""
@@ -305,15 +305,23 @@ class NextSentencePred(nn.Module):
 
 def states_at(hidden_states, positions):
     """Gather hidden states (B, T, H) at positions (B, P) -> (B, P, H)."""
-    index = checked_positions(positions).unsqueeze(-1)
+    index = checked_positions(positions, hidden_states.shape[0]).unsqueeze(-1)
     return hidden_states.gather(1, index.expand(-1, -1, hidden_states.shape[-1]))
 
 
-def checked_positions(positions):
-    """Positions, if they are (B, P)."""
-    if positions.dim() != 2:
-        raise ValueError(f"positions are (B, P), got the shape {tuple(positions.shape)}")
-    return positions
+def mask_at(attention_mask, positions):
+    """What is left of a mask that broadcasts to (B, N, T, T), for the queries at positions (B, Q): to (B, N, Q, T)."""
+    if attention_mask.shape[2] == 1:
+        return attention_mask
+    index = positions[:, None, :, None].expand(-1, attention_mask.shape[1], -1, attention_mask.shape[3])
+    return attention_mask.expand(positions.shape[0], -1, -1, -1).gather(2, index)
+
+
+def checked_positions(positions, rows):
+    """Positions as int64, if they are (B, P) for so many rows."""
+    if positions.dim() != 2 or positions.shape[0] != rows:
+        raise ValueError(f"positions are (B, P), here ({rows}, P); got the shape {tuple(positions.shape)}")
+    return positions.long()
 
 
 def cross_entropy(logits, labels, num_items=None):
@@ -459,7 +467,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         config.check()  # `from_pretrained(..., hidden_act=...)` changes a configuration after it was made
         super().__init__(config, *inputs, **kwargs)
 
-    def encoded(self, *inputs, wanted_positions, **kwargs):
+    def encode(self, *inputs, wanted_positions, **kwargs):
         """
         What the encoder returns, its `last_hidden_state` at `wanted_positions` (B, P), or everywhere if they are None.
 
@@ -467,10 +475,10 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         """
         names = ("output_hidden_states", "output_attentions")
         if any(kwargs.get(name, getattr(self.config, name)) for name in names) and wanted_positions is not None:
-            outputs = self.bert(*inputs, return_dict=True, **kwargs)
+            outputs = self.base_model(*inputs, return_dict=True, **kwargs)
             outputs.last_hidden_state = states_at(outputs.last_hidden_state, wanted_positions)
             return outputs
-        return self.bert(*inputs, wanted_positions=wanted_positions, return_dict=True, **kwargs)
+        return self.base_model(*inputs, wanted_positions=wanted_positions, return_dict=True, **kwargs)
 
 
 class D2lBertModel(D2lBertPreTrainedModel):
@@ -513,14 +521,15 @@ class D2lBertModel(D2lBertPreTrainedModel):
             cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
                 position of the row.
             wanted_positions: where hidden states are wanted (B, P), everywhere by default. The last block computes
-                those and [CLS] alone.
+                those and [CLS] alone, and what is recorded of it on request ends there too.
 
         Returns:
             `last_hidden_state` (B, T, H), or (B, P, H) with `wanted_positions`, and `pooler_output` (B, H), or
             (B, S, H) with `cls_positions`.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`, or a row longer than the positions.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a row longer than the position embeddings,
+                or positions that are not (B, P).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -542,12 +551,12 @@ class D2lBertModel(D2lBertPreTrainedModel):
             hidden_states = self.encoder(hidden_states, mask, **kwargs)
             cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
         else:
-            first = cls_positions
-            if first is None:
-                first = wanted_positions.new_zeros((len(wanted_positions), 0 if self.pooler is None else 1))
-            positions = torch.cat([first, checked_positions(wanted_positions)], 1)
-            hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
-            cls_states, hidden_states = hidden_states.tensor_split([first.shape[1]], 1)
+            rows = hidden_states.shape[0]
+            wanted_positions, of_cls = checked_positions(wanted_positions, rows), cls_positions
+            if of_cls is None:
+                of_cls = wanted_positions.new_zeros((rows, 0 if self.pooler is None else 1))
+            hidden_states = self.encoder(hidden_states, mask, torch.cat([of_cls, wanted_positions], 1), **kwargs)
+            cls_states, hidden_states = hidden_states.tensor_split([of_cls.shape[1]], 1)
         pooled = None
         if self.pooler is not None:
             pooled = self.pooler(cls_states)  # (B, S, H)
@@ -628,7 +637,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         Returns:
             `D2lBertForPreTrainingOutput`
         """
-        outputs = self.encoded(
+        outputs = self.encode(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -697,7 +706,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.encoded(*inputs, wanted_positions=masked_positions, **kwargs)
+        outputs = self.encode(*inputs, wanted_positions=masked_positions, **kwargs)
         logits, loss = self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items_in_batch, skip_logits)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

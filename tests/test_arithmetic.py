@@ -46,13 +46,15 @@ def test_the_arithmetic_of_bert_base_is_the_well_known_six_operations_a_weight_a
 
 
 def test_a_micro_batch_costs_most_where_there_are_many_weights_for_little_arithmetic():
-    """Of all weights 800 operations each, in tokens."""
-    config = D2lBertConfig(**SIZES, tie_word_embeddings=False)
-    model = D2lBertForPreTraining(config)
-    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layer." in name)
-    weights += model.bert.embeddings.word_embeddings.weight.numel() + model.mlm.decoder.weight.numel()
-    a_token = training_arithmetic(config, COUNTS, pair_task=True) / COUNTS.tokens
-    assert micro_batch_cost(config, COUNTS, pair_task=True) == round(800 * weights / a_token)
+    """Of the large weights, of blocks and tables of tokens, 800 operations each, in tokens."""
+    for tied in (True, False):
+        config = D2lBertConfig(**SIZES, tie_word_embeddings=tied)
+        model = D2lBertForPreTraining(config)
+        weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layer." in name)
+        tables = {model.bert.embeddings.word_embeddings.weight, model.mlm.decoder.weight}
+        weights += sum(table.numel() for table in tables)
+        a_token = training_arithmetic(config, COUNTS, pair_task=True) / COUNTS.tokens
+        assert micro_batch_cost(config, COUNTS, pair_task=True) == round(800 * weights / a_token)
     costs = []
     for vocab_size, hidden_size in ((20256, 128), (8192, 128), (30522, 768)):
         sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_attention_heads": 2}

@@ -153,6 +153,7 @@ def test_held_out_pairs_come_in_micro_batches_whose_scores_are_bounded(books, mo
     parts = list(pretrain.make_held_out(run, prepared))
     assert max(batch["input_ids"].numel() for batch in parts) <= 10 * 48 < whole[0]["input_ids"].numel()
     assert sorted(sequences_of(parts)) == sorted(sequences_of(whole))
+    assert len(list(pretrain.make_held_out(run, prepared, cost=10**6))) < len(parts)
 
 
 RAMPED = {
@@ -216,6 +217,23 @@ def test_each_length_uses_its_plan_from_the_first_pair_on(text, tmp_path):
         first, second = phase.plans.slice(0, 16), phase.plans.slice(16, 32)
         assert sequences_of(steps[phase.first_step]) == sequences_of([phase.make_batch(*first)])
         assert sequences_of(steps[phase.first_step + 1]) == sequences_of([phase.make_batch(*second)])
+
+
+def test_every_pair_of_every_epoch_has_masks_of_its_own(text, tmp_path):
+    plans = make_steps(text, tmp_path).phases[1].plans
+    pairs = len(plans.epoch(0)) + len(plans.epoch(1))
+    _, keys = plans.slice(0, pairs)
+    assert len(set(keys.tolist())) == pairs
+
+
+@pytest.mark.parametrize("objective", ["nsp", "none"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_special_token_is_to_be_predicted(text, tmp_path, packed, objective):
+    steps = make_steps(text, tmp_path, packed=packed, objective=objective)
+    special = set(text.tokenizer.all_special_ids) - {text.tokenizer.unk_token_id}
+    for step in range(20):
+        for batch in steps[step]:
+            assert special.isdisjoint(batch["labels"].unique().tolist())
 
 
 def test_each_epoch_visits_every_document_in_another_order_with_other_pairs(text, tmp_path):

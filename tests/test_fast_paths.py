@@ -1,6 +1,7 @@
 """What was made fast computes the same: the last block, loss without scores, dropout's masks, compiled blocks."""
 
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -88,16 +89,38 @@ def packed(batch):
     return batch | {"next_sentence_label": torch.stack([batch["next_sentence_label"]] * 2, 1)}
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+def one_sequence_a_row(batch):
+    """As packing makes it of sequences that fill their rows."""
+    batch["sequence_ids"] = batch.pop("attention_mask")
+    batch["cls_positions"] = torch.zeros((ROWS, 1), dtype=torch.long)
+    return batch | {"next_sentence_label": batch["next_sentence_label"][:, None]}
+
+
+def without_padding(batch):
+    return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+
+
+def mask_for_all_queries(batch):
+    """Transformers passes on masks with four dimensions as they are."""
+    mask = torch.zeros(ROWS, 1, 1, LENGTH, dtype=torch.double)
+    return batch | {"attention_mask": mask.masked_fill(batch["attention_mask"][:, None, None] == 0, -1e9)}
+
+
+@pytest.mark.parametrize(
+    ("change", "sequences"),
+    [(dict, 1), (packed, 2), (one_sequence_a_row, 1), (without_padding, 1), (mask_for_all_queries, 1)],
+)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_last_block_that_computes_what_is_read_gives_the_same_losses_and_gradients(attention, is_packed):
+def test_a_last_block_that_computes_what_is_read_gives_the_same_losses_and_gradients(attention, change, sequences):
     model = make_model(num_hidden_layers=2).double()
     model.set_attn_implementation(attention)
-    batch = packed(make_batch(model)) if is_packed else make_batch(model)
+    batch = change(make_batch(model))
     expected = loss_and_gradients(model, **batch, output_hidden_states=True)
     through = [rows_through(block.ffn) for block in model.bert.encoder.layer]
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
-    assert through == [[(ROWS, LENGTH)], [(ROWS, SLOTS + (2 if is_packed else 1))]]
+    assert through == [[(ROWS, LENGTH)], [(ROWS, SLOTS + sequences)]]
+    batch["masked_positions"] = batch["masked_positions"].int()
+    assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_without_pairs_cls_is_not_computed():
@@ -107,6 +130,29 @@ def test_without_pairs_cls_is_not_computed():
     through = rows_through(model.bert.encoder.layer[-1].ffn)
     assert_same(loss_and_gradients(model, **batch), expected)
     assert through == [(ROWS, SLOTS)]
+
+
+def test_positions_are_those_of_the_rows_and_may_be_none_at_all():
+    model = make_model(D2lBertForMaskedLM)
+    batch = make_batch(model)
+    del batch["labels"]
+    for positions in (batch["masked_positions"][:1], batch["masked_positions"][0]):
+        with pytest.raises(ValueError, match=r"positions are \(B, P\), here \(6, P\); got the shape"):
+            model(**batch | {"masked_positions": positions})
+    assert model(**batch | {"masked_positions": batch["masked_positions"][:, :0]}).logits.shape[:2] == (ROWS, 0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_an_exported_last_block_takes_other_sizes(model_class, attention):
+    model = make_model(model_class).eval()
+    model.set_attn_implementation(attention)
+    inputs = {name: make_batch(model)[name] for name in ("input_ids", "attention_mask", "masked_positions")}
+    sizes = {name: dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC) for name in inputs}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
+    smaller = {name: tensor[:4, :width] for (name, tensor), width in zip(inputs.items(), (12, 12, 3), strict=True)}
+    smaller["masked_positions"] = smaller["masked_positions"].clamp(max=11)
+    torch.testing.assert_close(exported(**smaller)[0], model(**smaller)[0])
 
 
 def test_who_asks_for_hidden_states_or_attentions_has_them_all():
@@ -305,6 +351,33 @@ def test_all_blocks_share_a_program(compiled_anew):
     for rows in (4, 7, 5):
         model(torch.arange(rows * 12).view(rows, 12) % 40).last_hidden_state.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("model_class", "objective"), [(D2lBertForPreTraining, "nsp"), (D2lBertForMaskedLM, "none")])
+def test_no_kind_of_micro_batch_is_left_as_written(model_class, objective, compiled_anew, monkeypatch):
+    """In training and evaluation, with padding and without, down to single rows and positions."""
+    compiled, compile_as_is = [], torch.compile
+
+    def backend(graph, _):
+        return lambda *arguments: (compiled.append(1), graph(*arguments))[1]
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_is(function, backend=backend, **how))
+    model = make_model(model_class, num_hidden_layers=2, dropout=0.1)
+    run = PretrainConfig(max_seq_length=LENGTH, micro_batch_size=8, objective=objective)
+    assert (
+        compiling.compile_now(model, lambda: [model(**kind) for kind in micro_batches_of_every_kind(run, 40)]) is None
+    )
+    calls = len(compiled)
+    for rows, slots, padding, training in itertools.product((8, 3, 1), (5, 1), (0, 4), (True, False)):
+        ids = torch.arange(rows * 12).view(rows, 12) % 40
+        mask = (torch.arange(12) < 12 - padding).long().expand(rows, 12)
+        batch = {"input_ids": ids, "attention_mask": mask, "masked_positions": ids[:, :slots] % 8}
+        batch["labels"] = ids[:, :slots]
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            model(**batch, skip_logits=True)
+        calls += 2
+        assert len(compiled) == calls, (rows, slots, padding, training)
 
 
 class Clock:

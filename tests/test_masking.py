@@ -10,6 +10,7 @@ from d2l_bert.training.masking import mask_tokens, random_keys, random_numbers, 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
 SEQUENCES = 20_000
+KEYS_AND_RANGE = (random_keys([3, 1], np.arange(SEQUENCES)), MASK, FIRST_ORDINARY, VOCAB_SIZE)
 
 
 def mask(tokens, candidates, rng, mlm_probability=0.15, *how):
@@ -181,9 +182,17 @@ def test_a_sequences_masks_do_not_depend_on_what_stands_beside_it(masking):
         np.testing.assert_array_equal(again[1], chosen[rows, :width])
 
 
+def test_how_many_are_chosen_says_nothing_about_which():
+    """Of two tokens 1.5 are asked for: where it is one, either is as likely."""
+    _, chosen = mask_tokens(np.full((20_000, 2), 1000), np.ones((20_000, 2), dtype=bool), *KEYS_AND_RANGE, 0.75)
+    alone = chosen[chosen.sum(1) == 1]
+    assert abs(standard_errors(len(alone), 20_000, 0.5)) < 4
+    assert abs(standard_errors(alone[:, 0].sum(), len(alone), 0.5)) < 4
+
+
 def test_every_token_of_every_sequence_is_as_likely():
-    tokens, keys = np.full((20_000, 20), 1000), random_keys([3, 1], np.arange(20_000))
-    _, chosen = mask_tokens(tokens, np.ones_like(tokens, dtype=bool), keys, MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.15)
+    tokens = np.full((20_000, 20), 1000)
+    _, chosen = mask_tokens(tokens, np.ones_like(tokens, dtype=bool), *KEYS_AND_RANGE, 0.15)
     assert (chosen.sum(1) == 3).all()
     assert np.abs(standard_errors(chosen.sum(0), 20_000, 0.15)).max() < 4
     both = (chosen[1:] & chosen[:-1]).sum()  # neighbouring sequences

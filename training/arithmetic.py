@@ -10,7 +10,8 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 # What matrices are multiplied in, by `mixed_precision`.
 MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Operations of matrix products that take as long as what a micro-batch does with each weight, whatever its tokens.
+# Operations of matrix products that take as long as what a micro-batch does with each weight, whatever its tokens:
+# measured on two processor cores (benchmarks/LOG.md), and a guess elsewhere, where micro-batches are few.
 OPERATIONS_A_WEIGHT = 800
 
 # Sides of the square matrices that measure a peak. Two cores are fastest at 512, which their caches hold; many cores
@@ -24,9 +25,9 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
 
     Only matrix products count, and only those of real tokens and of tokens to predict: what is computed on padding, in
     unused slots, or a second time to save memory is not needed, nor is what the last block makes of a token that no
-    head reads. That makes the share of the peak the "model FLOPs utilization" of PaLM (Chowdhery et al., 2022,
-    appendix B). The backward pass multiplies twice for each product of the forward pass, by the other factor's
-    gradient and by this one's.
+    head reads. (Its attention is an estimate: as many queries of each sequence, by its length.) That makes the share
+    of the peak the "model FLOPs utilization" of PaLM (Chowdhery et al., 2022, appendix B). The backward pass
+    multiplies twice for each product of the forward pass, by the other factor's gradient and by this one's.
 
     Args:
         counts: what was trained on, in any number of steps: `tokens`, `squared_lengths` (the sum over the sequences of
@@ -53,8 +54,9 @@ def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
     """
     What a micro-batch costs beyond its tokens, as a number of tokens.
 
-    In each micro-batch all weights are rounded and all gradients written and added up, however few its tokens are:
-    next to nothing in a deep encoder, and much where large tables of tokens meet small layers.
+    In each micro-batch weights are rounded and their gradients written and added up, however few its tokens are: next
+    to nothing in a deep encoder, and much where large tables of tokens meet small layers. Only the large weights
+    count, those of tables and blocks.
 
     Args:
         counts, pair_task: typical ones, as in `training_arithmetic`.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from accelerate import Accelerator
 from torch import nn
@@ -16,6 +17,8 @@ from d2l_bert.training.tracking import say
 # Seconds that a run's arithmetic alone must take at the device's peak. Compiling takes 10 to 60 and spares a tenth or
 # so of a step, which in turn takes two to four times as long as its arithmetic.
 LEAST_SECONDS = 300.0
+
+MOST_PROGRAMS = 64
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -30,6 +33,9 @@ def compile_blocks(model: nn.Module) -> None:
     """
     # Masks and activations are cheaper to compute again than to write and read.
     torch._functorch.config.aggressive_recomputation = True
+    # Training and evaluation, blocks and the last one, rows with padding and without, single rows and queries: each
+    # has a program. Past the limit, 8 by default, all others would run as written.
+    torch._dynamo.config.recompile_limit = MOST_PROGRAMS
     for block in model.base_model.encoder.layer:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
 

@@ -255,7 +255,7 @@ class BatchMaker:
             pairs: array of `pairs.PAIR`.
             keys: for each pair the key of its own random numbers, so that its masks do not depend on its neighbours.
             mlm_probability: share to predict, if it is another than usual.
-            rows: for packed rows the numbers of the pairs in each; by default each pair is a row.
+            rows: for packed rows the numbers of the pairs in each, one at least; by default each pair is a row.
 
         Returns:
             `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P) and, unless

@@ -15,8 +15,8 @@ _SPAN_LENGTHS_UP_TO = np.cumsum(_SPAN_LENGTHS) / _SPAN_LENGTHS.sum()
 
 # SplitMix64's step from one state to the next, and how many states are a key's own.
 _STEP, _NUMBERS_OF_A_KEY = 0x9E3779B97F4A7C15, 2**20
-# Which of them are for what: how many to choose comes first.
-_UNITS, _FATES, _TOKENS = 1, 2**18, 2**19
+# Which of them are for what: the first says how many to choose.
+_COUNT, _UNITS, _FATES, _TOKENS = 0, 1, 2**18, 2**19
 
 
 def share_at(step: int, first: float, last: float, max_steps: int) -> float:
@@ -43,7 +43,7 @@ def mask_tokens(
     ordinary token, 10 % stay as they are.
 
     Args:
-        tokens: token ids (B, T); left as they are.
+        tokens: token ids (B, T), T below 2^18; left as they are.
         candidates: whether a token may be chosen (B, T): ordinary ones.
         keys: the only source of randomness (B,), `random_keys`.
         mask_token_id: id of `[MASK]`.
@@ -63,7 +63,7 @@ def mask_tokens(
         starts[:, 1:] &= ~(is_continuation[tokens[:, 1:]] & candidates[:, :-1])
     unit = np.cumsum(starts, axis=1) - 1  # of each candidate
     units = starts.sum(1)
-    counts = np.minimum(np.maximum((mlm_probability * units + random_numbers(keys, 0)).astype(int), 1), units)
+    counts = np.minimum(np.maximum((mlm_probability * units + random_numbers(keys, _COUNT)).astype(int), 1), units)
     chosen_units = np.zeros((len(tokens), max(1, units.max(initial=1))), dtype=bool)
     if masking == "span":
         for row in np.flatnonzero(units):
@@ -84,7 +84,7 @@ def mask_tokens(
 
 
 def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-    """Keys (n,) for `random_numbers`: those of the given numbers (n,), all different, among those of a seed."""
+    """Keys (n,) for `random_numbers`, of a seed and different numbers (n,): different ones, far apart."""
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return start + numbers.astype(np.uint64) * np.uint64(_STEP * _NUMBERS_OF_A_KEY % 2**64)
 
@@ -97,8 +97,8 @@ def random_numbers(keys: np.ndarray, places: np.ndarray | int) -> np.ndarray:
     long one does.
 
     Args:
-        keys: from `random_keys`.
-        places: from 0 up to 2^20.
+        keys: an array from `random_keys`.
+        places: below 2^20.
     """
     state = keys + np.asarray(places + 1, dtype=np.uint64) * np.uint64(_STEP)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -56,7 +56,7 @@ from d2l_bert.training.tracking import (
 )
 
 
-# Most pairs computed at once by default: enough to keep a processor busy, few enough for its caches and memory.
+# Most pairs computed at once by default: enough to keep a processor busy, few enough for its memory.
 DEFAULT_MICRO_BATCH = 64
 
 EVALUATIONS = 10  # of a run that does not say how many
