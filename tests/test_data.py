@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pickle
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -115,6 +116,36 @@ def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, tm
     for start in (0, 1, 49, 50, 69):
         again = make_steps(text, tmp_path / f"there-{start}")
         assert [sequences_of(step) for step in data.load(again, start, 70, workers)] == expected[start:]
+
+
+def test_without_workers_the_next_step_is_made_while_this_one_is_taken():
+    made, threads = {step: threading.Event() for step in range(4)}, set()
+
+    class Steps:
+        def __getitem__(self, step):
+            threads.add(threading.current_thread())
+            made[step].set()
+            if step == 2:
+                raise ValueError("cache: cannot be written")
+            return step
+
+    loaded = data.load(Steps(), 0, 4, 0)
+    assert next(loaded) == 0 and made[1].wait(60) and not made[2].is_set()
+    assert next(loaded) == 1 and made[2].wait(60)
+    with pytest.raises(ValueError, match="cannot be written"):
+        next(loaded)
+    (thread,) = threads
+    assert thread is not threading.current_thread() and not thread.is_alive()
+    assert list(data.load(Steps(), 2, 2, 0)) == []
+
+
+def test_a_worker_opens_an_epochs_plan_itself(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "SMALL_PLAN", 0)
+    plans = make_steps(text, tmp_path).phases[1].plans
+    empty = len(pickle.dumps(plans))
+    rows = plans.epoch(0)
+    assert plans.epoch(0) is rows and len(pickle.dumps(plans)) == empty
+    assert np.array_equal(pickle.loads(pickle.dumps(plans)).epoch(0), rows)
 
 
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])

@@ -22,7 +22,14 @@ from d2l_bert.training import checkpoint, data, micro_batch, prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pretrain import expectation, make_phases, pretrain, steps_in, train_step
+from d2l_bert.training.pretrain import (
+    expectation,
+    make_phases,
+    pretrain,
+    processes_that_load,
+    steps_in,
+    train_step,
+)
 from d2l_bert.training.run_folder import start_folder
 
 
@@ -386,6 +393,15 @@ def test_out_of_memory_names_the_options_that_help(books, tmp_path, capsys, monk
     assert main([*command, "--micro_batch_size=4"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory with micro-batches of 4 pairs; lower --micro_batch_size" in line
+
+
+def test_a_processor_has_no_process_beside_it_that_makes_batches_unless_it_is_asked_for():
+    chosen = [
+        processes_that_load(PretrainConfig(dataloader_num_workers=asked), device)
+        for device in ("cpu", "cuda", "mps")
+        for asked in (None, 0, 2)
+    ]
+    assert chosen == [0, 0, 2, 1, 0, 2, 1, 0, 2]
 
 
 def test_a_loaders_worker_that_is_killed_is_named(books, tmp_path, capsys, monkeypatch):

@@ -3,7 +3,6 @@
 Text lies in blocks, rows of some paragraphs of a document; small tables beside it say where documents end.
 """
 
-import bisect
 import hashlib
 import importlib.metadata
 import itertools
@@ -383,18 +382,23 @@ def _write_tokens(parts, folder):
 
 
 class TokenizedCorpus:
-    """Documents as views into memory-mapped Arrow: nothing is copied, and nothing is held in memory."""
+    """Documents in memory-mapped Arrow: only what is asked for is read, and nothing is held in memory."""
 
     def __init__(self, path: Path):
         self.path = path
         columns = [batch.column("input_ids") for batch in read_arrow(path).data.table.to_batches() if batch.num_rows]
         self._chunks = [column.values.to_numpy() for column in columns]
-        self._chunk_starts = np.cumsum([0, *map(len, self._chunks)]).tolist()
+        self._chunk_starts = np.cumsum([0, *map(len, self._chunks)])
         self._sentence_ends, self._paragraph_ends, self._document_ends = (read_table(path, name) for name in _TABLES)
         if self._chunk_starts[-1] != self._sentence_ends[-1] or len(self._sentence_ends) != self._document_ends[-1]:
             raise ValueError(
                 f"cache {path}: damaged (its files do not fit each other); delete this folder and run again"
             )
+        # All chunks lie in one mapped file: an array from the first to the end of the last reaches any of their tokens.
+        addresses = np.array([chunk.ctypes.data for chunk in self._chunks])
+        size = addresses[-1] - addresses[0] + self._chunks[-1].nbytes
+        self._file = np.frombuffer(pa.foreign_buffer(addresses[0], size, base=self._chunks), dtype=np.int32)
+        self._gaps_before = (addresses - addresses[0]) // self._file.itemsize - self._chunk_starts[:-1]
 
     def __getstate__(self):  # a loader's worker opens the files itself
         return {"path": self.path}
@@ -420,22 +424,17 @@ class TokenizedCorpus:
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Token ids of a document, or those from `start` to `end` of it (tokens,)."""
         first, last = map(self._token_at, self._sentences_of(document))
-        return self.between(first + start, last if end is None else first + end)
+        return self.at(np.arange(first + start, last if end is None else first + end))
 
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """Where documents start among all tokens: numbers (n,) -> (n,)."""
         sentences = np.where(documents > 0, self._document_ends[np.maximum(documents, 1) - 1], 0)
         return np.where(sentences > 0, self._sentence_ends[np.maximum(sentences, 1) - 1], 0)
 
-    def between(self, start: int, end: int) -> np.ndarray:
-        """Token ids from `start` to `end` of all tokens (tokens,)."""
-        chunk = bisect.bisect_right(self._chunk_starts, start) - 1
-        parts = []
-        while start < end:
-            offset = self._chunk_starts[chunk]
-            parts.append(self._chunks[chunk][start - offset : end - offset])
-            start, chunk = self._chunk_starts[chunk + 1], chunk + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.int32), *parts])
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Token ids at these numbers among all tokens, in an array of any shape."""
+        chunks = np.searchsorted(self._chunk_starts, places, side="right") - 1
+        return self._file[places + self._gaps_before[chunks]]
 
     def sentence_ends(self, document: int) -> np.ndarray:
         """The token offset at which each sentence of a document ends (sentences,)."""

@@ -285,7 +285,12 @@ class PretrainConfig(TextConfig):
     attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
         None, "kernel that computes attention; the default is the faster one here, eager or sdpa", MACHINE, how=True
     )
-    dataloader_num_workers: int = option(1, "processes that make batches", MACHINE, how=True)
+    dataloader_num_workers: int | None = option(
+        None,
+        "processes that make batches; the default is 1 beside a GPU and 0, a thread of this process, on a processor",
+        MACHINE,
+        how=True,
+    )
 
     output_dir: str | None = option(
         None, "folder for the model; the default is d2l-bert-<recipe>-<corpus> here", OUTPUT, how=True, metavar="DIR"

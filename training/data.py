@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,12 +155,18 @@ class EpochPlans:
             / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs, sys.modules[__name__]))}"
         )
         self._ends = [0]  # pairs up to the end of each epoch laid out so far
-        self._small = {}  # the last plans that are not kept on disk
+        self._open = {}  # the last plans asked for
+
+    def __getstate__(self):  # a loader's worker opens the files itself
+        return {**vars(self), "_open": {}}
 
     def epoch(self, number: int) -> np.ndarray:
-        """The pairs of one epoch: a memory-mapped array of `pairs.PAIR`."""
-        if number in self._small:
-            return self._small[number]
+        """The pairs of one epoch: an array of `pairs.PAIR`, memory-mapped unless it is small."""
+        if number not in self._open:
+            self._open = {**dict(list(self._open.items())[-1:]), number: self._plan(number)}
+        return self._open[number]
+
+    def _plan(self, number):
         path = self.folder / f"epoch-{number:05d}.pairs"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -169,10 +176,9 @@ class EpochPlans:
                     if laid_out.stat().st_size < SMALL_PLAN:
                         rows = np.fromfile(laid_out, pairs.PAIR)
                         laid_out.unlink()
-                        self._small = {**dict(list(self._small.items())[-1:]), number: rows}
                         return rows
                     os.replace(laid_out, path)
-        return np.memmap(path, pairs.PAIR, mode="r")
+        return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
 
     def _lay_out(self, number):
         rng = np.random.default_rng((self.seed, _PLAN, number))
@@ -262,45 +268,23 @@ class BatchMaker:
             there is no second loss, `next_sentence_label` (B,), int64. Packed rows also have `position_ids`,
             `sequence_ids` (B, T) and `cls_positions` (B, S), and (B, S) labels.
         """
-        in_rows = [1] * len(pairs) if rows is None else list(map(len, rows))
         if rows is not None:
             order = list(itertools.chain(*rows))
             pairs, keys = pairs[order], keys[order]
-        row = np.repeat(np.arange(len(in_rows)), in_rows)  # of each pair
-        place = _restarting(in_rows)  # in its row
-        ids, lengths, b_starts = self._joined(pairs)
-        real, in_b, masked, chosen = self._masked(
-            ids, lengths[:, None], b_starts[:, None], keys, mlm_probability or self.mlm_probability
-        )
-        ends = np.cumsum(lengths)
-        row_ends = ends[np.cumsum(in_rows) - 1]
-        starts = ends - lengths - np.repeat(np.append(0, row_ends[:-1]), in_rows)  # of each pair in its row
-        width = min(packing.padded(np.diff(row_ends, prepend=0).max()), self.max_seq_length)
-        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # in each row
-        shape, slots = (len(in_rows), width), (len(in_rows), predicted.max())
-        of_tokens = ("input_ids", "token_type_ids", "attention_mask", "position_ids", "sequence_ids")
-        batch = {name: np.zeros(shape, dtype=np.int64) for name in of_tokens}
-        batch |= {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
-        batch["input_ids"][:] = self.pad
-        pair, column = real.nonzero()
-        there = row[pair], starts[pair] + column
-        batch["input_ids"][there], batch["token_type_ids"][there] = masked[real], in_b[real]
-        batch["attention_mask"][there], batch["position_ids"][there] = 1, column
-        batch["sequence_ids"][there] = place[pair] + 1
-        pair, column = chosen.nonzero()
-        slot = row[pair], _restarting(predicted)
-        batch["masked_positions"][slot], batch["labels"][slot] = starts[pair] + column, ids[chosen]
-        batch["cls_positions"] = np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)
-        batch["next_sentence_label"] = np.full((len(in_rows), max(in_rows)), -100)
-        batch["cls_positions"][row, place] = starts
-        batch["next_sentence_label"][row, place] = pairs["next_sentence_label"]
+        ids, of_tokens, chosen = self._laid_out(pairs, keys, mlm_probability or self.mlm_probability)
         if rows is None:
-            batch["next_sentence_label"] = batch["next_sentence_label"][:, 0]
-            del batch["position_ids"], batch["sequence_ids"], batch["cls_positions"]
+            row, starts = np.arange(len(pairs)), np.zeros(len(pairs), dtype=np.int64)  # of each pair
+            of_rows = {"next_sentence_label": pairs["next_sentence_label"].astype(np.int64)}
+        else:
+            row, starts, of_tokens, of_rows = self._packed(pairs, of_tokens, list(map(len, rows)))
+        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # in each row
+        pair, column = chosen.nonzero()
+        slots, slot = (len(predicted), predicted.max()), (row[pair], _restarting(predicted))
+        of_slots = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
+        of_slots["masked_positions"][slot], of_slots["labels"][slot] = starts[pair] + column, ids[chosen]
         if not self.has_labels:
-            del batch["next_sentence_label"]
-            batch.pop("cls_positions", None)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            of_rows = {}
+        return {name: torch.from_numpy(array) for name, array in (of_tokens | of_slots | of_rows).items()}
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A micro-batch that counts for nothing, for a process that has no row left in a step."""
@@ -315,33 +299,53 @@ class BatchMaker:
         }
         return {**batch, "next_sentence_label": nothing[0]} if self.has_labels else batch
 
-    def _joined(self, pairs):
-        """[CLS] A [SEP] B [SEP], or without B [CLS] A [SEP]: ids (n, T), their lengths and where B starts (n,)."""
+    def _laid_out(self, pairs, keys, share):
+        """Each pair in a row: [CLS] A [SEP] B [SEP], or without B [CLS] A [SEP].
+
+        Returns:
+            Ids, not masked (n, T); `input_ids`, `token_type_ids`, `attention_mask` (n, T); what to predict (n, T).
+        """
         parts = []
         for segment in "ab":
-            first = self.tokens.first_tokens(pairs[f"{segment}_document"])
-            parts.append((first + pairs[f"{segment}_start"], first + pairs[f"{segment}_end"]))
+            first = self.tokens.first_tokens(pairs[f"{segment}_document"])[:, None]
+            parts.append((first + pairs[f"{segment}_start"][:, None], first + pairs[f"{segment}_end"][:, None]))
         (a_starts, a_ends), (second, b_ends) = parts
         b_starts = a_ends - a_starts + 2
         lengths = b_starts + np.where(b_ends > second, b_ends - second + 1, 0)
-        ids = np.full((len(pairs), lengths.max()), self.pad, dtype=np.int64)
-        numbers = np.arange(len(pairs))
+        column = np.arange(self._width(lengths))
+        in_a, real, ends_a, ends = column < b_starts, column < lengths, column == b_starts - 1, column == lengths - 1
+        ordinary = real & ~ends_a & ~ends
+        ordinary[:, 0] = False
+        ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        ids[numbers, b_starts - 1] = ids[numbers, lengths - 1] = self.sep
-        bounds = np.stack([a_starts, a_ends, second, b_ends, b_starts, lengths], 1).tolist()
-        for row, (a_start, a_end, b_start, b_end, b_at, length) in zip(ids, bounds, strict=True):
-            row[1 : b_at - 1] = self.tokens.between(a_start, a_end)
-            if b_end > b_start:
-                row[b_at : length - 1] = self.tokens.between(b_start, b_end)
-        return ids, lengths, b_starts
-
-    def _masked(self, ids, lengths, b_starts, keys, share):
-        """What is no padding, what is of segment B, the masked ids, and what is to be predicted: (n, T) each."""
-        column = np.arange(ids.shape[1])
-        real = column < lengths
-        is_special = (column == 0) | (column == b_starts - 1) | (column == lengths - 1)
+        ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, second - b_starts))[ordinary])
         how = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.how, self.is_continuation)
-        return real, real & (column >= b_starts), *masking.mask_tokens(ids, real & ~is_special, keys, *how)
+        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *how)
+        of_tokens = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
+        return ids, {**of_tokens, "attention_mask": real.astype(np.int64)}, chosen
+
+    def _packed(self, pairs, of_tokens, in_rows):
+        """So many pairs in each row: each pair's row and where it starts there (n,), the batch's tokens and rows."""
+        row, place = np.repeat(np.arange(len(in_rows)), in_rows), _restarting(in_rows)
+        real = of_tokens["attention_mask"] == 1
+        ends = np.cumsum(lengths := real.sum(1))
+        row_ends = ends[np.cumsum(in_rows) - 1]
+        starts = ends - lengths - np.append(0, row_ends[:-1])[row]
+        pair, column = real.nonzero()
+        of_tokens = {name: array[real] for name, array in of_tokens.items()}
+        of_tokens |= {"position_ids": column, "sequence_ids": place[pair] + 1}
+        shape = (len(in_rows), self._width(np.diff(row_ends, prepend=0)))
+        packed = {name: np.full(shape, self.pad if name == "input_ids" else 0) for name in of_tokens}
+        for name, array in of_tokens.items():
+            packed[name][row[pair], starts[pair] + column] = array
+        of_rows = {"cls_positions": np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)}
+        of_rows["next_sentence_label"] = np.full(of_rows["cls_positions"].shape, -100)
+        of_rows["cls_positions"][row, place] = starts
+        of_rows["next_sentence_label"][row, place] = pairs["next_sentence_label"]
+        return row, starts, packed, of_rows
+
+    def _width(self, lengths):
+        return min(packing.padded(lengths.max()), self.max_seq_length)
 
 
 def _restarting(counts):
@@ -402,11 +406,19 @@ class _Arrays(torch.utils.data.Dataset):
 
 
 def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Steps `first` to `end` in order, made here or by so many workers, ahead of whoever takes them.
+    """Steps `first` to `end` in order, made ahead of whoever takes them, by so many processes or a thread of this one.
 
-    They come through a pipe as arrays. Tensors would each come through shared memory with a file descriptor of its
-    own, which took twice as long as making them.
+    From a process they come through a pipe as arrays. Tensors would each come through shared memory with a file
+    descriptor of its own, which took twice as long as making them.
     """
+    if not num_workers:
+        with ThreadPoolExecutor(1) as thread:
+            coming = (thread.submit(steps.__getitem__, step) for step in range(first, end))
+            following = next(coming, None)
+            while following:
+                micro_batches, following = following.result(), next(coming, None)
+                yield micro_batches
+        return
     loader = torch.utils.data.DataLoader(
         _Arrays(steps),
         batch_size=None,

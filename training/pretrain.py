@@ -99,6 +99,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         run,
         mixed_precision=accelerator.mixed_precision,
         attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
+        dataloader_num_workers=processes_that_load(run, accelerator.device.type),
     )
     check_device(run, accelerator.device.type)
     if run.init_from is not None:
@@ -362,6 +363,11 @@ def keep_freed_memory() -> None:
 def faster_attention(device: str, length: int) -> str:
     """On a processor, short rows are faster spelt out: 32 rows of 128 take 5 ms against 17 ms, backward included."""
     return "eager" if device == "cpu" and length <= 256 else "sdpa"
+
+
+def processes_that_load(run: PretrainConfig, device: str) -> int:
+    """A process of its own keeps a GPU busy; on a processor it takes the step's cores, and copies what it writes to."""
+    return int(device != "cpu") if run.dataloader_num_workers is None else run.dataloader_num_workers
 
 
 def settle_micro_batch(
