@@ -171,7 +171,7 @@ def peer(folder: Path, corpus: list[str]):
 def stock_bert(corpus):
     """A stock BERT with our start, and the pairs of our run, in its order, with labels as stock BERT wants them."""
     from d2l_bert.modeling.conversion import to_bert
-    from d2l_bert.training import pretrain
+    from d2l_bert.training import batching, pretrain
     from d2l_bert.training.prepare import prepare
 
     architecture, run = as_in_options(corpus)
@@ -179,7 +179,7 @@ def stock_bert(corpus):
     architecture.vocab_size = len(text.tokenizer)
     torch.manual_seed(SEED)
     model = to_bert(pretrain.make_model(architecture, run, text.tokenizer, None))
-    steps = pretrain.make_steps(run, text, STEPS)
+    steps = batching.make_steps(run, text, STEPS)
     pairs = [pair for step in range(STEPS) for batch in steps[step] for pair in as_stock(batch)]
     return model, pairs
 

@@ -72,20 +72,22 @@ class Ours:
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.training import compiling, distributed, pretrain
         from d2l_bert.training.optim import make_optimizers
+        from d2l_bert.training.step import train_step
 
         pretrain.keep_freed_memory()
-        self.train_step = pretrain.train_step
+        self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
         run = PretrainConfig(**told["run"])
-        attention = pretrain.faster_attention(self.accelerator.device.type, run.max_seq_length)
+        architecture = D2lBertConfig(**told["architecture"])
+        attention = pretrain.faster_attention(architecture, run, self.accelerator.device.type)
         self.run = replace(run, mixed_precision=self.accelerator.mixed_precision, attn_implementation=attention)
-        model = pretrain.make_model(D2lBertConfig(**told["architecture"]), self.run, None, None)
+        model = pretrain.make_model(architecture, self.run, None, None)
         betas = (run.adam_beta1, run.adam_beta2)
         optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         self.model.train()
         if run.torch_compile == "true":
-            kinds = pretrain.micro_batches_of_every_kind(run, model.config.vocab_size)
+            kinds = compiling.micro_batches_of_every_kind(run, model.config.vocab_size)
             if error := compiling.compile_now(model, lambda: self.step(kinds, 0.0)):
                 raise RuntimeError(error)
         compiled = "compiled" if run.torch_compile == "true" else "not compiled"
@@ -285,7 +287,9 @@ def obey():
 
 def environment(device):
     """What a process is started with, so that it computes on `device` even where there are others."""
-    return os.environ | ({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} if device == "cpu" else {})
+    if device == "cpu":
+        return os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
 
 
 class Contestant:

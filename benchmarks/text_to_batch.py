@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.mlm_head import machine
 from d2l_bert import RECIPES, PretrainConfig
-from d2l_bert.training import data, pretrain
+from d2l_bert.training import batching, data, pretrain
 from d2l_bert.training.prepare import prepare
 
 
@@ -156,8 +156,8 @@ def padding(arguments):
         ("segments", "sentences"), ("nsp", "sop", "none"), (False, True)
     ):
         run = base_run(arguments, pairing=pairing, objective=objective, packing=packed)
-        cutting = pretrain.how_to_cut(RECIPES["tiny"]()[0], run)
-        steps = pretrain.make_steps(run, prepare(run), run.max_steps, **cutting)
+        cutting = batching.how_to_cut(RECIPES["tiny"]()[0], run)
+        steps = batching.make_steps(run, prepare(run), run.max_steps, **cutting)
         real = computed = count = 0
         for step in range(50):
             for batch in steps[step]:
@@ -191,7 +191,7 @@ def contents(micro_batches):
 def order(arguments):
     run = replace(base_run(arguments), global_batch_size=64, length_schedule=["32:0.4"])
     text = prepare(run)
-    steps = pretrain.make_steps(run, text, 200)
+    steps = batching.make_steps(run, text, 200)
     expected = [contents(steps[step]) for step in range(200)]
     print(f"200 steps by one process, {len(set(expected))} of them different")
     for world_size in (1, 2, 4, 8, 1024):
@@ -208,7 +208,7 @@ def order(arguments):
         same = 0
         for start in range(200):
             end = 200 if start == 0 else min(start + 5, 200)  # from the first step on all of them
-            again = data.load(pretrain.make_steps(run, text, 200), start, end, workers)
+            again = data.load(batching.make_steps(run, text, 200), start, end, workers)
             same += list(map(contents, again)) == expected[start:end]
         print(f"  {workers} workers: {same} of 200 runs that begin at another step the same", flush=True)
 
@@ -226,7 +226,7 @@ def shares(arguments):
     ):
         run = base_run(arguments, objective=objective, masking=how, mlm_probability=rate)
         text = prepare(run)
-        steps = pretrain.make_steps(run, text, 400)
+        steps = batching.make_steps(run, text, 400)
         excess, fates, labels = [], np.zeros(3), []
         for step in range(-(-100_000 // 256)):
             for batch in steps[step]:
@@ -265,7 +265,7 @@ def fates_of(batch, mask):
 def producer(arguments):
     architecture, run = RECIPES["tiny"]()
     text = prepare(run)
-    steps = pretrain.make_steps(run, text, run.max_steps, **pretrain.how_to_cut(architecture, run))
+    steps = batching.make_steps(run, text, run.max_steps, **batching.how_to_cut(architecture, run))
     for first, name in ((0, "32 tokens"), (1200, "128 tokens")):
         speeds = []
         for repetition in range(5):

@@ -51,13 +51,14 @@ from benchmarks.mlm_head import SIZES as ARCHITECTURES
 from benchmarks.mlm_head import heading
 from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
 from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
-from d2l_bert.training import pretrain
+from d2l_bert.training import batching
 from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
 from d2l_bert.training.evaluate import held_out_figures
 from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import prepare
 from d2l_bert.training.recipes import architecture_options
+from d2l_bert.training.step import count
 
 
 @dataclass
@@ -84,8 +85,8 @@ class Task:
         return Contestant(name, told, python)
 
     def steps(self, count):
-        cutting = pretrain.how_to_cut(self.architecture, self.run)
-        return pretrain.make_steps(self.run, prepare(self.run), count, **cutting)
+        cutting = batching.how_to_cut(self.architecture, self.run)
+        return batching.make_steps(self.run, prepare(self.run), count, **cutting)
 
     def files(self, folder, count) -> list["Step"]:
         steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))
@@ -97,7 +98,7 @@ class Step:
 
     def __init__(self, micro_batches, path, architecture):
         self.file = str(write_step(micro_batches, path))
-        counts = sum(map(pretrain.count, micro_batches)).tolist()
+        counts = sum(map(count, micro_batches)).tolist()
         names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
         self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
         self.pairs, self.tokens = self.counts.examples, self.counts.tokens
@@ -327,7 +328,7 @@ def lengths(task, arguments, folder):
     tokens, tasks = task.run.global_batch_size * task.run.max_seq_length, {}
     for length in arguments.lengths:
         pairs = max(1, tokens // length)
-        micro = max(1, pretrain.most_tokens(task.run) // length)
+        micro = max(1, batching.most_tokens(task.run) // length)
         changes = {"pairing": "segments", "global_batch_size": pairs, "micro_batch_size": micro}
         tasks[length] = replace(task, run=replace(task.run, max_seq_length=length, **changes))
     return costs(tasks, "tokens in a pair", arguments, folder)
@@ -385,7 +386,7 @@ def end_to_end(task, arguments, folder):
     flags |= {"length_schedule": "none", "batch_size_schedule": "none", "eval_steps": count, "save_steps": count}
     for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
         flags[name] = getattr(task.run, name)
-    flags["micro_batch_size"] = pretrain.micro_batch_pairs(task.run)
+    flags["micro_batch_size"] = batching.micro_batch_pairs(task.run)
     flags |= {name: getattr(task.architecture, name) for name in architecture_options()}
     command = [sys.executable, "-m", "d2l_bert", "pretrain", "--recipe", task.run.recipe]
     for name, value in flags.items():
@@ -419,7 +420,7 @@ def quality(task, arguments, folder):
     """Ours and d2l's model on the same pairs, then on the same held-out ones."""
     count, run = arguments.quality, task.run
     steps = task.steps(count)
-    held_out = str(write_step(list(pretrain.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
+    held_out = str(write_step(list(batching.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
     warmup, decay = run.schedule_steps(count)
     shares = [learning_rate_share(run.lr_scheduler_type, step, warmup, count, decay) for step in range(count)]
     print(f"\n{task}\n  {count} steps at rates up to {run.learning_rate:g}, held-out pairs in between", flush=True)

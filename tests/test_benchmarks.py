@@ -18,7 +18,7 @@ import torch
 from benchmarks import inference, mlm_head, peers, start_up, throughput
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.cli import main as command_line
-from d2l_bert.training import pretrain
+from d2l_bert.training import batching
 from d2l_bert.training.prepare import prepare
 
 
@@ -252,7 +252,7 @@ def test_quality_is_what_the_same_model_says_of_the_same_held_out_pairs_in_float
     model = D2lBertForPreTraining(D2lBertConfig(**ours.told["architecture"])).eval()
     model.load_state_dict(ours.worker.contestant.model.state_dict())
     loss = pair_loss = tokens = pairs = 0
-    for batch in pretrain.make_held_out(run, prepare(run)):
+    for batch in batching.make_held_out(run, prepare(run)):
         with torch.no_grad():
             outputs = model(**batch)
         count, rows = int((batch["labels"] != -100).sum()), len(batch["input_ids"])

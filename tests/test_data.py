@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.training import arrow, corpus, data, masking, packing, prepare, pretrain
+from d2l_bert.training import arrow, batching, corpus, data, masking, packing, prepare
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -179,12 +179,12 @@ def test_held_out_pairs_come_in_micro_batches_whose_scores_are_bounded(books, mo
     """The same pairs and masks, and no more scores at once, whatever `micro_batch_size` is for training."""
     run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, micro_batch_size=1000)
     prepared = prepare.prepare(run)
-    whole = list(pretrain.make_held_out(run, prepared))
-    monkeypatch.setattr(pretrain, "LOGITS_AT_ONCE", 10 * 48 * 0.15 * len(prepared.tokenizer))
-    parts = list(pretrain.make_held_out(run, prepared))
+    whole = list(batching.make_held_out(run, prepared))
+    monkeypatch.setattr(batching, "LOGITS_AT_ONCE", 10 * 48 * 0.15 * len(prepared.tokenizer))
+    parts = list(batching.make_held_out(run, prepared))
     assert max(batch["input_ids"].numel() for batch in parts) <= 10 * 48 < whole[0]["input_ids"].numel()
     assert sorted(sequences_of(parts)) == sorted(sequences_of(whole))
-    counts = [len(list(pretrain.make_held_out(run, prepared, cost=cost))) for cost in (0, 10**6)]
+    counts = [len(list(batching.make_held_out(run, prepared, cost=cost))) for cost in (0, 10**6)]
     assert counts[0] > counts[1], "they are cut by what a micro-batch costs"
 
 
@@ -205,14 +205,14 @@ def test_the_pairs_of_a_ramped_run_are_those_of_the_plans_in_their_order_each_on
     prepared = prepare.prepare(run)
     sizes = [2 * 2] * 4 + [2 * 5] * 8 + [5] * 4 + [7] * 4
     ranks = [
-        data.PretrainingSteps(pretrain.make_phases(run, prepared, 20), world_size=world_size, rank=rank)
+        data.PretrainingSteps(batching.make_phases(run, prepared, 20), world_size=world_size, rank=rank)
         for rank in range(world_size)
     ]
     found = [sequences_of([batch for steps in ranks for batch in steps[step]]) for step in range(20)]
     assert [len(step) for step in found] == sizes
     for length, steps in ((24, range(12)), (48, range(12, 20))):
         plain = replace(run, length_schedule=[], batch_size_schedule=[], max_seq_length=length)
-        (phase,) = pretrain.make_phases(plain, prepared, 20)
+        (phase,) = batching.make_phases(plain, prepared, 20)
         start = 0
         for step in steps:
             pairs = phase.plans.slice(start, start + sizes[step])

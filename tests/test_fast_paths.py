@@ -17,10 +17,10 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D
 from d2l_bert.cli import main
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 from d2l_bert.training import compiling
+from d2l_bert.training.compiling import is_long, micro_batches_of_every_kind
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.micro_batch import full_batch
-from d2l_bert.training.pretrain import is_long, micro_batches_of_every_kind
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,12 +19,13 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.training import data, evaluate, prepare
+from d2l_bert.training.batching import make_phases
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
-from d2l_bert.training.pretrain import make_phases, train_step
+from d2l_bert.training.step import train_step
 
 
 OPTIONS = ("--max_steps=6", "--save_steps=3", "--save_total_limit=9", "--mixed_precision=no")

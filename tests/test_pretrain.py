@@ -19,18 +19,14 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import make_tokenizer
 from d2l_bert.training import checkpoint, data, micro_batch, prepare
+from d2l_bert.training.batching import make_phases
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pretrain import (
-    expectation,
-    make_phases,
-    pretrain,
-    processes_that_load,
-    steps_in,
-    train_step,
-)
+from d2l_bert.training.pretrain import expectation, faster_attention, pretrain, processes_that_load
 from d2l_bert.training.run_folder import start_folder
+from d2l_bert.training.run_length import steps_in
+from d2l_bert.training.step import train_step
 
 
 LEFT_BEHIND = {
@@ -393,6 +389,22 @@ def test_out_of_memory_names_the_options_that_help(books, tmp_path, capsys, monk
     assert main([*command, "--micro_batch_size=4"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory with micro-batches of 4 pairs; lower --micro_batch_size" in line
+
+
+def test_a_processor_spells_attention_out_unless_rows_are_long_and_without_dropout():
+    chosen = {
+        (device, length, dropout): faster_attention(
+            D2lBertConfig(attention_probs_dropout_prob=dropout), PretrainConfig(max_seq_length=length), device
+        )
+        for device in ("cpu", "cuda")
+        for length in (256, 257)
+        for dropout in (0.0, 0.1)
+    }
+    assert {case for case, kernel in chosen.items() if kernel == "sdpa"} == {
+        ("cpu", 257, 0.0),
+        *(case for case in chosen if case[0] == "cuda"),
+    }
+    assert set(chosen.values()) == {"eager", "sdpa"}
 
 
 def test_a_processor_has_no_process_beside_it_that_makes_batches_unless_it_is_asked_for():

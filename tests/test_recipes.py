@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForPreTraining
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main, make_parser, resolve_pretrain
-from d2l_bert.training import prepare, pretrain
+from d2l_bert.training import batching, prepare, pretrain
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.folders import base_name
 from d2l_bert.training.recipes import PLACES, RECIPES, command_line
@@ -134,7 +134,7 @@ def test_a_run_of_the_literatures_recipe_trains_and_its_card_says_how(books, tmp
 def test_phases_are_the_stages_of_the_run(books):
     architecture, run = RECIPES["mini"]()
     run.corpus, run.vocab_size = [str(books)], 400
-    phases = pretrain.make_phases(run, prepare.prepare(run), run.max_steps)
+    phases = batching.make_phases(run, prepare.prepare(run), run.max_steps)
     assert [(phase.first_step, phase.first_pair, phase.global_batch_size) for phase in phases] == [
         (0, 0, 64),
         (2000, 2000 * 64, 128),

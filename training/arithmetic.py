@@ -3,6 +3,7 @@
 import time
 
 import torch
+from accelerate import Accelerator
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 
@@ -65,6 +66,11 @@ def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
     weights = tables + config.num_hidden_layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
     return round(OPERATIONS_A_WEIGHT * weights / (training_arithmetic(config, counts, pair_task) / counts.tokens))
+
+
+def peak_of(accelerator: Accelerator) -> float:
+    """Operations a second of this process's device, in the precision that it trains in."""
+    return matmul_peak(accelerator.device, MATMUL_DTYPES[accelerator.mixed_precision])
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

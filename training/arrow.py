@@ -394,7 +394,7 @@ class TokenizedCorpus:
             raise ValueError(
                 f"cache {path}: damaged (its files do not fit each other); delete this folder and run again"
             )
-        # All chunks lie in one mapped file: an array from the first to the end of the last reaches any of their tokens.
+        # All chunks lie in one mapped file: an array from the first to the end of the last reaches any token of them.
         addresses = np.array([chunk.ctypes.data for chunk in self._chunks])
         size = addresses[-1] - addresses[0] + self._chunks[-1].nbytes
         self._file = np.frombuffer(pa.foreign_buffer(addresses[0], size, base=self._chunks), dtype=np.int32)

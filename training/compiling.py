@@ -1,5 +1,7 @@
 """Compile the encoder's blocks, where a run is long enough to earn that back."""
 
+import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +12,16 @@ import torch._functorch.config
 from accelerate import Accelerator
 from torch import nn
 
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.training import checkpoint, distributed
+from d2l_bert.training.arithmetic import peak_of, training_arithmetic
+from d2l_bert.training.batching import counts_of_full_pairs, make_steps, micro_batch_pairs, pairs_of
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.interruption import is_out_of_memory
+from d2l_bert.training.micro_batch import full_batch
+from d2l_bert.training.pair_tasks import PAIR_TASKS
+from d2l_bert.training.prepare import PreparedText
+from d2l_bert.training.run_length import decide_steps
 from d2l_bert.training.tracking import say
 
 
@@ -19,6 +30,61 @@ from d2l_bert.training.tracking import say
 LEAST_SECONDS = 300.0
 
 MOST_PROGRAMS = 64
+
+# Steps that tell whether compiling pays, and the fewest operations a second that any device might have.
+TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
+
+
+def settle_compiling(
+    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, cutting, resumed, train_on
+) -> PretrainConfig:
+    """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
+    accelerator, model = learner.accelerator, learner.model
+    wanted = resumed.state.get("torch_compile", "false") if resumed and run.torch_compile == "auto" else None
+    wanted = wanted or run.torch_compile
+
+    def try_step():
+        train_on(micro_batches_of_every_kind(run, len(text.tokenizer)), 0.0)
+
+    if wanted == "auto":
+        wanted = "false"
+        # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
+        if not distributed.is_sharded(model) and is_long(run, architecture, text, cutting, accelerator):
+            steps = make_steps(run, text, 1000, **cutting)
+            timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
+            wanted = str(pays(accelerator, model, try_step, timed)).lower()
+            learner.forget_moments()
+    elif wanted == "true":
+        if error := compile_now(model, try_step):
+            raise ValueError(
+                f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs"
+            )
+        learner.forget_moments()
+    return dataclasses.replace(run, torch_compile=wanted)
+
+
+def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, cutting, accelerator) -> bool:
+    """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
+    if run.max_minutes is not None:
+        return 60 * run.max_minutes > 2 * LEAST_SECONDS
+    max_steps = decide_steps(run, text, cutting, None, None, None)
+    counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
+    arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
+    if arithmetic < LEAST_SECONDS * SLOWEST_PEAK:
+        return False  # nowhere, and all that measuring takes is spared
+    peak = accelerator.reduce(torch.tensor(peak_of(accelerator), device=accelerator.device), "sum")
+    return arithmetic / float(peak) > LEAST_SECONDS
+
+
+def micro_batches_of_every_kind(run: PretrainConfig, vocab_size: int) -> list[dict[str, torch.Tensor]]:
+    """A large and a small micro-batch, without padding and with some: what gets programs of its own."""
+    kinds = []
+    for pairs in (micro_batch_pairs(run), 2):
+        for padding in (0, 1):
+            batch = full_batch(run, vocab_size, pairs)
+            batch["attention_mask"][:, batch["attention_mask"].shape[1] - padding :] = 0
+            kinds.append(batch)
+    return kinds
 
 
 def compile_blocks(model: nn.Module) -> None:

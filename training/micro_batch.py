@@ -1,5 +1,7 @@
 """How many pairs to compute at once, found by trying: the steps stay the same, whatever the answer."""
 
+import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -8,6 +10,7 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 
+from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import is_sharded, summed_later
 from d2l_bert.training.interruption import is_out_of_memory
@@ -17,6 +20,21 @@ from d2l_bert.training.tracking import say
 
 # Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
 LEAST_GAIN = 1.05
+
+
+def settle_micro_batch(
+    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, resumed, train_on
+) -> PretrainConfig:
+    """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
+    if run.micro_batch_size != "auto":
+        return run
+    if resumed:
+        found = resumed.state["micro_batch_size"]
+    else:
+        try_step = functools.partial(train_on, rate=0.0)
+        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, step_model, try_step)
+        learner.forget_moments()
+    return dataclasses.replace(run, micro_batch_size=found)
 
 
 def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelerator, model, try_step: Callable) -> int:

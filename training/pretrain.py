@@ -8,30 +8,35 @@ import functools
 import io
 import itertools
 import json
-import math
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers.utils import logging
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE, D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training import arrow, checkpoint, compiling, data, distributed, evaluate, interruption, masking
-from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption
+from d2l_bert.training.arithmetic import peak_of, training_arithmetic
+from d2l_bert.training.batching import (
+    how_to_cut,
+    make_held_out,
+    make_steps,
+    micro_batch_pairs,
+    pairs_of,
+    warn_of_labels,
+)
 from d2l_bert.training.card_rules import check_license
+from d2l_bert.training.compiling import settle_compiling
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
-from d2l_bert.training.micro_batch import find_micro_batch, full_batch
+from d2l_bert.training.micro_batch import settle_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
-from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
+from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import PreparedText, prepare
 from d2l_bert.training.push import Pusher, check_push
 from d2l_bert.training.run_folder import (
@@ -44,6 +49,8 @@ from d2l_bert.training.run_folder import (
     refuse_what_is_there,
     start_folder,
 )
+from d2l_bert.training.run_length import decide_steps, intervals
+from d2l_bert.training.step import step_seed, train_step
 from d2l_bert.training.tracking import (
     Meter,
     Progress,
@@ -54,18 +61,6 @@ from d2l_bert.training.tracking import (
     say,
     start_trackers,
 )
-
-
-# Most pairs computed at once by default: enough to keep a processor busy, few enough for its memory.
-DEFAULT_MICRO_BATCH = 64
-
-EVALUATIONS = 10  # of a run that does not say how many
-
-# Steps of each length that `max_minutes` is worked out from.
-TIMED_STEPS = 20
-
-# Steps that tell whether compiling pays, and the fewest operations a second that any device might have.
-TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
 
 
 @distributed.said_once()
@@ -98,7 +93,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     run = dataclasses.replace(
         run,
         mixed_precision=accelerator.mixed_precision,
-        attn_implementation=run.attn_implementation or faster_attention(accelerator.device.type, run.max_seq_length),
+        attn_implementation=run.attn_implementation or faster_attention(architecture, run, accelerator.device.type),
         dataloader_num_workers=processes_that_load(run, accelerator.device.type),
     )
     check_device(run, accelerator.device.type)
@@ -169,13 +164,6 @@ def expectation(run: PretrainConfig, train_tokens: int) -> str:
         return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens"
     tokens = pairs_of(run, run.max_steps) * run.max_seq_length
     return f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text"
-
-
-def pairs_of(run: PretrainConfig, max_steps: int) -> int:
-    """Pairs of full length in so many steps; shorter ones count as what they take the place of."""
-    stages = run.stages(max_steps)
-    ends = [*(first_step for first_step, *_ in stages[1:]), max_steps]
-    return sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
 
 
 def train(
@@ -360,258 +348,29 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, 2**30)
 
 
-def faster_attention(device: str, length: int) -> str:
-    """On a processor, short rows are faster spelt out: 32 rows of 128 take 5 ms against 17 ms, backward included."""
-    return "eager" if device == "cpu" and length <= 256 else "sdpa"
+def faster_attention(architecture: D2lBertConfig, run: PretrainConfig, device: str) -> str:
+    """
+    The kernel that computes attention sooner.
+
+    On a processor PyTorch's own has no dropout, and falls back on more steps than attention spelt out: a step of
+    BERT-base at 512 takes 5.9 s with it and 4.5 without. Without dropout it is a tenth slower, and saves memory where
+    rows are long.
+    """
+    spelt_out = run.max_seq_length <= 256 or architecture.attention_probs_dropout_prob > 0
+    return "eager" if device == "cpu" and spelt_out else "sdpa"
 
 
 def processes_that_load(run: PretrainConfig, device: str) -> int:
-    """A process of its own keeps a GPU busy; on a processor it takes the step's cores, and copies what it writes to."""
+    """A process of its own keeps a GPU busy; on a processor it would take the step's cores."""
     return int(device != "cpu") if run.dataloader_num_workers is None else run.dataloader_num_workers
-
-
-def settle_micro_batch(
-    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, resumed, train_on
-) -> PretrainConfig:
-    """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
-    if run.micro_batch_size != "auto":
-        return run
-    if resumed:
-        found = resumed.state["micro_batch_size"]
-    else:
-        try_step = functools.partial(train_on, rate=0.0)
-        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, step_model, try_step)
-        learner.forget_moments()
-    return dataclasses.replace(run, micro_batch_size=found)
-
-
-def settle_compiling(
-    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, cutting, resumed, train_on
-) -> PretrainConfig:
-    """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
-    accelerator, model = learner.accelerator, learner.model
-    wanted = resumed.state.get("torch_compile", "false") if resumed and run.torch_compile == "auto" else None
-    wanted = wanted or run.torch_compile
-
-    def try_step():
-        train_on(micro_batches_of_every_kind(run, len(text.tokenizer)), 0.0)
-
-    if wanted == "auto":
-        wanted = "false"
-        # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
-        if not distributed.is_sharded(model) and is_long(run, architecture, text, cutting, accelerator):
-            steps = make_steps(run, text, 1000, **cutting)
-            timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
-            wanted = str(compiling.pays(accelerator, model, try_step, timed)).lower()
-            learner.forget_moments()
-    elif wanted == "true":
-        if error := compiling.compile_now(model, try_step):
-            raise ValueError(
-                f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs"
-            )
-        learner.forget_moments()
-    return dataclasses.replace(run, torch_compile=wanted)
-
-
-def micro_batches_of_every_kind(run: PretrainConfig, vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """A large and a small micro-batch, without padding and with some: what gets programs of its own."""
-    kinds = []
-    for pairs in (micro_batch_pairs(run), 2):
-        for padding in (0, 1):
-            batch = full_batch(run, vocab_size, pairs)
-            batch["attention_mask"][:, batch["attention_mask"].shape[1] - padding :] = 0
-            kinds.append(batch)
-    return kinds
-
-
-def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, cutting, accelerator) -> bool:
-    """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
-    if run.max_minutes is not None:
-        return 60 * run.max_minutes > 2 * compiling.LEAST_SECONDS
-    max_steps = decide_steps(run, text, cutting, None, None, None)
-    counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
-    arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
-    if arithmetic < compiling.LEAST_SECONDS * SLOWEST_PEAK:
-        return False  # nowhere, and all that measuring takes is spared
-    peak = accelerator.reduce(torch.tensor(peak_of(run, accelerator), device=accelerator.device), "sum")
-    return arithmetic / float(peak) > compiling.LEAST_SECONDS
 
 
 def make_meter(run: PretrainConfig, architecture: D2lBertConfig, accelerator: Accelerator, state: dict) -> Meter:
     """The meter, with the peak of all processes together measured now."""
     task = PAIR_TASKS.get(run.objective)
     arithmetic = functools.partial(training_arithmetic, architecture, pair_task=task is not None)
-    peaks = accelerator.gather(torch.tensor(peak_of(run, accelerator), device=accelerator.device))
+    peaks = accelerator.gather(torch.tensor(peak_of(accelerator), device=accelerator.device))
     return Meter(state, task, arithmetic, float(peaks.sum()), accelerator.device)
-
-
-def peak_of(run: PretrainConfig, accelerator: Accelerator) -> float:
-    """Operations a second of this process's device, at most."""
-    return matmul_peak(accelerator.device, MATMUL_DTYPES[run.mixed_precision])
-
-
-def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
-    """Steps from one row of the log to the next, from evaluation to evaluation, and from checkpoint to checkpoint."""
-    return (
-        run.logging_steps or math.ceil(max_steps / 100),
-        run.eval_steps or math.ceil(max_steps / EVALUATIONS),
-        run.save_steps or math.ceil(max_steps / 10),
-    )
-
-
-def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:
-    """The stages of the run, one after the other; a step of shorter pairs holds as many more of them.
-
-    Each length has a plan of its own. More pairs a step of the same length go on in it: none comes twice, none is left
-    out.
-    """
-    passes = make_passes(run, text)
-    sources = None if passes is None else text.document_sources[text.train_documents]
-    phases = []
-    for first_step, length, batch_size in run.stages(max_steps):
-        before = phases[-1] if phases else None
-        if before and before.make_batch.max_seq_length == length:
-            first_pair, plans, make_batch = before.pairs_before(first_step), before.plans, before.make_batch
-        else:
-            folder, how = arrow.cache_folder(), pairing(run, length)
-            plans = data.EpochPlans(text.tokens, text.train_documents, how, run.seed, folder, sources, passes)
-            first_pair, make_batch = 0, make_batch_maker(run, text, length)
-            if not len(plans.epoch(0)):
-                raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
-        pairs = batch_size * (run.max_seq_length // length)
-        phases.append(data.Phase(first_step, first_pair, plans, make_batch, pairs, most_tokens(run), run.packing))
-    return phases
-
-
-def make_passes(run: PretrainConfig, text: PreparedText):
-    """How often an epoch visits the documents of each source; None if every one once."""
-    if not run.source_weights:
-        return None
-    count = int(text.document_sources.max()) + 1
-    if count != len(run.source_weights):
-        raise ValueError(f"source_weights: {len(run.source_weights)} of them for {count} sources; give one for each")
-    sources = text.document_sources[text.train_documents]
-    sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=count)
-    return data.source_passes(sizes, [float(weight) for weight in run.source_weights])
-
-
-def micro_batch_pairs(run: PretrainConfig) -> int:
-    """Most pairs of full length computed at once."""
-    return run.micro_batch_size or DEFAULT_MICRO_BATCH
-
-
-def most_tokens(run: PretrainConfig) -> int:
-    """Most tokens in a micro-batch, padding included."""
-    return micro_batch_pairs(run) * run.max_seq_length
-
-
-def how_to_cut(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> dict[str, int]:
-    """How this process's share of a step becomes micro-batches: arguments of `packing.micro_batches`."""
-    cost = micro_batch_cost(architecture, counts_of_full_pairs(run, 1), run.objective in PAIR_TASKS)
-    return {"world_size": world_size, "rank": rank, "cost": cost}
-
-
-def counts_of_full_pairs(run: PretrainConfig, pairs: int) -> SimpleNamespace:
-    """What `training_arithmetic` asks of so many pairs of full length."""
-    tokens = pairs * run.max_seq_length
-    counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
-    return SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
-
-
-def make_batch_maker(run: PretrainConfig, text: PreparedText, length: int) -> data.BatchMaker:
-    """What makes batches of one length, with the share to predict that the run ends with."""
-    return data.BatchMaker(text.tokens, text.tokenizer, run.mlm_probabilities()[1], length, run.masking, run.objective)
-
-
-def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **cutting) -> data.PretrainingSteps:
-    """What every step of the run holds."""
-    first, last = run.mlm_probabilities()
-    share_at = functools.partial(masking.share_at, first=first, last=last, max_steps=max_steps)
-    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **cutting)
-
-
-def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.HeldOutPairs:
-    """The held-out pairs, at the run's full length."""
-    make_batch = make_batch_maker(run, text, run.max_seq_length)
-    length_pairing = pairing(run, run.max_seq_length)
-    # Training has no need of scores as a whole, and evaluation has: micro-batches may be smaller here.
-    most = min(most_tokens(run), int(LOGITS_AT_ONCE / len(text.tokenizer) / make_batch.mlm_probability))
-    held_out = data.HeldOutPairs(
-        text.tokens,
-        text.held_out_documents,
-        length_pairing,
-        make_batch,
-        most,
-        run.max_eval_pairs,
-        **cutting,
-    )
-    if not len(held_out.rows):
-        raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
-    return held_out
-
-
-def warn_of_labels(steps: data.PretrainingSteps) -> None:
-    """Say so if one label of the pairs is much more frequent than the other."""
-    labels = steps.phases[-1].plans.epoch(0)["next_sentence_label"]
-    share = labels.mean()
-    if abs(share - 0.5) > 0.1 and len(labels) > 100:
-        say(f"{share:.0%} of the pairs have label 1: the text has too few sentences that follow one another")
-
-
-def pairing(run: PretrainConfig, length: int) -> dict:
-    """The arguments of `data.plan_pairs` for one length."""
-    arguments = {"pairing": run.pairing, "max_seq_length": length, "objective": run.objective}
-    return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
-
-
-def decide_steps(run, text, cutting, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
-    """
-    The number of optimizer steps, from whichever option gives the length of the run.
-
-    For `max_minutes` some steps of every length and one evaluation are timed, at a rate of 0, which leaves the weights
-    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint,
-    so that a resumed run keeps its schedule.
-    """
-    if run.max_steps is not None:
-        return run.max_steps
-    whole = 1000  # steps that stand for the run while its length is not known
-    steps = make_steps(run, text, whole, **cutting)
-    phases = steps.phases
-    ends = [*(later.first_step for later in phases[1:]), whole]
-    if run.num_train_epochs is not None:
-        # Each length has a plan of its own, of which a step is some part.
-        passes = sum(
-            (end - phase.first_step) / whole * phase.global_batch_size / len(phase.plans.epoch(0))
-            for phase, end in zip(phases, ends, strict=True)
-        )
-        return math.ceil(run.num_train_epochs / passes)
-    return steps_in(run, *time_steps(steps, ends, learner, train_on, evaluate_now))
-
-
-def time_steps(steps, ends, learner: checkpoint.Learner, train_on, evaluate_now) -> tuple[float, float]:
-    """Seconds of an average step and of an evaluation, averaged over the processes; nothing is learnt meanwhile."""
-    step_seconds, whole = 0.0, ends[-1]
-    for phase, end in zip(steps.phases, ends, strict=True):
-        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
-        start = time.monotonic()
-        timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
-        for step in timed:
-            train_on(steps[step], 0.0)
-        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
-    start = time.monotonic()
-    evaluate_now()
-    evaluation_seconds = time.monotonic() - start
-    learner.forget_moments()
-    timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
-    return tuple(learner.accelerator.reduce(timings, "mean").tolist())
-
-
-def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
-    """Steps that `max_minutes` have room for, evaluations included."""
-    seconds = 60 * run.max_minutes
-    if run.eval_steps:
-        return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
-    return max(1, int((seconds - EVALUATIONS * evaluation_seconds) / step_seconds))
 
 
 def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
@@ -647,62 +406,6 @@ def check_identity(found: checkpoint.Checkpoint, identity: dict) -> None:
 # Train
 
 
-def train_step(
-    accelerator: Accelerator, model, optimizers, micro_batches, learning_rate: float, max_grad_norm: float
-) -> StepFigures:
-    """
-    One optimizer step, left out if its loss or gradient is not finite.
-
-    Losses are sums divided once, by the counts of the whole step over all processes, so that the gradient does not
-    depend on how the step is split.
-
-    Args:
-        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where `micro_batches` have no label of pairs; as
-            Accelerate prepared it.
-        optimizers: as Accelerate prepared them.
-    """
-    device = accelerator.device
-    counts = accelerator.reduce(torch.stack([count(batch) for batch in micro_batches]).sum(0).to(device), "sum")
-    masked_tokens, examples = counts[:2]
-    divisors = {"num_items_in_batch": masked_tokens}
-    if "next_sentence_label" in micro_batches[0]:
-        divisors["num_pairs_in_batch"] = examples
-    losses = torch.zeros(2, device=device)
-    for number, batch in enumerate(micro_batches, 1):
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        with distributed.summed_later(accelerator, model, number == len(micro_batches)):
-            with accelerator.autocast():
-                outputs = model(**batch, **divisors, skip_logits=not distributed.is_sharded(model))
-            # Gradients are averaged over the processes, and their losses are shares of one sum.
-            accelerator.backward(outputs.loss * accelerator.num_processes)
-        pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
-        losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
-    norm = distributed.whole(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
-    # Every process sees the same numbers, and so leaves out the same steps.
-    figures = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
-    is_finite = all(map(math.isfinite, figures[:3]))
-    for optimizer in optimizers:
-        if is_finite or accelerator.scaler:  # which leaves out such steps itself, and scales less from then on
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
-        optimizer.zero_grad()
-    return StepFigures(*figures, skipped=float(not is_finite))
-
-
-def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Masked tokens, pairs (or sequences), real tokens, tokens with padding, and squared lengths of a batch: (5,)."""
-    real = batch["attention_mask"]
-    if "sequence_ids" in batch:
-        ids = batch["sequence_ids"]
-        lengths = torch.stack([(ids == number).sum(1) for number in range(1, int(ids.max()) + 1)])
-    else:
-        lengths = real.sum(1)
-    masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
-    found = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
-    return torch.stack([number.float() for number in found])
-
-
 def what_happened(step: int, figures: StepFigures, spikes: SpikeWatch) -> Iterator[tuple[str, str]]:
     """What a person should know of a step: the name of each event, and a line about it."""
     if figures.skipped:
@@ -721,11 +424,6 @@ def leave(accelerator: Accelerator, stop: interruption.StopSignals, saved: Path 
         say(f"{what}: stopped; {there} with the same command and --resume_from_checkpoint latest")
     distributed.part(accelerator)
     raise stop.exit()
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a step's dropout masks: with it nothing random needs to be kept in a checkpoint."""
-    return int(arrow.fingerprint(seed, step, rank), 16) % 2**63
 
 
 def is_due(step: int, every: int, last: int) -> bool:
