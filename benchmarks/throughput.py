@@ -45,6 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from benchmarks.mlm_head import SIZES as ARCHITECTURES
@@ -335,7 +336,13 @@ def lengths(task, arguments, folder):
 
 
 def costs(tasks, what, arguments, folder):
-    """Our tokens a second in each task, beside what the first one's would become by the arithmetic alone."""
+    """Our tokens a second in each task, beside what the first one's would become by the arithmetic alone.
+
+    Below them the line that the times of a token lie on: what it takes whatever its arithmetic, and for that.
+
+    Returns:
+        For each task its label, operations a token, tokens a second as measured and on that line, if there is one.
+    """
     steps_of = {label: task.files(folder, max(4, arguments.steps)) for label, task in tasks.items()}
     for label, task in tasks.items():
         describe(task, steps_of[label])
@@ -354,7 +361,17 @@ def costs(tasks, what, arguments, folder):
         expected = first_speed * first_operations / operations
         share = statistics.median(rates(turns, "arithmetic")) / statistics.median(peaks)
         print(f"  {label:>18,}{operations / 1e6:>16.2f}{spread(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True)
-    return rows
+    if len(rows) < 3:  # a line goes through any two
+        return [(*row, None) for row in rows]
+    _, operations, speeds = map(np.array, zip(*rows, strict=True))
+    slope, own = np.polyfit(operations, 1 / speeds, 1)
+    fitted = 1 / (own + slope * operations)
+    print(
+        f"  a token takes {1e6 * own:.1f} us, and {1e12 * slope:.1f} us for each MFLOP: within "
+        f"{abs(fitted / speeds - 1).max():.1%} of every row",
+        flush=True,
+    )
+    return [(*row, speed) for row, speed in zip(rows, fitted.tolist(), strict=True)]
 
 
 def plot(tables, path):
@@ -362,9 +379,11 @@ def plot(tables, path):
 
     figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
     for axes, (what, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
-        labels, operations, speeds = zip(*rows, strict=True)
+        labels, operations, speeds, fitted = zip(*rows, strict=True)
         axes.plot(labels, speeds, "o-", label="measured")
         axes.plot(labels, [speeds[0] * operations[0] / each for each in operations], "--", label="by arithmetic")
+        if None not in fitted:
+            axes.plot(labels, fitted, ":", label="by arithmetic, and a time for each token")
         axes.set(xlabel=what, ylabel="tokens/s", xscale="log", ylim=(0, None), xticks=labels)
         axes.set_xticks(labels, [f"{label:,}" for label in labels])
         axes.minorticks_off()

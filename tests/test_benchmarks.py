@@ -217,6 +217,19 @@ def test_the_table_of_costs_expects_what_the_arithmetic_says(option, bench):
         assert operations[1] > 1.5 * operations[0]
 
 
+def test_the_line_under_the_table_of_costs_goes_through_what_a_token_takes(bench, monkeypatch):
+    monkeypatch.setattr(throughput, "rates", rates_of_a_known_line)
+    lines, _ = bench("--vocab_sizes", "20256", "40512", "81024", "--repetitions=1", "--steps=4")
+    assert numbers(line_with(lines, "a token takes")) == [3, 4, 0]
+
+
+def rates_of_a_known_line(turns, what):
+    """Turns in which a token takes 3 us, and 4 us for each MFLOP."""
+    steps = [step for done, _ in turns for step in done]
+    operations = sum(step.arithmetic for step in steps) / sum(step.tokens for step in steps)
+    return [1 / (3e-6 + 4e-12 * operations)]
+
+
 def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step(bench, monkeypatch):
     kept = {}
 
