@@ -25,7 +25,7 @@ import torch
 from transformers import pipeline
 from transformers.utils import logging
 
-from benchmarks.mlm_head import SIZES, heading
+from benchmarks.mlm_head import SIZES, heading, positive
 from benchmarks.throughput import spread
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, PretrainConfig
 from d2l_bert.modeling.conversion import to_bert
@@ -45,10 +45,10 @@ def main() -> None:
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=tuple(LIMITS))
-    parser.add_argument("--repetitions", type=int, default=9, help="turns of each model")
-    parser.add_argument("--texts", type=int, help="texts in a turn; small: 512, base: 32, on a GPU 2,048")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts computed at once")
-    parser.add_argument("--vocab_size", type=int, help="small: 20,256, base: 30,522")
+    parser.add_argument("--repetitions", type=positive, default=9, help="turns of each model")
+    parser.add_argument("--texts", type=positive, help="texts in a turn; small: 512, base: 32, on a GPU 2,048")
+    parser.add_argument("--batch_size", type=positive, default=32, help="texts computed at once")
+    parser.add_argument("--vocab_size", type=positive, help="small: 20,256, base: 30,522")
     arguments = parser.parse_args()
     print(heading(arguments.device, arguments.dtype))
     logging.set_verbosity_error()

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.mlm_head import machine
+from benchmarks.mlm_head import machine, positive
 
 
 STEPS, SAVE_STEPS = 200, 4
@@ -44,7 +44,7 @@ LONGEST = 600  # seconds that a run may live: then something hangs
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=positive, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")

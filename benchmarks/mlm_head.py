@@ -46,7 +46,7 @@ MASKED = 0.15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=positive, default=15)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not Path("/proc/self/clear_refs").exists():
@@ -54,6 +54,13 @@ def main() -> None:
     print(heading(arguments.device, "float32"))
     for name, (architecture, rows, length) in SIZES.items():
         compare(name, architecture, rows, length, arguments)
+
+
+def positive(text: str) -> int:
+    """A number of times or of things, as an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def compare(name, architecture, rows, length, arguments):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.mlm_head import heading
+from benchmarks.mlm_head import heading, positive
 
 
 TRANSFORMERS = "from transformers import PreTrainedModel, AutoModelForMaskedLM"
@@ -31,7 +31,7 @@ MOST_ADDED, MOST_FOR_HELP = 0.10, 0.3  # share of the import of Transformers; se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=9, help="processes of each kind")
+    parser.add_argument("--repetitions", type=positive, default=9, help="processes of each kind")
     arguments = parser.parse_args()
     print(heading("cpu"), flush=True)
     taken = take_turns(COMMANDS, arguments.repetitions)

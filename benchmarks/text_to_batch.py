@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.mlm_head import machine
+from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.training import batching, data, pretrain
 from d2l_bert.training.prepare import prepare
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("memory", "padding", "order", "shares", "producer"))
     parser.add_argument("--books")
-    parser.add_argument("--words", type=int, nargs="+", default=[10, 100], help="millions")
+    parser.add_argument("--words", type=positive, nargs="+", default=[10, 100], help="millions")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")

@@ -16,7 +16,7 @@ MFU is the share of the machine's bf16 matrix-multiply peak, measured in the sam
 which the losses need, the same for all contestants: that of real tokens and predicted positions, in the last block of
 the latter and [CLS] only. Memory is what is held before a step, and what a step takes on top.
 
-`--end_to_end` trains with the command line for so many steps, between two measurements of the bare step. `--quality`
+`--end_to_end` trains with the command line, so many steps, in turns with `--repetitions` bare ones. `--quality`
 trains ours and d2l's model on the same pairs in the same order, and evaluates both on the same held-out pairs and
 masks, in float32. `--vocab_sizes` and `--lengths` print what a token costs beside what the arithmetic says: the
 vocabulary grows by entries that no text uses, and a step has as many tokens at each length.
@@ -33,7 +33,6 @@ The book's package wants an environment of its own, which may borrow torch, nump
 import argparse
 import contextlib
 import copy
-import functools
 import itertools
 import json
 import math
@@ -49,7 +48,7 @@ import numpy as np
 import torch
 
 from benchmarks.mlm_head import SIZES as ARCHITECTURES
-from benchmarks.mlm_head import heading
+from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
 from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
 from d2l_bert.training import batching
@@ -59,7 +58,7 @@ from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import prepare
 from d2l_bert.training.recipes import architecture_options
-from d2l_bert.training.step import count
+from d2l_bert.training.step import counts_of
 
 
 @dataclass
@@ -70,6 +69,9 @@ class Task:
     architecture: D2lBertConfig
     run: PretrainConfig
     device: str
+
+    def __post_init__(self):
+        self.run.check()
 
     def __str__(self):
         model, run = self.architecture, self.run
@@ -99,7 +101,7 @@ class Step:
 
     def __init__(self, micro_batches, path, architecture):
         self.file = str(write_step(micro_batches, path))
-        counts = sum(map(count, micro_batches)).tolist()
+        counts = sum(map(counts_of, micro_batches)).tolist()
         names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
         self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
         self.pairs, self.tokens = self.counts.examples, self.counts.tokens
@@ -112,20 +114,20 @@ def main() -> None:
     parser.add_argument("--pairing", nargs="+", choices=("sentences", "segments"), help="small: sentences; base: both")
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repetitions", type=int, default=9, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, help="steps in a turn; 1, on a GPU 10")
-    parser.add_argument("--global_batch_size", type=int, help="pairs a step; small: 512, base: 32, on a GPU 256")
-    parser.add_argument("--max_seq_length", type=int, help="small: 64, base: 128")
-    parser.add_argument("--micro_batch_size", type=int, help="ours; the default is the recipe's")
+    parser.add_argument("--repetitions", type=positive, default=9, help="turns of each contestant")
+    parser.add_argument("--steps", type=positive, help="steps in a turn; 1, on a GPU 10")
+    parser.add_argument("--global_batch_size", type=positive, help="pairs a step; small: 512, base: 32, on a GPU 256")
+    parser.add_argument("--max_seq_length", type=positive, help="small: 64, base: 128")
+    parser.add_argument("--micro_batch_size", type=positive, help="ours; the default is the recipe's")
     parser.add_argument("--dropout", type=float, help="small: 0.2, as the book; base: 0.1, as BERT")
     parser.add_argument("--contestants", nargs="+", default=["ours", "d2l", "stock"], choices=tuple(CONTESTANTS))
     parser.add_argument("--d2l_python", metavar="PATH", help="Python of the environment that has d2l 1.0.3")
     parser.add_argument("--torch_compile", default="auto", choices=("auto", "true", "false"), help="ours; auto tries")
     parser.add_argument("--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="settings to try")
-    parser.add_argument("--end_to_end", type=int, metavar="STEPS")
-    parser.add_argument("--quality", type=int, metavar="STEPS")
-    parser.add_argument("--vocab_sizes", type=int, nargs="+", default=[])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[])
+    parser.add_argument("--end_to_end", type=positive, metavar="STEPS")
+    parser.add_argument("--quality", type=positive, metavar="STEPS")
+    parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[])
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[])
     parser.add_argument("--plot", metavar="PATH", help="draw the tables of costs")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
@@ -135,6 +137,8 @@ def main() -> None:
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
     if not arguments.contestants:
         parser.error("no contestant is left")
+    if arguments.plot and not (arguments.vocab_sizes or arguments.lengths):
+        parser.error("--plot draws the tables of costs; give --vocab_sizes or --lengths too")
     of_base = ["segments"] if arguments.lengths or arguments.vocab_sizes else ["segments", "sentences"]
     pairings = {"small": ["sentences"], "base": of_base}
     tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
@@ -338,7 +342,7 @@ def lengths(task, arguments, folder):
 def costs(tasks, what, arguments, folder):
     """Our tokens a second in each task, beside what the first one's would become by the arithmetic alone.
 
-    Below them the line that the times of a token lie on: what it takes whatever its arithmetic, and for that.
+    Below them the line that the times of a token lie on, and the arithmetic that it grows by.
 
     Returns:
         For each task its label, operations a token, tokens a second as measured and on that line, if there is one.
@@ -363,11 +367,13 @@ def costs(tasks, what, arguments, folder):
         print(f"  {label:>18,}{operations / 1e6:>16.2f}{spread(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True)
     if len(rows) < 3:  # a line goes through any two
         return [(*row, None) for row in rows]
-    _, operations, speeds = map(np.array, zip(*rows, strict=True))
-    slope, own = np.polyfit(operations, 1 / speeds, 1)
-    fitted = 1 / (own + slope * operations)
+    labels, operations, speeds = map(np.array, zip(*rows, strict=True))
+    slope, own = np.polyfit(labels, 1 / speeds, 1)
+    more = np.polyfit(labels, operations, 1)[0]
+    fitted = 1 / (own + slope * labels)
     print(
-        f"  a token takes {1e6 * own:.1f} us, and {1e12 * slope:.1f} us for each MFLOP: within "
+        f"  a token takes {1e6 * own:.1f} us and, for every 1,000, {1e9 * slope:.2f} us more, for {more / 1e3:.2f} "
+        f"MFLOP more ({more / slope / statistics.median(peaks):.0%} of the peak): within "
         f"{abs(fitted / speeds - 1).max():.1%} of every row",
         flush=True,
     )
@@ -383,7 +389,7 @@ def plot(tables, path):
         axes.plot(labels, speeds, "o-", label="measured")
         axes.plot(labels, [speeds[0] * operations[0] / each for each in operations], "--", label="by arithmetic")
         if None not in fitted:
-            axes.plot(labels, fitted, ":", label="by arithmetic, and a time for each token")
+            axes.plot(labels, fitted, ":", label="on a line of times")
         axes.set(xlabel=what, ylabel="tokens/s", xscale="log", ylim=(0, None), xticks=labels)
         axes.set_xticks(labels, [f"{label:,}" for label in labels])
         axes.minorticks_off()
@@ -394,14 +400,17 @@ def plot(tables, path):
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole run
 
+RUNS = 3
+
 
 def end_to_end(task, arguments, folder):
-    """`d2l-bert pretrain` between two measurements of the bare step, with the tokenizer's vocabulary as its own."""
+    """`d2l-bert pretrain` in turns with the bare step, with the tokenizer's vocabulary as its own."""
     task = replace(task, architecture=copy.deepcopy(task.architecture))
     task.architecture.vocab_size = len(prepare(task.run).tokenizer)
-    steps, count, output = task.files(folder, max(4, arguments.steps)), arguments.end_to_end, Path(folder) / "model"
+    # As many different steps as are taken: shapes that have come before are faster.
+    steps, count = task.files(folder, arguments.repetitions * arguments.steps), arguments.end_to_end
     describe(task, steps)
-    flags = {"corpus": task.run.corpus, "output_dir": output, "max_steps": count, "logging_steps": max(1, count // 10)}
+    flags = {"corpus": task.run.corpus, "max_steps": count, "logging_steps": max(1, count // 10)}
     flags |= {"length_schedule": "none", "batch_size_schedule": "none", "eval_steps": count, "save_steps": count}
     for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
         flags[name] = getattr(task.run, name)
@@ -411,28 +420,36 @@ def end_to_end(task, arguments, folder):
     for name, value in flags.items():
         values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else str(value)]
         command += [f"--{name}", *values] if value is not None else []
+    bare, speeds, waits, metrics = [], [], [], []
     with task.contestant("ours") as ours:
-        turns = functools.partial(take_turns, {"ours": ours}, {"ours": steps}, arguments)
-        before = turns()[0]["ours"]
-        done = subprocess.run(command, env=environment(task.device), capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\n{done.stderr}")
-        after = turns()[0]["ours"]
-    rows = [json.loads(line) for line in (output / "training_log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "tokens_per_second" in row]
-    metrics = json.loads((output / "metrics.json").read_text())
-    bare, later = rates(before + after, "tokens"), rows[1:] or rows
-    speed = [row["tokens_per_second"] for row in later]
-    waited = statistics.mean(row["data_wait_share"] for row in later)
-    print(f"  bare step, before and after the run: {spread(bare)} tokens/s")
-    print(f"  d2l-bert pretrain, {count} steps, its log but for the first row: {spread(speed)} tokens/s")
-    print(f"    {statistics.median(speed) / statistics.median(bare):.1%} of the bare step's; waiting {waited:.2%}")
-    print(
-        f"  with the first row: {metrics['train_tokens_per_second']:,.0f} tokens/s, "
-        f"{metrics['train_tokens_per_second'] / statistics.median(bare):.1%}; "
-        f"waiting {metrics['train_data_wait_share']:.2%}, MFU {metrics['train_mfu']:.1%}",
-        flush=True,
-    )
+
+        def bare_speed():
+            return sum(step.tokens for step in steps) / ours.tell("steps", *orders(steps))
+
+        bare_speed()  # allocate
+        bare.append(bare_speed())
+        for number in range(RUNS):
+            output = Path(folder) / f"model-{number}"
+            whole = [*command, "--output_dir", str(output)]
+            done = subprocess.run(whole, env=environment(task.device), capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{' '.join(whole)}\n{done.stderr}")
+            bare.append(bare_speed())
+            rows = [json.loads(line) for line in (output / "training_log.jsonl").read_text().splitlines()]
+            rows = [row for row in rows if "tokens_per_second" in row]
+            later = rows[1:] or rows
+            speeds.append(statistics.harmonic_mean([row["tokens_per_second"] for row in later]))
+            waits.append(statistics.mean(row["data_wait_share"] for row in later))
+            metrics.append(json.loads((output / "metrics.json").read_text()))
+    beside = [(before + after) / 2 for before, after in itertools.pairwise(bare)]  # of each run
+    first_row_too = [found["train_tokens_per_second"] for found in metrics]
+    print(f"  bare step, before, between and after the runs: {spread(bare)} tokens/s")
+    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, but for the first tenth: {spread(speeds)} tokens/s")
+    for what, found in (("", speeds), (", the first tenth too", first_row_too)):
+        shares = [100 * speed / around for speed, around in zip(found, beside, strict=True)]
+        print(f"  of the bare step's beside it{what}: {spread(shares, 1, ' %')}")
+    mfu = statistics.median(found["train_mfu"] for found in metrics)
+    print(f"  waiting for batches {statistics.median(waits):.2%} of the time; MFU {mfu:.1%}", flush=True)
 
 
 def quality(task, arguments, folder):

@@ -119,11 +119,11 @@ def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, tm
 
 
 def test_without_workers_the_next_step_is_made_while_this_one_is_taken():
-    made, threads = {step: threading.Event() for step in range(4)}, set()
+    made, threads = {step: threading.Event() for step in range(4)}, []
 
     class Steps:
         def __getitem__(self, step):
-            threads.add(threading.current_thread())
+            threads.append(threading.current_thread())
             made[step].set()
             if step == 2:
                 raise ValueError("cache: cannot be written")
@@ -134,9 +134,36 @@ def test_without_workers_the_next_step_is_made_while_this_one_is_taken():
     assert next(loaded) == 1 and made[2].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
-    (thread,) = threads
-    assert thread is not threading.current_thread() and not thread.is_alive()
+    assert threading.current_thread() not in threads
     assert list(data.load(Steps(), 2, 2, 0)) == []
+
+
+def test_who_leaves_does_not_wait_for_the_step_in_the_making():
+    begun, go_on, makers = threading.Event(), threading.Event(), []
+
+    class Steps:
+        def __getitem__(self, step):
+            if step:
+                makers.append(threading.current_thread())
+                begun.set()
+                assert go_on.wait(60)
+            return step
+
+    loaded = data.load(Steps(), 0, 9, 0)
+    assert next(loaded) == 0 and begun.wait(60)
+    loaded.close()
+    (maker,) = makers
+    assert maker.is_alive() and maker.daemon  # neither does the process, when it ends
+    go_on.set()
+    maker.join(60)
+    assert not maker.is_alive()
+
+
+def test_two_plans_stay_open(text, tmp_path):
+    plans = make_steps(text, tmp_path).phases[0].plans
+    for number in range(4):
+        plans.epoch(number)
+    assert list(plans._open) == [2, 3]
 
 
 def test_a_worker_opens_an_epochs_plan_itself(text, tmp_path, monkeypatch):
@@ -415,6 +442,28 @@ def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, 
         assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
         ends = np.append(0, tokens.sentence_ends(number))[tokens.paragraph_ends(number)]
         assert ends.tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+
+
+@pytest.mark.parametrize("bare", [[0], [1], [2], [0, 1], [0, 2], [1, 2]])
+def test_parts_of_a_text_that_leave_no_token(tmp_path, monkeypatch, text, bare):
+    monkeypatch.setattr(arrow, "TOKENIZED_AT_ONCE", 1)
+    found = [["\ue000\ue001"] if number in bare else [f"Anna has {number} apples."] for number in range(3)]
+    documents = (corpus.Document(f"d{number}", paragraphs) for number, paragraphs in enumerate(found))
+    source = corpus.Source("x", ["y"], documents, Counter())
+    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
+    ids = [text.tokenizer(paragraph, add_special_tokens=False)["input_ids"] for (paragraph,) in found]
+    assert [tokens.tokens(number).tolist() for number in range(3)] == ids and [] in ids
+    everything = [token for document in ids for token in document]
+    assert tokens.at(np.arange(len(everything))).tolist() == everything
+
+
+def test_a_text_without_a_token_is_refused(tmp_path, text):
+    documents = iter([corpus.Document("d", ["\ue000\ue001"])] * 4)
+    path = arrow.prepare_text([corpus.Source("x", ["y"], documents, Counter())], "en", corpus.Cleaning(), tmp_path)
+    tokens = arrow.prepare_tokens(path, text.tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="no token in the text"):
+        arrow.TokenizedCorpus(tokens)
 
 
 def test_special_tokens_in_the_text_are_text_and_sentences_without_tokens_are_none(text, tmp_path):

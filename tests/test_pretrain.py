@@ -391,6 +391,15 @@ def test_out_of_memory_names_the_options_that_help(books, tmp_path, capsys, monk
     assert "out of memory with micro-batches of 4 pairs; lower --micro_batch_size" in line
 
 
+def test_what_the_machine_decides_is_in_the_record(books, tmp_path):
+    options = [option for option in SMALL if "dataloader_num_workers" not in option]
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options, "--max_steps=1"]
+    longer = ["--max_seq_length=320", "--max_position_embeddings=320", "--attention_probs_dropout_prob=0.1"]
+    assert main([*command, *longer]) == 0
+    run = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]
+    assert (run["dataloader_num_workers"], run["attn_implementation"]) == (0, "eager")
+
+
 def test_a_processor_spells_attention_out_unless_rows_are_long_and_without_dropout():
     chosen = {
         (device, length, dropout): faster_attention(

@@ -386,19 +386,23 @@ class TokenizedCorpus:
 
     def __init__(self, path: Path):
         self.path = path
-        columns = [batch.column("input_ids") for batch in read_arrow(path).data.table.to_batches() if batch.num_rows]
-        self._chunks = [column.values.to_numpy() for column in columns]
+        columns = [batch.column("input_ids").values for batch in read_arrow(path).data.table.to_batches()]
+        self._chunks = [column.to_numpy() for column in columns if len(column)]
         self._chunk_starts = np.cumsum([0, *map(len, self._chunks)])
         self._sentence_ends, self._paragraph_ends, self._document_ends = (read_table(path, name) for name in _TABLES)
-        if self._chunk_starts[-1] != self._sentence_ends[-1] or len(self._sentence_ends) != self._document_ends[-1]:
+        tokens, sentences = self._sentence_ends[-1:].sum(), len(self._sentence_ends)
+        if self._chunk_starts[-1] != tokens or sentences != self._document_ends[-1]:
             raise ValueError(
                 f"cache {path}: damaged (its files do not fit each other); delete this folder and run again"
             )
+        if not self._chunks:
+            raise ValueError(f"cache {path}: no token in the text; give text in the tokenizer's language")
         # All chunks lie in one mapped file: an array from the first to the end of the last reaches any token of them.
         addresses = np.array([chunk.ctypes.data for chunk in self._chunks])
-        size = addresses[-1] - addresses[0] + self._chunks[-1].nbytes
-        self._file = np.frombuffer(pa.foreign_buffer(addresses[0], size, base=self._chunks), dtype=np.int32)
-        self._gaps_before = (addresses - addresses[0]) // self._file.itemsize - self._chunk_starts[:-1]
+        ends = addresses + [chunk.nbytes for chunk in self._chunks]
+        mapped = pa.foreign_buffer(addresses.min(), ends.max() - addresses.min(), base=self._chunks)
+        self._file = np.frombuffer(mapped, dtype=np.int32)
+        self._gaps_before = (addresses - addresses.min()) // self._file.itemsize - self._chunk_starts[:-1]
 
     def __getstate__(self):  # a loader's worker opens the files itself
         return {"path": self.path}

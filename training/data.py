@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,7 +156,7 @@ class EpochPlans:
             / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs, sys.modules[__name__]))}"
         )
         self._ends = [0]  # pairs up to the end of each epoch laid out so far
-        self._open = {}  # the last plans asked for
+        self._open = {}  # two plans at most, the last that were opened
 
     def __getstate__(self):  # a loader's worker opens the files itself
         return {**vars(self), "_open": {}}
@@ -406,18 +407,17 @@ class _Arrays(torch.utils.data.Dataset):
 
 
 def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Steps `first` to `end` in order, made ahead of whoever takes them, by so many processes or a thread of this one.
+    """Steps `first` to `end` in order, made ahead of whoever takes them, by so many processes or, with 0, by threads.
 
     From a process they come through a pipe as arrays. Tensors would each come through shared memory with a file
     descriptor of its own, which took twice as long as making them.
     """
     if not num_workers:
-        with ThreadPoolExecutor(1) as thread:
-            coming = (thread.submit(steps.__getitem__, step) for step in range(first, end))
-            following = next(coming, None)
-            while following:
-                micro_batches, following = following.result(), next(coming, None)
-                yield micro_batches
+        coming = (_made_beside(steps, step) for step in range(first, end))
+        following = next(coming, None)
+        while following:
+            micro_batches, following = following.result(), next(coming, None)
+            yield micro_batches
         return
     loader = torch.utils.data.DataLoader(
         _Arrays(steps),
@@ -429,6 +429,21 @@ def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Ite
     )
     for micro_batches in loader:
         yield [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in micro_batches]
+
+
+def _made_beside(steps, step):
+    """A step's micro-batches, once a thread has made them. Whoever leaves does not wait for it: it may have an epoch
+    to lay out."""
+    made = Future()
+
+    def make():
+        try:
+            made.set_result(steps[step])
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    return made
 
 
 def _unchanged(step):

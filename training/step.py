@@ -25,7 +25,7 @@ def train_step(
         optimizers: as Accelerate prepared them.
     """
     device = accelerator.device
-    counts = accelerator.reduce(torch.stack([count(batch) for batch in micro_batches]).sum(0).to(device), "sum")
+    counts = accelerator.reduce(torch.stack([counts_of(batch) for batch in micro_batches]).sum(0).to(device), "sum")
     masked_tokens, examples = counts[:2]
     divisors = {"num_items_in_batch": masked_tokens}
     if "next_sentence_label" in micro_batches[0]:
@@ -53,7 +53,7 @@ def train_step(
     return StepFigures(*figures, skipped=float(not is_finite))
 
 
-def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Masked tokens, pairs (or sequences), real tokens, tokens with padding, and squared lengths of a batch: (5,)."""
     real = batch["attention_mask"]
     if "sequence_ids" in batch:
