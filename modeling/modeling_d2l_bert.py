@@ -54,9 +54,6 @@ NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT.
 # Logits that are there at a time while the loss is computed without keeping them: 64 MB in bf16.
 LOGITS_AT_ONCE = 2**25
 
-# A processor's products are prepared once for each shape: rows to predict are made up to a multiple of this.
-ROWS_MULTIPLE = 32
-
 
 class Dropout(nn.Dropout):
     """
@@ -344,12 +341,13 @@ def rows_to_predict(hidden_states, labels):
     """
     Leave out rows (R, H) whose label (R,) is -100, on a processor.
 
-    Elsewhere how many there are would have to be waited for, and all rows stay.
+    Elsewhere how many there are would have to be waited for, and all rows stay. What is left is made up by a 32nd at
+    most: a processor's products are prepared once for each shape, and there should be few.
     """
     if labels.device.type != "cpu":
         return hidden_states, labels
     rows = (labels != -100).nonzero().squeeze(1)
-    unused = -len(rows) % ROWS_MULTIPLE
+    unused = -len(rows) % (1 << max(0, len(rows).bit_length() - 6))
     return hidden_states[F.pad(rows, (0, unused))], F.pad(labels[rows], (0, unused), value=-100)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import pickle
 import threading
 from collections import Counter
@@ -533,6 +534,19 @@ def test_micro_batches_of_all_processes_hold_each_row_once_and_are_equally_many(
     assert len({len(part) for part in found}) == 1
     for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
         assert len(micro_batch) * packing.padded(max(lengths[row] for row in micro_batch)) <= most_tokens
+
+
+@pytest.mark.parametrize(("rows", "bunch"), [(15, 1), (32, 2), (512, 32), (700, 32)])
+def test_micro_batches_come_in_few_sizes(rows, bunch):
+    """A processor prepares its products for each: bunches of a 16th of the rows stay together."""
+    rng = np.random.default_rng(0)
+    sizes = []
+    for _ in range(20):
+        found = packing.micro_batches(rng.integers(5, 64, rows), 64 * rows, cost=100)
+        assert [len(micro_batch) % bunch for micro_batch in found[:-1]] == [0] * (len(found) - 1)
+        sizes += map(len, found[:-1])
+    assert math.gcd(*sizes) == bunch
+    assert len(set(sizes)) <= 32
 
 
 @pytest.mark.parametrize("micro_batch_cost", [10, packing.MICRO_BATCH_COST, 1000])

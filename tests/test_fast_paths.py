@@ -212,6 +212,20 @@ def test_rows_without_a_label_weigh_nothing_where_they_stay():
     assert (found[1][labels == -100] == 0).all()
 
 
+def test_rows_to_predict_come_in_few_numbers():
+    numbers = set()
+    for known in range(1, 2000):
+        labels = torch.full((2 * known,), -100)
+        labels[::2] = torch.arange(known)
+        states, left = modeling.rows_to_predict(torch.arange(2.0 * known).unsqueeze(1), labels)
+        assert torch.equal(left[:known], labels[::2])
+        assert torch.equal(states[:known, 0], torch.arange(0.0, 2 * known, 2))
+        assert len(states) == len(left) <= known * 33 / 32
+        assert (left[known:] == -100).all()
+        numbers.add(len(left))
+    assert len(numbers) <= 32 * 7
+
+
 def test_in_bf16_the_loss_without_scores_is_no_further_from_the_truth():
     model = make_model(vocab_size=3000)
     batch = make_batch(model, everywhere=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import re
 import shutil
 import subprocess
@@ -398,6 +399,35 @@ def test_what_the_machine_decides_is_in_the_record(books, tmp_path):
     assert main([*command, *longer]) == 0
     run = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]
     assert (run["dataloader_num_workers"], run["attn_implementation"]) == (0, "eager")
+
+
+KEEP_AND_FREE = """
+import pathlib, re, sys
+import numpy as np
+from d2l_bert.training.pretrain import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+arrays = [np.ones(2**24) for _ in range(10)]
+del arrays
+print(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text()).group(1))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_glibc_keeps_what_is_freed_however_much_it_is():
+    held = {
+        how: int(subprocess.run([sys.executable, "-c", KEEP_AND_FREE, how], capture_output=True, check=True).stdout)
+        for how in ("kept", "as it is")
+    }
+    assert held["kept"] - held["as it is"] > 1.2 * 2**20  # KiB, of 1.25 GiB
+
+
+def test_memory_is_kept_from_before_the_text_is_read(books, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr("d2l_bert.training.pretrain.keep_freed_memory", lambda: done.append("kept"))
+    monkeypatch.setattr("d2l_bert.training.pretrain.prepare", lambda run: done.append("read") or prepare.prepare(run))
+    run(books, tmp_path / "model", "--max_steps=1")
+    assert done == ["kept", "read"]
 
 
 def test_a_processor_spells_attention_out_unless_rows_are_long_and_without_dropout():

@@ -12,9 +12,9 @@ import numpy as np
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 
-# Rows are taken in bunches of so many at most, and of so small a part of all: micro-batches then come in few shapes,
-# for each of which a processor has to prepare its matrix products, and hardly in wider ones.
-LARGEST_BUNCH, LEAST_BUNCHES = 8, 16
+# A step's rows are cut between so many bunches: micro-batches then come in few shapes, for each of which a processor
+# has to prepare its matrix products, and hardly in wider ones.
+BUNCHES = 16
 
 # What a micro-batch costs beyond its tokens, in tokens, where the model is not known (`arithmetic.micro_batch_cost`).
 MICRO_BATCH_COST = 128
@@ -80,7 +80,7 @@ def micro_batches(
 
 def bunch_size(rows: int, most: int) -> int:
     """How many of so many rows stay together, a power of two; not more than `most`, which fit into a micro-batch."""
-    limit = max(1, min(LARGEST_BUNCH, rows // LEAST_BUNCHES, most))
+    limit = max(1, min(rows // BUNCHES, most))
     return 1 << limit.bit_length() - 1
 
 

@@ -85,6 +85,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         check_license(run.license)
     if run.dry_run:
         return rehearse(architecture, run)
+    keep_freed_memory()  # before anything is allocated: later much lies where steps would
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     architecture = copy.deepcopy(architecture)
     check_architecture(architecture, run)
@@ -175,7 +176,6 @@ def train(
     resumed: checkpoint.Checkpoint | None,
 ) -> None:
     """Build the model, go through the steps, and leave everything in `folder`."""
-    keep_freed_memory()
     torch.manual_seed(run.seed)
     task = PAIR_TASKS.get(run.objective)
     model = make_model(architecture, run, text.tokenizer, resumed)
@@ -344,8 +344,8 @@ def keep_freed_memory() -> None:
     cores that is a tenth of a step. What is kept is memory that the next step takes anyway.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-            libc.mallopt(parameter, 2**30)
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD of malloc.h: never
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: hardly ever
 
 
 def faster_attention(architecture: D2lBertConfig, run: PretrainConfig, device: str) -> str:
