@@ -341,13 +341,13 @@ def rows_to_predict(hidden_states, labels):
     """
     Leave out rows (R, H) whose label (R,) is -100, on a processor.
 
-    Elsewhere how many there are would have to be waited for, and all rows stay. What is left is made up by a 32nd at
-    most: a processor's products are prepared once for each shape, and there should be few.
+    Elsewhere how many there are would have to be waited for, and all rows stay. What is left is made up to a multiple
+    of 32, from 2,048 on of 64, and so on: products are prepared once for each shape, and there should be few.
     """
     if labels.device.type != "cpu":
         return hidden_states, labels
     rows = (labels != -100).nonzero().squeeze(1)
-    unused = -len(rows) % (1 << max(0, len(rows).bit_length() - 6))
+    unused = -len(rows) % max(32, 2 ** (len(rows).bit_length() - 6))
     return hidden_states[F.pad(rows, (0, unused))], F.pad(labels[rows], (0, unused), value=-100)
 
 

@@ -538,7 +538,7 @@ def test_micro_batches_of_all_processes_hold_each_row_once_and_are_equally_many(
 
 @pytest.mark.parametrize(("rows", "bunch"), [(15, 1), (32, 2), (512, 32), (700, 32)])
 def test_micro_batches_come_in_few_sizes(rows, bunch):
-    """A processor prepares its products for each: bunches of a 16th of the rows stay together."""
+    """A processor prepares its products for each: bunches of a 16th of the rows at most, a power of two."""
     rng = np.random.default_rng(0)
     sizes = []
     for _ in range(20):
@@ -546,7 +546,11 @@ def test_micro_batches_come_in_few_sizes(rows, bunch):
         assert [len(micro_batch) % bunch for micro_batch in found[:-1]] == [0] * (len(found) - 1)
         sizes += map(len, found[:-1])
     assert math.gcd(*sizes) == bunch
-    assert len(set(sizes)) <= 32
+
+
+def test_micro_batches_of_a_large_step_are_full():
+    found = packing.micro_batches([128] + [72] * 4095, 64 * 128)
+    assert min(map(len, found[1:])) * 72 > 64 * 128 * 7 / 8
 
 
 @pytest.mark.parametrize("micro_batch_cost", [10, packing.MICRO_BATCH_COST, 1000])

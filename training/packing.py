@@ -12,9 +12,9 @@ import numpy as np
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 
-# A step's rows are cut between so many bunches: micro-batches then come in few shapes, for each of which a processor
-# has to prepare its matrix products, and hardly in wider ones.
-BUNCHES = 16
+# A step has so many bunches of rows at least, a full micro-batch so many, and cuts come between them: micro-batches
+# then have few shapes, for each of which a processor has to prepare its products, and are hardly wider or less full.
+LEAST_BUNCHES, LEAST_BUNCHES_AT_ONCE = 16, 8
 
 # What a micro-batch costs beyond its tokens, in tokens, where the model is not known (`arithmetic.micro_batch_cost`).
 MICRO_BATCH_COST = 128
@@ -79,8 +79,8 @@ def micro_batches(
 
 
 def bunch_size(rows: int, most: int) -> int:
-    """How many of so many rows stay together, a power of two; not more than `most`, which fit into a micro-batch."""
-    limit = max(1, min(rows // BUNCHES, most))
+    """How many of so many rows stay together, a power of two, where `most` of the longest fit into a micro-batch."""
+    limit = max(1, min(rows // LEAST_BUNCHES, most // LEAST_BUNCHES_AT_ONCE))
     return 1 << limit.bit_length() - 1
 
 
