@@ -16,10 +16,11 @@ MFU is the share of the machine's bf16 matrix-multiply peak, measured in the sam
 which the losses need, the same for all contestants: that of real tokens and predicted positions, in the last block of
 the latter and [CLS] only. Memory is what is held before a step, and what a step takes on top.
 
-`--end_to_end` trains with the command line, so many steps, in turns with `--repetitions` bare ones. `--quality`
-trains ours and d2l's model on the same pairs in the same order, and evaluates both on the same held-out pairs and
-masks, in float32. `--vocab_sizes` and `--lengths` print what a token costs beside what the arithmetic says: the
-vocabulary grows by entries that no text uses, and a step has as many tokens at each length.
+`--end_to_end` trains with the command line, so many steps; every few seconds the system stops that process, and the
+bare step works in its place, on `--repetitions` different steps again and again. `--quality` trains ours and d2l's
+model on the same pairs in the same order, and evaluates both on the same held-out pairs and masks, in float32.
+`--vocab_sizes` and `--lengths` print what a token costs beside what the arithmetic says: the vocabulary grows by
+entries that no text uses, and a step has as many tokens at each length.
 
 The book's package wants an environment of its own, which may borrow torch, numpy and safetensors from this one:
 
@@ -36,10 +37,12 @@ import copy
 import itertools
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +56,14 @@ from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
 from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
 from d2l_bert.training import batching
 from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
+from d2l_bert.training.card import METRICS_FILE
 from d2l_bert.training.evaluate import held_out_figures
 from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import prepare
 from d2l_bert.training.recipes import architecture_options
 from d2l_bert.training.step import counts_of
+from d2l_bert.training.tracking import TrainingLog
 
 
 @dataclass
@@ -400,18 +405,41 @@ def plot(tables, path):
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole run
 
-RUNS = 3
+RUNS, ROWS = 3, 10
+SLICE = 3.0  # seconds
 
 
 def end_to_end(task, arguments, folder):
     """`d2l-bert pretrain` in turns with the bare step, with the tokenizer's vocabulary as its own."""
     task = replace(task, architecture=copy.deepcopy(task.architecture))
     task.architecture.vocab_size = len(prepare(task.run).tokenizer)
-    # As many different steps as are taken: shapes that have come before are faster.
+    # The bare step takes these again and again, and knows their shapes; a run's are new.
     steps, count = task.files(folder, arguments.repetitions * arguments.steps), arguments.end_to_end
     describe(task, steps)
-    flags = {"corpus": task.run.corpus, "max_steps": count, "logging_steps": max(1, count // 10)}
-    flags |= {"length_schedule": "none", "batch_size_schedule": "none", "eval_steps": count, "save_steps": count}
+    found = []
+    with task.contestant("ours") as ours:
+        for number in range(RUNS):
+            output = Path(folder) / f"model-{number}"
+            bare = BareStep(ours, steps)
+            stopped = train_in_turns(command_of(task, count, output), task.device, output, count, bare)
+            found.append({"bare": bare.tokens / bare.seconds, **speeds(output, count, stopped)})
+            share = found[-1]["later"] / found[-1]["bare"]
+            print(f"  run {number + 1} of {RUNS}: {share:.1%} of the bare step's tokens/s", flush=True)
+    bare, later, whole, waited, mfu = ([each[name] for each in found] for name in found[0])
+    print(f"  bare step, in turns with the runs: {spread(bare)} tokens/s")
+    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, but for the first tenth: {spread(later)} tokens/s")
+    for what, runs in (("", later), (", the first tenth too", whole)):
+        shares = [100 * run / beside for run, beside in zip(runs, bare, strict=True)]
+        print(f"  of the bare step's{what}: {spread(shares, 1, ' %')}")
+    waiting = statistics.median(waited)
+    print(f"  waiting for batches {waiting:.2%} of the time; MFU {statistics.median(mfu):.1%}", flush=True)
+
+
+def command_of(task, count, output) -> list[str]:
+    """The command that trains what the bare step trains."""
+    flags = {"corpus": task.run.corpus, "output_dir": output}
+    flags |= {"max_steps": count, "logging_steps": max(1, count // ROWS), "eval_steps": count, "save_steps": count}
+    flags |= {"length_schedule": "none", "batch_size_schedule": "none"}
     for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
         flags[name] = getattr(task.run, name)
     flags["micro_batch_size"] = batching.micro_batch_pairs(task.run)
@@ -420,36 +448,81 @@ def end_to_end(task, arguments, folder):
     for name, value in flags.items():
         values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else str(value)]
         command += [f"--{name}", *values] if value is not None else []
-    bare, speeds, waits, metrics = [], [], [], []
-    with task.contestant("ours") as ours:
+    return command
 
-        def bare_speed():
-            return sum(step.tokens for step in steps) / ours.tell("steps", *orders(steps))
 
-        bare_speed()  # allocate
-        bare.append(bare_speed())
-        for number in range(RUNS):
-            output = Path(folder) / f"model-{number}"
-            whole = [*command, "--output_dir", str(output)]
-            done = subprocess.run(whole, env=environment(task.device), capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{' '.join(whole)}\n{done.stderr}")
-            bare.append(bare_speed())
-            rows = [json.loads(line) for line in (output / "training_log.jsonl").read_text().splitlines()]
-            rows = [row for row in rows if "tokens_per_second" in row]
-            later = rows[1:] or rows
-            speeds.append(statistics.harmonic_mean([row["tokens_per_second"] for row in later]))
-            waits.append(statistics.mean(row["data_wait_share"] for row in later))
-            metrics.append(json.loads((output / "metrics.json").read_text()))
-    beside = [(before + after) / 2 for before, after in itertools.pairwise(bare)]  # of each run
-    first_row_too = [found["train_tokens_per_second"] for found in metrics]
-    print(f"  bare step, before, between and after the runs: {spread(bare)} tokens/s")
-    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, but for the first tenth: {spread(speeds)} tokens/s")
-    for what, found in (("", speeds), (", the first tenth too", first_row_too)):
-        shares = [100 * speed / around for speed, around in zip(found, beside, strict=True)]
-        print(f"  of the bare step's beside it{what}: {spread(shares, 1, ' %')}")
-    mfu = statistics.median(found["train_mfu"] for found in metrics)
-    print(f"  waiting for batches {statistics.median(waits):.2%} of the time; MFU {mfu:.1%}", flush=True)
+class BareStep:
+    """A contestant that goes through some steps again and again, and what it did since it knows them."""
+
+    def __init__(self, contestant, steps):
+        self.contestant, self.steps = contestant, itertools.cycle(steps)
+        self.tokens, self.seconds, self.a_step = 0, 0.0, contestant.tell("steps", *orders(steps)) / len(steps)
+
+    def work(self, seconds):
+        """About so long, a step at least."""
+        steps = list(itertools.islice(self.steps, max(1, round(seconds / self.a_step))))
+        spent = self.contestant.tell("steps", *orders(steps))
+        self.tokens, self.seconds = self.tokens + sum(step.tokens for step in steps), self.seconds + spent
+        self.a_step = spent / len(steps)
+
+
+def train_in_turns(command, device, output, count, bare) -> float:
+    """
+    Train with the command line. From the first row of its log to the last the system stops that process every few
+    seconds, and the bare step works as long.
+
+    Returns:
+        The seconds for which it was stopped.
+
+    Raises:
+        ValueError: if it failed, or ended before it was stopped.
+    """
+    log, stopped = output / "training_log.jsonl", 0.0
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment(device), stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            while is_at_work(process):
+                since = time.monotonic()
+                process.send_signal(signal.SIGSTOP)
+                rows = speed_rows(log)
+                if rows and rows[-1]["step"] < count:
+                    bare.work(SLICE)
+                    stopped += time.monotonic() - since
+                process.send_signal(signal.SIGCONT)
+        finally:
+            process.kill()
+        if process.returncode:
+            errors.seek(0)
+            raise ValueError(f"{' '.join(command)} failed:\n{errors.read()}")
+    if not stopped:
+        raise ValueError(f"a run of {count} steps is over before the bare step has a turn; give --end_to_end more")
+    return stopped
+
+
+def is_at_work(process) -> bool:
+    """Whether a process is still at it after a while."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SLICE)
+    return process.returncode is None
+
+
+def speeds(output, count, stopped) -> dict[str, float]:
+    """Tokens a second after the first row of the log, and of all steps; the share of time waited, and MFU. The time in
+    which the run was stopped, which its own clock counts, is taken off."""
+    rows, metrics = speed_rows(output / "training_log.jsonl"), json.loads((output / METRICS_FILE).read_text())
+    first = rows[0]["step"] * rows[0]["seconds_left"] / (count - rows[0]["step"])
+    seconds = metrics["train_seconds"]
+    tokens, working = seconds * metrics["train_tokens_per_second"], seconds - stopped
+    return {
+        "later": (tokens - first * rows[0]["tokens_per_second"]) / (working - first),
+        "whole": tokens / working,
+        "waited": metrics["train_data_wait_share"] * seconds / working,
+        "mfu": metrics["train_mfu"] * seconds / working,
+    }
+
+
+def speed_rows(log: Path) -> list[dict]:
+    return [row for row in TrainingLog(log).rows() if "tokens_per_second" in row]
 
 
 def quality(task, arguments, folder):

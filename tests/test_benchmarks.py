@@ -7,8 +7,11 @@ import contextlib
 import io
 import json
 import re
+import signal
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,46 +234,130 @@ def test_the_line_under_the_table_of_costs_goes_through_what_a_token_takes(bench
     assert share == pytest.approx(100 * arithmetic * 1e6 / 0.5e-6 / PEAK, rel=0.05)
 
 
-def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_steps_beside_it(bench, monkeypatch):
-    runs = []
+class PlayedBack:
+    """A run of the command line that is over when it starts, and whose log comes to be while it is watched.
 
-    def here(command, env, **_):
+    It keeps the signals it was sent. Its own clock goes on while it is stopped, as a real one's does.
+    """
+
+    clock, returncode = [0.0], None
+    measured = ("train_tokens_per_second", "train_data_wait_share", "train_mfu")
+
+    def __init__(self, command, env, **_):
         assert env["CUDA_VISIBLE_DEVICES"] == ""
         with contextlib.redirect_stdout(io.StringIO()):
-            code = command_line([str(argument) for argument in command[3:]])
+            self.code = command_line([str(argument) for argument in command[3:]])
         folder = Path(command[command.index("--output_dir") + 1])
-        log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-        log = [row for row in log if "tokens_per_second" in row]
-        record, metrics = (json.loads((folder / f"{name}.json").read_text()) for name in ("run_config", "metrics"))
-        runs.append((log, record, metrics))
-        return SimpleNamespace(returncode=code, stderr="")
+        self.log, self.file = folder / "training_log.jsonl", folder / "metrics.json"
+        self.record = json.loads((folder / "run_config.json").read_text())
+        self.metrics = json.loads(self.file.read_text())
+        self.lines = [line for line in self.log.read_text().splitlines() if "tokens_per_second" in line]
+        self.rows_there, self.signals, self.since = iter((0, 1, 1, 2)), [], self.clock[0]
 
-    monkeypatch.setattr(throughput, "subprocess", SimpleNamespace(run=here))
-    lines, (ours,) = bench("--end_to_end=4", "--repetitions=3")
-    logs, (record, *_), metrics = zip(*runs, strict=True)
-    told = ours.told
+    def wait(self, seconds):
+        """One more look at it, later."""
+        if (count := next(self.rows_there, None)) is not None:
+            self.log.write_text("".join(f"{line}\n" for line in self.lines[:count]))
+            raise subprocess.TimeoutExpired("pretrain", seconds)
+        seconds = self.metrics["train_seconds"]
+        slower = (seconds + self.clock[0] - self.since) / seconds
+        told = {name: self.metrics[name] / slower for name in self.measured}
+        self.file.write_text(json.dumps({**told, "train_seconds": seconds * slower}))
+        self.returncode = self.code
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        assert self.returncode == 0
+
+
+def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step_that_works_while_it_is_stopped(bench, monkeypatch):
+    runs, tokens, stands = [], [], []
+
+    def begin(*arguments, **options):
+        runs.append(PlayedBack(*arguments, **options))
+        return runs[-1]
+
+    def tell(self, what, *arguments):
+        """A step takes half a second, in which the clock of the run that is stopped goes on."""
+        told(self, what, *arguments)
+        tokens.append([sum(int(b["attention_mask"].sum()) for b in peers.read_step(file)) for file in arguments[0]])
+        stands.append(bool(runs) and runs[-1].signals[-1] == signal.SIGSTOP)
+        seconds = 0.5 * len(arguments[0])
+        clock[0] += seconds
+        return seconds
+
+    clock, told = [0.0], InThisProcess.tell
+    monkeypatch.setattr(InThisProcess, "tell", tell)
+    monkeypatch.setattr(PlayedBack, "clock", clock)
+    monkeypatch.setattr(throughput, "ROWS", 2)
+    monkeypatch.setattr(throughput, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": begin}))
+    watch = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr(throughput, "time", watch)
+    lines, (ours,) = bench("--end_to_end=4", "--repetitions=5")
+    record = runs[0].record
     decided = ("corpus", "recipe", "pairing", "max_seq_length", "mlm_probability", "global_batch_size")
-    assert {name: record["run"][name] for name in decided} == {name: told["run"][name] for name in decided}
+    assert {name: record["run"][name] for name in decided} == {name: ours.told["run"][name] for name in decided}
     assert (record["run"]["max_steps"], record["run"]["micro_batch_size"]) == (4, 4)
-    assert {name: record["architecture"][name] for name in told["architecture"]} == told["architecture"]
-    assert [len(order) for order in ours.orders] == [3] * 5 and len(runs) == 3
-    found = [numbers(line_with(lines, start)) for start in ("bare step", "d2l-bert pretrain")]
-    # 0.5, 0.2, 0.4 and 0.5 s for the same tokens.
-    median, low, high = found[0]
-    assert (median, high) == pytest.approx((1.125 * low, 2.5 * low), abs=2)
-    beside = [low * seconds for seconds in (1.75, 1.875, 1.125)]
-    later = [statistics.harmonic_mean([row["tokens_per_second"] for row in log[1:]]) for log in logs]
-    assert found[1][-3:] == pytest.approx([statistics.median(later), min(later), max(later)], abs=0.51)
-    for start, speeds in (
-        ("of the bare step's beside it:", later),
-        ("of the bare step's beside it, the first", [found["train_tokens_per_second"] for found in metrics]),
-    ):
-        shares = sorted(100 * speed / around for speed, around in zip(speeds, beside, strict=True))
-        assert numbers(line_with(lines, start)) == pytest.approx([shares[1], shares[0], shares[2]], rel=0.01)
+    assert {name: record["architecture"][name] for name in ours.told["architecture"]} == ours.told["architecture"]
+
+    assert [run.signals for run in runs] == [[signal.SIGSTOP, signal.SIGCONT] * 4] * 3
+    # Five steps to know them, and two turns of three seconds: none before the log's first row, or after its last.
+    assert [len(turn) for turn in tokens] == [5, 6, 6] * 3 and stands == [False, True, True] * 3
+    a_step = tokens[0][:4]  # of the run too, which takes the same four
+    assert sum(a_step) == pytest.approx(runs[0].metrics["train_tokens_per_second"] * runs[0].metrics["train_seconds"])
+    shares = {"": [], ", the first tenth too": []}
+    for run, turn in zip(runs, (0, 3, 6), strict=True):
+        bare = sum(tokens[turn + 1] + tokens[turn + 2]) / 6
+        first, last = (json.loads(line)["tokens_per_second"] for line in run.lines)  # of two steps each
+        shares[""].append(100 * last / bare)
+        whole = sum(a_step) / (sum(a_step[:2]) / first + sum(a_step[2:]) / last)
+        shares[", the first tenth too"].append(100 * whole / bare)
+    for which, found in shares.items():
+        said = numbers(line_with(lines, f"of the bare step's{which}:"))
+        assert said == pytest.approx([statistics.median(found), min(found), max(found)], abs=0.06)
     waited, mfu = numbers(line_with(lines, "waiting for batches"))
-    waits = [100 * statistics.mean(row["data_wait_share"] for row in log[1:]) for log in logs]
-    assert waited == pytest.approx(statistics.median(waits), abs=0.006)
-    assert mfu == pytest.approx(100 * statistics.median(found["train_mfu"] for found in metrics), abs=0.06)
+    for said, name in ((waited, "train_data_wait_share"), (mfu, "train_mfu")):
+        assert said == pytest.approx(100 * statistics.median(run.metrics[name] for run in runs), abs=0.06)
+
+
+def test_a_run_stands_still_while_the_bare_step_works_and_goes_on_afterwards(tmp_path, monkeypatch):
+    """With a process of its own, that counts as fast as it can until the bare step has worked twice."""
+    program = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+with (folder / "counted").open("ab", 0) as counted:
+    (folder / "training_log.jsonl").write_text(json.dumps({"step": 1, "tokens_per_second": 1}) + "\\n")
+    while not (folder / "enough").exists():
+        counted.write(b".")
+"""
+    seen, counted = [], tmp_path / "counted"
+
+    def work(seconds):
+        before = counted.stat().st_size
+        time.sleep(seconds)
+        seen.append((before, counted.stat().st_size))
+        if len(seen) == 2:
+            (tmp_path / "enough").touch()
+
+    monkeypatch.setattr(throughput, "SLICE", 0.2)
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    stopped = throughput.train_in_turns(command, "cpu", tmp_path, 4, SimpleNamespace(work=work))
+    (first, still), (later, still_then) = seen
+    assert first == still < later == still_then
+    assert 0.4 <= stopped < 5
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("pass", "give --end_to_end more"), ("raise SystemExit('no text')", "failed:\nno text")],
+)
+def test_a_run_that_is_over_too_soon_or_fails_is_refused(program, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "SLICE", 0.01)
+    with pytest.raises(ValueError, match=reason):
+        throughput.train_in_turns([sys.executable, "-c", program], "cpu", tmp_path, 4, None)
 
 
 def test_quality_is_what_the_same_model_says_of_the_same_held_out_pairs_in_float32(bench):
