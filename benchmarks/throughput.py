@@ -406,7 +406,7 @@ def plot(tables, path):
 # A whole run
 
 RUNS, ROWS = 3, 10
-SLICE = 3.0  # seconds
+TURN = 3.0  # seconds, at least a step
 
 
 def end_to_end(task, arguments, folder):
@@ -458,18 +458,19 @@ class BareStep:
         self.contestant, self.steps = contestant, itertools.cycle(steps)
         self.tokens, self.seconds, self.a_step = 0, 0.0, contestant.tell("steps", *orders(steps)) / len(steps)
 
-    def work(self, seconds):
-        """About so long, a step at least."""
+    def work(self, seconds) -> float:
+        """About so long, a step at least; how long it was."""
         steps = list(itertools.islice(self.steps, max(1, round(seconds / self.a_step))))
         spent = self.contestant.tell("steps", *orders(steps))
         self.tokens, self.seconds = self.tokens + sum(step.tokens for step in steps), self.seconds + spent
         self.a_step = spent / len(steps)
+        return spent
 
 
 def train_in_turns(command, device, output, count, bare) -> float:
     """
     Train with the command line. From the first row of its log to the last the system stops that process every few
-    seconds, and the bare step works as long.
+    seconds, and the bare step works; each of them as long as the other.
 
     Returns:
         The seconds for which it was stopped.
@@ -477,16 +478,16 @@ def train_in_turns(command, device, output, count, bare) -> float:
     Raises:
         ValueError: if it failed, or ended before it was stopped.
     """
-    log, stopped = output / "training_log.jsonl", 0.0
+    log, turn, stopped = output / "training_log.jsonl", TURN, 0.0
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, env=environment(device), stdout=subprocess.DEVNULL, stderr=errors)
         try:
-            while is_at_work(process):
+            while is_at_work(process, turn):
                 since = time.monotonic()
                 process.send_signal(signal.SIGSTOP)
                 rows = speed_rows(log)
                 if rows and rows[-1]["step"] < count:
-                    bare.work(SLICE)
+                    turn = bare.work(TURN)
                     stopped += time.monotonic() - since
                 process.send_signal(signal.SIGCONT)
         finally:
@@ -499,10 +500,10 @@ def train_in_turns(command, device, output, count, bare) -> float:
     return stopped
 
 
-def is_at_work(process) -> bool:
-    """Whether a process is still at it after a while."""
+def is_at_work(process, seconds) -> bool:
+    """Whether a process is still at it after so long."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(SLICE)
+        process.wait(seconds)
     return process.returncode is None
 
 

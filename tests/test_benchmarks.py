@@ -237,7 +237,8 @@ def test_the_line_under_the_table_of_costs_goes_through_what_a_token_takes(bench
 class PlayedBack:
     """A run of the command line that is over when it starts, and whose log comes to be while it is watched.
 
-    It keeps the signals it was sent. Its own clock goes on while it is stopped, as a real one's does.
+    It keeps the signals it was sent, and for how long it was watched. Its own clock goes on while it is stopped, as a
+    real one's does.
     """
 
     clock, returncode = [0.0], None
@@ -252,10 +253,12 @@ class PlayedBack:
         self.record = json.loads((folder / "run_config.json").read_text())
         self.metrics = json.loads(self.file.read_text())
         self.lines = [line for line in self.log.read_text().splitlines() if "tokens_per_second" in line]
-        self.rows_there, self.signals, self.since = iter((0, 1, 1, 2)), [], self.clock[0]
+        self.rows_there, self.since = iter((0, 1, 1, 2)), self.clock[0]
+        self.signals, self.watched = [], []
 
     def wait(self, seconds):
-        """One more look at it, later."""
+        """One more look at it, so much later."""
+        self.watched.append(seconds)
         if (count := next(self.rows_there, None)) is not None:
             self.log.write_text("".join(f"{line}\n" for line in self.lines[:count]))
             raise subprocess.TimeoutExpired("pretrain", seconds)
@@ -280,11 +283,11 @@ def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step_that_works_w
         return runs[-1]
 
     def tell(self, what, *arguments):
-        """A step takes half a second, in which the clock of the run that is stopped goes on."""
+        """A step takes 0.8 s, in which the clock of the run that is stopped goes on."""
         told(self, what, *arguments)
         tokens.append([sum(int(b["attention_mask"].sum()) for b in peers.read_step(file)) for file in arguments[0]])
         stands.append(bool(runs) and runs[-1].signals[-1] == signal.SIGSTOP)
-        seconds = 0.5 * len(arguments[0])
+        seconds = 0.8 * len(arguments[0])
         clock[0] += seconds
         return seconds
 
@@ -303,13 +306,14 @@ def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step_that_works_w
     assert {name: record["architecture"][name] for name in ours.told["architecture"]} == ours.told["architecture"]
 
     assert [run.signals for run in runs] == [[signal.SIGSTOP, signal.SIGCONT] * 4] * 3
-    # Five steps to know them, and two turns of three seconds: none before the log's first row, or after its last.
-    assert [len(turn) for turn in tokens] == [5, 6, 6] * 3 and stands == [False, True, True] * 3
+    # Five steps to know them, and two turns of about three seconds: none before the log's first row or after its last.
+    assert [len(turn) for turn in tokens] == [5, 4, 4] * 3 and stands == [False, True, True] * 3
+    assert [run.watched for run in runs] == [pytest.approx([3, 3, 3.2, 3.2, 3.2])] * 3
     a_step = tokens[0][:4]  # of the run too, which takes the same four
     assert sum(a_step) == pytest.approx(runs[0].metrics["train_tokens_per_second"] * runs[0].metrics["train_seconds"])
     shares = {"": [], ", the first tenth too": []}
     for run, turn in zip(runs, (0, 3, 6), strict=True):
-        bare = sum(tokens[turn + 1] + tokens[turn + 2]) / 6
+        bare = sum(tokens[turn + 1] + tokens[turn + 2]) / 6.4
         first, last = (json.loads(line)["tokens_per_second"] for line in run.lines)  # of two steps each
         shares[""].append(100 * last / bare)
         whole = sum(a_step) / (sum(a_step[:2]) / first + sum(a_step[2:]) / last)
@@ -341,8 +345,9 @@ with (folder / "counted").open("ab", 0) as counted:
         seen.append((before, counted.stat().st_size))
         if len(seen) == 2:
             (tmp_path / "enough").touch()
+        return 2 * seconds  # so long may the run work now
 
-    monkeypatch.setattr(throughput, "SLICE", 0.2)
+    monkeypatch.setattr(throughput, "TURN", 0.2)
     command = [sys.executable, "-c", program, str(tmp_path)]
     stopped = throughput.train_in_turns(command, "cpu", tmp_path, 4, SimpleNamespace(work=work))
     (first, still), (later, still_then) = seen
@@ -355,7 +360,7 @@ with (folder / "counted").open("ab", 0) as counted:
     [("pass", "give --end_to_end more"), ("raise SystemExit('no text')", "failed:\nno text")],
 )
 def test_a_run_that_is_over_too_soon_or_fails_is_refused(program, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "SLICE", 0.01)
+    monkeypatch.setattr(throughput, "TURN", 0.01)
     with pytest.raises(ValueError, match=reason):
         throughput.train_in_turns([sys.executable, "-c", program], "cpu", tmp_path, 4, None)
 
