@@ -16,11 +16,11 @@ MFU is the share of the machine's bf16 matrix-multiply peak, measured in the sam
 which the losses need, the same for all contestants: that of real tokens and predicted positions, in the last block of
 the latter and [CLS] only. Memory is what is held before a step, and what a step takes on top.
 
-`--end_to_end` trains with the command line, so many steps; every few seconds the system stops that process, and the
-bare step works in its place, on `--repetitions` different steps again and again. `--quality` trains ours and d2l's
-model on the same pairs in the same order, and evaluates both on the same held-out pairs and masks, in float32.
-`--vocab_sizes` and `--lengths` print what a token costs beside what the arithmetic says: the vocabulary grows by
-entries that no text uses, and a step has as many tokens at each length.
+`--end_to_end` trains with the command line, so many steps, compiled if `--torch_compile true` says so; every few
+seconds the system stops that run, and the bare step works in its place, on `--repetitions` times `--steps` different
+steps again and again. `--quality` trains ours and d2l's model on the same pairs in the same order, and evaluates both
+on the same held-out pairs and masks, in float32. `--vocab_sizes` and `--lengths` print what a token costs beside what
+the arithmetic says: the vocabulary grows by entries that no text uses, and a step has as many tokens at each length.
 
 The book's package wants an environment of its own, which may borrow torch, numpy and safetensors from this one:
 
@@ -37,6 +37,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[])
     parser.add_argument("--plot", metavar="PATH", help="draw the tables of costs")
     arguments = parser.parse_args()
+    end_in_order()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
     print(heading(arguments.device))
     if "d2l" in arguments.contestants and not arguments.d2l_python:
@@ -155,6 +157,12 @@ def main() -> None:
                 measure(make_task(size, pairing, arguments), arguments, folder)
             except ValueError as error:
                 parser.error(str(error))
+
+
+def end_in_order():
+    """Have signals that end this program end the processes that it started, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def measure(task, arguments, folder):
@@ -183,6 +191,8 @@ def make_task(size, pairing, arguments) -> Task:
         architecture.hidden_dropout_prob = architecture.attention_probs_dropout_prob = 0.1
         pairs = 32 if arguments.device == "cpu" else 256
     if arguments.dropout is not None:
+        if not 0 <= arguments.dropout < 1:
+            raise ValueError(f"--dropout {arguments.dropout:g}: a share from 0 to less than 1 is dropped")
         architecture.hidden_dropout_prob = architecture.attention_probs_dropout_prob = arguments.dropout
     run = replace(
         run,
@@ -411,8 +421,10 @@ TURN = 3.0  # seconds, at least a step
 
 def end_to_end(task, arguments, folder):
     """`d2l-bert pretrain` in turns with the bare step, with the tokenizer's vocabulary as its own."""
-    task = replace(task, architecture=copy.deepcopy(task.architecture))
-    task.architecture.vocab_size = len(prepare(task.run).tokenizer)
+    compiled = "true" if arguments.torch_compile == "true" else "false"  # both the same, however long the run
+    run, architecture = replace(task.run, torch_compile=compiled), copy.deepcopy(task.architecture)
+    architecture.vocab_size = len(prepare(run).tokenizer)
+    task = replace(task, run=run, architecture=architecture)
     # The bare step takes these again and again, and knows their shapes; a run's are new.
     steps, count = task.files(folder, arguments.repetitions * arguments.steps), arguments.end_to_end
     describe(task, steps)
@@ -421,25 +433,34 @@ def end_to_end(task, arguments, folder):
         for number in range(RUNS):
             output = Path(folder) / f"model-{number}"
             bare = BareStep(ours, steps)
-            stopped = train_in_turns(command_of(task, count, output), task.device, output, count, bare)
-            found.append({"bare": bare.tokens / bare.seconds, **speeds(output, count, stopped)})
+            stopped_seconds = train_in_turns(command_of(task, count, output), task.device, output, count, bare)
+            found.append({"bare": bare.tokens / bare.seconds, **speeds(output, count, stopped_seconds)})
             share = found[-1]["later"] / found[-1]["bare"]
-            print(f"  run {number + 1} of {RUNS}: {share:.1%} of the bare step's tokens/s", flush=True)
+            print(
+                f"  run {number + 1} of {RUNS}: {share:.1%} of the bare step's tokens/s, {bare.turns} turns",
+                flush=True,
+            )
     bare, later, whole, waited, mfu = ([each[name] for each in found] for name in found[0])
     print(f"  bare step, in turns with the runs: {spread(bare)} tokens/s")
-    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, but for the first tenth: {spread(later)} tokens/s")
-    for what, runs in (("", later), (", the first tenth too", whole)):
+    first = steps_in_a_row(count)
+    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, after the first {first}: {spread(later)} tokens/s")
+    for what, runs in (("", later), (f", the first {first} too", whole)):
         shares = [100 * run / beside for run, beside in zip(runs, bare, strict=True)]
         print(f"  of the bare step's{what}: {spread(shares, 1, ' %')}")
     waiting = statistics.median(waited)
     print(f"  waiting for batches {waiting:.2%} of the time; MFU {statistics.median(mfu):.1%}", flush=True)
 
 
+def steps_in_a_row(count) -> int:
+    """Steps in a row of the log of a run of so many."""
+    return max(1, count // ROWS)
+
+
 def command_of(task, count, output) -> list[str]:
     """The command that trains what the bare step trains."""
     flags = {"corpus": task.run.corpus, "output_dir": output}
-    flags |= {"max_steps": count, "logging_steps": max(1, count // ROWS), "eval_steps": count, "save_steps": count}
-    flags |= {"length_schedule": "none", "batch_size_schedule": "none"}
+    flags |= {"max_steps": count, "logging_steps": steps_in_a_row(count), "eval_steps": count, "save_steps": count}
+    flags |= {"length_schedule": "none", "batch_size_schedule": "none", "torch_compile": task.run.torch_compile}
     for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
         flags[name] = getattr(task.run, name)
     flags["micro_batch_size"] = batching.micro_batch_pairs(task.run)
@@ -456,21 +477,22 @@ class BareStep:
 
     def __init__(self, contestant, steps):
         self.contestant, self.steps = contestant, itertools.cycle(steps)
-        self.tokens, self.seconds, self.a_step = 0, 0.0, contestant.tell("steps", *orders(steps)) / len(steps)
+        self.turns, self.tokens, self.seconds = 0, 0, 0.0
+        self.a_step = contestant.tell("steps", *orders(steps)) / len(steps)
 
     def work(self, seconds) -> float:
         """About so long, a step at least; how long it was."""
         steps = list(itertools.islice(self.steps, max(1, round(seconds / self.a_step))))
         spent = self.contestant.tell("steps", *orders(steps))
-        self.tokens, self.seconds = self.tokens + sum(step.tokens for step in steps), self.seconds + spent
-        self.a_step = spent / len(steps)
+        self.turns, self.seconds, self.a_step = self.turns + 1, self.seconds + spent, spent / len(steps)
+        self.tokens += sum(step.tokens for step in steps)
         return spent
 
 
 def train_in_turns(command, device, output, count, bare) -> float:
     """
-    Train with the command line. From the first row of its log to the last the system stops that process every few
-    seconds, and the bare step works; each of them as long as the other.
+    Train with the command line. From the first row of its log to the last the system stops the run every few seconds,
+    with the processes that load for it, and the bare step works; each of them as long as the other.
 
     Returns:
         The seconds for which it was stopped.
@@ -478,26 +500,29 @@ def train_in_turns(command, device, output, count, bare) -> float:
     Raises:
         ValueError: if it failed, or ended before it was stopped.
     """
-    log, turn, stopped = output / "training_log.jsonl", TURN, 0.0
+    log, turn, stopped_seconds = output / "training_log.jsonl", TURN, 0.0
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment(device), stdout=subprocess.DEVNULL, stderr=errors)
+        outputs = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(command, env=environment(device), start_new_session=True, **outputs)
         try:
             while is_at_work(process, turn):
                 since = time.monotonic()
-                process.send_signal(signal.SIGSTOP)
+                os.killpg(process.pid, signal.SIGSTOP)
                 rows = speed_rows(log)
                 if rows and rows[-1]["step"] < count:
                     turn = bare.work(TURN)
-                    stopped += time.monotonic() - since
-                process.send_signal(signal.SIGCONT)
+                    stopped_seconds += time.monotonic() - since
+                os.killpg(process.pid, signal.SIGCONT)
         finally:
-            process.kill()
+            if process.returncode is None:  # something went wrong here; nobody would wake it
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if process.returncode:
             errors.seek(0)
-            raise ValueError(f"{' '.join(command)} failed:\n{errors.read()}")
-    if not stopped:
+            raise ValueError(f"d2l-bert pretrain failed: {errors.read().strip().splitlines()[-1]}")
+    if not stopped_seconds:
         raise ValueError(f"a run of {count} steps is over before the bare step has a turn; give --end_to_end more")
-    return stopped
+    return stopped_seconds
 
 
 def is_at_work(process, seconds) -> bool:
@@ -507,17 +532,21 @@ def is_at_work(process, seconds) -> bool:
     return process.returncode is None
 
 
-def speeds(output, count, stopped) -> dict[str, float]:
+def speeds(output, count, stopped_seconds) -> dict[str, float]:
     """Tokens a second after the first row of the log, and of all steps; the share of time waited, and MFU. The time in
     which the run was stopped, which its own clock counts, is taken off."""
     rows, metrics = speed_rows(output / "training_log.jsonl"), json.loads((output / METRICS_FILE).read_text())
-    first = rows[0]["step"] * rows[0]["seconds_left"] / (count - rows[0]["step"])
     seconds = metrics["train_seconds"]
-    tokens, working = seconds * metrics["train_tokens_per_second"], seconds - stopped
+    tokens, working = seconds * metrics["train_tokens_per_second"], seconds - stopped_seconds
+    # A row does not say how long its steps took, but how long those will take that are left.
+    a_step = [row["seconds_left"] / (count - row["step"]) for row in rows[:-1]]
+    first = rows[0]["step"] * a_step[0]
+    # A run that is stopped while it waits seems to wait long; in the row in the middle it is not.
+    waits = [row["data_wait_share"] * each for row, each in zip(rows, a_step, strict=False)]
     return {
         "later": (tokens - first * rows[0]["tokens_per_second"]) / (working - first),
         "whole": tokens / working,
-        "waited": metrics["train_data_wait_share"] * seconds / working,
+        "waited": statistics.median(waits) * count / working,
         "mfu": metrics["train_mfu"] * seconds / working,
     }
 

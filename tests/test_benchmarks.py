@@ -6,6 +6,7 @@ Contestants work in this process, which spares the start of theirs, and say that
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import statistics
@@ -21,7 +22,7 @@ import torch
 from benchmarks import inference, mlm_head, peers, start_up, throughput
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.cli import main as command_line
-from d2l_bert.training import batching
+from d2l_bert.training import batching, compiling
 from d2l_bert.training.prepare import prepare
 
 
@@ -66,6 +67,8 @@ def bench(books, monkeypatch, capsys):
     monkeypatch.setattr(throughput, "Contestant", InThisProcess)
     monkeypatch.setattr(throughput, "matmul_peak", lambda device, dtype: PEAK)
     monkeypatch.setattr(InThisProcess, "made", [])
+
+    monkeypatch.setattr(throughput, "end_in_order", lambda: None)  # these tests' own process goes on
 
     def run(*options):
         monkeypatch.setattr(sys, "argv", ["throughput", f"--corpus={books}", *TINY, *options])
@@ -241,8 +244,8 @@ class PlayedBack:
     real one's does.
     """
 
-    clock, returncode = [0.0], None
-    measured = ("train_tokens_per_second", "train_data_wait_share", "train_mfu")
+    clock, pid, returncode = [0.0], "no process", None
+    measured = ("train_tokens_per_second", "train_mfu")
 
     def __init__(self, command, env, **_):
         assert env["CUDA_VISIBLE_DEVICES"] == ""
@@ -253,7 +256,8 @@ class PlayedBack:
         self.record = json.loads((folder / "run_config.json").read_text())
         self.metrics = json.loads(self.file.read_text())
         self.lines = [line for line in self.log.read_text().splitlines() if "tokens_per_second" in line]
-        self.rows_there, self.since = iter((0, 1, 1, 2)), self.clock[0]
+        self.rows = [json.loads(line) for line in self.lines]
+        self.rows_there, self.since = iter((0, 1, 1, 3)), self.clock[0]
         self.signals, self.watched = [], []
 
     def wait(self, seconds):
@@ -268,14 +272,9 @@ class PlayedBack:
         self.file.write_text(json.dumps({**told, "train_seconds": seconds * slower}))
         self.returncode = self.code
 
-    def send_signal(self, number):
-        self.signals.append(number)
 
-    def kill(self):
-        assert self.returncode == 0
-
-
-def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step_that_works_while_it_is_stopped(bench, monkeypatch):
+@pytest.mark.parametrize("compiled", ["auto", "true"])
+def test_a_whole_run_is_compared_with_the_bare_step_that_works_while_it_is_stopped(compiled, bench, monkeypatch):
     runs, tokens, stands = [], [], []
 
     def begin(*arguments, **options):
@@ -283,60 +282,72 @@ def test_a_whole_run_is_the_task_and_is_compared_with_the_bare_step_that_works_w
         return runs[-1]
 
     def tell(self, what, *arguments):
-        """A step takes 0.8 s, in which the clock of the run that is stopped goes on."""
+        """A step takes 0.8 s at first, then half a second, in which the clock of the run that is stopped goes on."""
         told(self, what, *arguments)
         tokens.append([sum(int(b["attention_mask"].sum()) for b in peers.read_step(file)) for file in arguments[0]])
         stands.append(bool(runs) and runs[-1].signals[-1] == signal.SIGSTOP)
-        seconds = 0.8 * len(arguments[0])
+        seconds = (0.5 if stands[-1] else 0.8) * len(arguments[0])
         clock[0] += seconds
         return seconds
+
+    def signal_group(pid, number):
+        assert pid == runs[-1].pid
+        runs[-1].signals.append(number)
 
     clock, told = [0.0], InThisProcess.tell
     monkeypatch.setattr(InThisProcess, "tell", tell)
     monkeypatch.setattr(PlayedBack, "clock", clock)
-    monkeypatch.setattr(throughput, "ROWS", 2)
+    monkeypatch.setattr(throughput, "ROWS", 3)
     monkeypatch.setattr(throughput, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": begin}))
-    watch = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr(throughput, "time", watch)
-    lines, (ours,) = bench("--end_to_end=4", "--repetitions=5")
+    monkeypatch.setattr(throughput, "os", SimpleNamespace(killpg=signal_group))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(compiling, "compile_now", lambda model, work: None)
+    lines, (ours,) = bench("--end_to_end=6", "--repetitions=7", f"--torch_compile={compiled}")
     record = runs[0].record
     decided = ("corpus", "recipe", "pairing", "max_seq_length", "mlm_probability", "global_batch_size")
+    decided += ("torch_compile",)
     assert {name: record["run"][name] for name in decided} == {name: ours.told["run"][name] for name in decided}
-    assert (record["run"]["max_steps"], record["run"]["micro_batch_size"]) == (4, 4)
+    assert (record["run"]["max_steps"], record["run"]["micro_batch_size"]) == (6, 4)
+    assert record["run"]["torch_compile"] == {"auto": "false", "true": "true"}[compiled]
     assert {name: record["architecture"][name] for name in ours.told["architecture"]} == ours.told["architecture"]
 
     assert [run.signals for run in runs] == [[signal.SIGSTOP, signal.SIGCONT] * 4] * 3
-    # Five steps to know them, and two turns of about three seconds: none before the log's first row or after its last.
-    assert [len(turn) for turn in tokens] == [5, 4, 4] * 3 and stands == [False, True, True] * 3
-    assert [run.watched for run in runs] == [pytest.approx([3, 3, 3.2, 3.2, 3.2])] * 3
-    a_step = tokens[0][:4]  # of the run too, which takes the same four
+    # Seven to know them, and two turns of about three seconds: none before the log's first row, or after its last.
+    assert [len(turn) for turn in tokens] == [7, 4, 6] * 3 and stands == [False, True, True] * 3
+    assert [run.watched for run in runs] == [pytest.approx([3, 3, 2, 3, 3])] * 3
+    a_step = tokens[0][:6]  # of the run too, which takes the same six
     assert sum(a_step) == pytest.approx(runs[0].metrics["train_tokens_per_second"] * runs[0].metrics["train_seconds"])
-    shares = {"": [], ", the first tenth too": []}
+    later, whole, waits = [], [], []
     for run, turn in zip(runs, (0, 3, 6), strict=True):
-        bare = sum(tokens[turn + 1] + tokens[turn + 2]) / 6.4
-        first, last = (json.loads(line)["tokens_per_second"] for line in run.lines)  # of two steps each
-        shares[""].append(100 * last / bare)
-        whole = sum(a_step) / (sum(a_step[:2]) / first + sum(a_step[2:]) / last)
-        shares[", the first tenth too"].append(100 * whole / bare)
-    for which, found in shares.items():
-        said = numbers(line_with(lines, f"of the bare step's{which}:"))
+        bare = sum(tokens[turn + 1] + tokens[turn + 2]) / 5
+        of_rows = [sum(a_step[first : first + 2]) for first in (0, 2, 4)]
+        seconds = [many / row["tokens_per_second"] for many, row in zip(of_rows, run.rows, strict=True)]
+        later.append(100 * sum(of_rows[1:]) / sum(seconds[1:]) / bare)
+        whole.append(100 * sum(of_rows) / sum(seconds) / bare)
+        waited = [row["data_wait_share"] * each / 2 for row, each in zip(run.rows, seconds, strict=True)]
+        waits.append(100 * statistics.mean(waited[:2]) * 6 / sum(seconds))
+    for which, found in (("", later), (", the first 2 too", whole)):
+        said = numbers(line_with(lines, f"of the bare step's{which}:").partition(":")[2])
         assert said == pytest.approx([statistics.median(found), min(found), max(found)], abs=0.06)
     waited, mfu = numbers(line_with(lines, "waiting for batches"))
-    for said, name in ((waited, "train_data_wait_share"), (mfu, "train_mfu")):
-        assert said == pytest.approx(100 * statistics.median(run.metrics[name] for run in runs), abs=0.06)
+    assert waited == pytest.approx(statistics.median(waits), abs=0.006)
+    assert mfu == pytest.approx(100 * statistics.median(run.metrics["train_mfu"] for run in runs), abs=0.06)
 
 
-def test_a_run_stands_still_while_the_bare_step_works_and_goes_on_afterwards(tmp_path, monkeypatch):
-    """With a process of its own, that counts as fast as it can until the bare step has worked twice."""
-    program = """
-import json, sys
+COUNTING = """
+import json, os, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
+(folder / "pid").write_text(str(os.getpid()))
 with (folder / "counted").open("ab", 0) as counted:
     (folder / "training_log.jsonl").write_text(json.dumps({"step": 1, "tokens_per_second": 1}) + "\\n")
     while not (folder / "enough").exists():
         counted.write(b".")
 """
+
+
+def test_a_run_stands_still_while_the_bare_step_works_and_goes_on_afterwards(tmp_path, monkeypatch):
+    """With a process of its own, that counts as fast as it can until the bare step has worked twice."""
     seen, counted = [], tmp_path / "counted"
 
     def work(seconds):
@@ -348,16 +359,33 @@ with (folder / "counted").open("ab", 0) as counted:
         return 2 * seconds  # so long may the run work now
 
     monkeypatch.setattr(throughput, "TURN", 0.2)
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    command = [sys.executable, "-c", COUNTING, str(tmp_path)]
     stopped = throughput.train_in_turns(command, "cpu", tmp_path, 4, SimpleNamespace(work=work))
     (first, still), (later, still_then) = seen
     assert first == still < later == still_then
     assert 0.4 <= stopped < 5
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_run_ends_with_the_bench_though_it_is_stopped(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "TURN", 0.2)
+    command = [sys.executable, "-c", COUNTING, str(tmp_path)]
+    bare = SimpleNamespace(work=lambda seconds: signal.raise_signal(number))
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        throughput.end_in_order()
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            throughput.train_in_turns(command, "cpu", tmp_path, 4, bare)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
-    [("pass", "give --end_to_end more"), ("raise SystemExit('no text')", "failed:\nno text")],
+    [("pass", "give --end_to_end more"), ("raise SystemExit('first\\nno text')", "failed: no text$")],
 )
 def test_a_run_that_is_over_too_soon_or_fails_is_refused(program, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "TURN", 0.01)
@@ -387,6 +415,7 @@ def test_quality_is_what_the_same_model_says_of_the_same_held_out_pairs_in_float
     ("options", "reason"),
     [
         (["--contestants", "d2l"], "no contestant is left"),
+        (["--dropout", "2"], "--dropout 2: a share from 0 to less than 1"),
         (["--lengths", "16", "--plot", "cost.png", "--pairing", "segments", "sentences"], "one size and pairing"),
     ],
 )
