@@ -335,13 +335,13 @@ def test_a_whole_run_is_compared_with_the_bare_step_that_works_while_it_is_stopp
 
 
 COUNTING = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
-folder = Path(sys.argv[1])
+folder, start = Path(sys.argv[1]), time.monotonic()
 (folder / "pid").write_text(str(os.getpid()))
 with (folder / "counted").open("ab", 0) as counted:
     (folder / "training_log.jsonl").write_text(json.dumps({"step": 1, "tokens_per_second": 1}) + "\\n")
-    while not (folder / "enough").exists():
+    while not (folder / "enough").exists() and time.monotonic() < start + 60:
         counted.write(b".")
 """
 
