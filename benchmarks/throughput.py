@@ -519,7 +519,8 @@ def train_in_turns(command, device, output, count, bare) -> float:
                 process.wait()
         if process.returncode:
             errors.seek(0)
-            raise ValueError(f"d2l-bert pretrain failed: {errors.read().strip().splitlines()[-1]}")
+            reason = errors.read().strip().rpartition("\n")[2]
+            raise ValueError(f"d2l-bert pretrain failed with exit code {process.returncode}: {reason}")
     if not stopped_seconds:
         raise ValueError(f"a run of {count} steps is over before the bare step has a turn; give --end_to_end more")
     return stopped_seconds

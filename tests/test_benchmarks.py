@@ -385,7 +385,11 @@ def test_a_run_ends_with_the_bench_though_it_is_stopped(number, tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("program", "reason"),
-    [("pass", "give --end_to_end more"), ("raise SystemExit('first\\nno text')", "failed: no text$")],
+    [
+        ("pass", "give --end_to_end more"),
+        ("raise SystemExit('first\\nno text')", "exit code 1: no text$"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9: $"),
+    ],
 )
 def test_a_run_that_is_over_too_soon_or_fails_is_refused(program, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "TURN", 0.01)
