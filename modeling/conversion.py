@@ -4,7 +4,6 @@ Three models compute the same thing where their settings meet. d2l 1.0's is `rel
 stock BERT's normalises its embeddings. What one of them cannot express is refused, never approximated.
 """
 
-import contextlib
 import functools
 import json
 import re
@@ -487,23 +486,6 @@ def _bert_numbers(config):
     numbers = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
     D2lBertConfig(**numbers)  # refuses other activations, by name
     return numbers
-
-
-@contextlib.contextmanager
-def reading(name: str, what: str = ""):
-    """Name the model, and `what` it is for, if it cannot be read: the libraries have another class of exception for
-    every way to miss."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
-        if not Path(name).exists() and any(words in reason for words in unknown):
-            reason = (
-                "no folder here has this name, and the Hub gave no model of it; for a private one log in with "
-                "`hf auth login`, or set HF_TOKEN"
-            )
-        raise ValueError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
 
 
 def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerBase
 
+from d2l_bert.errors import UserError
+
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
@@ -40,14 +42,14 @@ def train_wordpiece(
         A `BertTokenizer` with `[PAD] [UNK] [CLS] [SEP] [MASK]` at ids 0 to 4.
 
     Raises:
-        ValueError: no text, or a `vocab_size` that the alphabet alone fills.
+        UserError: no text, or a `vocab_size` that the alphabet alone fills.
     """
     if isinstance(texts, Iterator):
         texts = list(texts)
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     alphabet = _commonest_characters(texts, normalizer, limit_alphabet)
     if not alphabet:
-        raise ValueError("no text to train a tokenizer on: the texts hold no character but white space")
+        raise UserError("no text to train a tokenizer on: the texts hold no character but white space")
 
     def train(size, known_pieces):
         trainer = trainers.WordPieceTrainer(
@@ -71,7 +73,7 @@ def train_wordpiece(
     characters = sorted(set(train(0, ())) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
     least = len(SPECIAL_TOKENS) + len(characters)
     if vocab_size < least:
-        raise ValueError(
+        raise UserError(
             f"vocab_size {vocab_size} is below the alphabet: the special tokens and the single characters of this "
             f"text need {least} entries; raise vocab_size or lower limit_alphabet ({limit_alphabet})"
         )
@@ -115,12 +117,12 @@ def extend_wordpiece(
         min_frequency: how often a word must occur.
 
     Raises:
-        ValueError: a tokenizer with tokens outside of its WordPiece vocabulary, whose ids the new entries would take.
+        UserError: a tokenizer with tokens outside of its WordPiece vocabulary, whose ids the new entries would take.
     """
     backend = tokenizer.backend_tokenizer
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if sorted(vocabulary.values()) != list(range(len(tokenizer))):
-        raise ValueError(
+        raise UserError(
             "the tokenizer has tokens beside its WordPiece vocabulary, so that it cannot be extended; give one without"
         )
     savings = {
@@ -144,13 +146,13 @@ def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
     The entries of `new` behind those of `old`, in the order of their ids.
 
     Raises:
-        ValueError: `new` does not begin with the entries of `old`.
+        UserError: `new` does not begin with the entries of `old`.
     """
     before, after = old.convert_ids_to_tokens(range(len(old))), new.convert_ids_to_tokens(range(len(new)))
     for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
         if was != piece:
             has = "none" if piece is None else repr(piece)
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
             )
     return after[len(before) :]

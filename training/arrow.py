@@ -28,6 +28,7 @@ from filelock import FileLock
 from huggingface_hub import constants
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from d2l_bert.errors import UserError
 from d2l_bert.training import corpus, tables
 from d2l_bert.training.tracking import watched
 
@@ -66,7 +67,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
         ) from None
     try:
@@ -79,7 +80,7 @@ def written_whole(path: Path) -> Iterator[Path]:
             if not path.exists():
                 raise
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cache {path.parent}: cannot be written ({error.strerror}); free some space, or set HF_HOME to another "
             f"folder"
         ) from None
@@ -95,7 +96,7 @@ def undamaged(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:  # each kind of file has a class of its own
         reason = " ".join(str(error).split())
-        raise ValueError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
+        raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
 
 
 class NumberFile:
@@ -263,7 +264,7 @@ def in_order(function: Callable, items: Iterable, processes: int, initializer: C
         initializer, arguments: called once in each process before the first item.
 
     Raises:
-        ValueError: a process was killed.
+        UserError: a process was killed.
     """
     if processes <= 1:
         initializer(*arguments)
@@ -279,7 +280,7 @@ def in_order(function: Callable, items: Iterable, processes: int, initializer: C
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise ValueError(
+            raise UserError(
                 f"one of {processes} processes was killed, perhaps for want of memory; "
                 f"lower --preprocessing_num_workers"
             ) from None
@@ -392,11 +393,11 @@ class TokenizedCorpus:
         self._sentence_ends, self._paragraph_ends, self._document_ends = (read_table(path, name) for name in _TABLES)
         tokens, sentences = self._sentence_ends[-1:].sum(), len(self._sentence_ends)
         if self._chunk_starts[-1] != tokens or sentences != self._document_ends[-1]:
-            raise ValueError(
+            raise UserError(
                 f"cache {path}: damaged (its files do not fit each other); delete this folder and run again"
             )
         if not self._chunks:
-            raise ValueError(f"cache {path}: no token in the text; give text in the tokenizer's language")
+            raise UserError(f"cache {path}: no token in the text; give text in the tokenizer's language")
         # All chunks lie in one mapped file: an array from the first to the end of the last reaches any token of them.
         addresses = np.array([chunk.ctypes.data for chunk in self._chunks])
         ends = addresses + [chunk.nbytes for chunk in self._chunks]

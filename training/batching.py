@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.training import arrow, data, masking
@@ -44,7 +45,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
             plans = data.EpochPlans(text.tokens, text.train_documents, how, run.seed, folder, sources, passes)
             first_pair, make_batch = 0, make_batch_maker(run, text, length)
             if not len(plans.epoch(0)):
-                raise ValueError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
+                raise UserError(f"{text.corpus_name}: no pair of segments in the text to train on; give more text")
         pairs = batch_size * (run.max_seq_length // length)
         phases.append(data.Phase(first_step, first_pair, plans, make_batch, pairs, most_tokens(run), run.packing))
     return phases
@@ -56,7 +57,7 @@ def make_passes(run: PretrainConfig, text: PreparedText):
         return None
     count = int(text.document_sources.max()) + 1
     if count != len(run.source_weights):
-        raise ValueError(f"source_weights: {len(run.source_weights)} of them for {count} sources; give one for each")
+        raise UserError(f"source_weights: {len(run.source_weights)} of them for {count} sources; give one for each")
     sources = text.document_sources[text.train_documents]
     sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=count)
     return data.source_passes(sizes, [float(weight) for weight in run.source_weights])
@@ -83,7 +84,7 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.He
         **cutting,
     )
     if not len(held_out.rows):
-        raise ValueError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
+        raise UserError(f"{text.corpus_name}: no pair of segments in the held-out text; give more text")
     return held_out
 
 

@@ -12,6 +12,7 @@ from jinja2 import UndefinedError
 from safetensors import safe_open
 
 from d2l_bert import model_cards
+from d2l_bert.errors import UserError
 from d2l_bert.training.card_rules import read_metadata, split_card
 from d2l_bert.training.config import DECAY_RATIO
 from d2l_bert.training.folders import read_json
@@ -134,11 +135,11 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
         card = path.read_text(encoding="utf-8") if path.is_file() else render_card(folder)
         metadata = read_metadata(card)
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); write it anew in UTF-8, or delete it") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: cannot be read ({error}); write it anew in UTF-8, or delete it") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (KeyError, TypeError, UndefinedError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE} ({type(error).__name__}: {error}); put "
             f"back what the run wrote, or take them out"
         ) from None

@@ -12,6 +12,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
+from d2l_bert.errors import UserError
+
 
 # What the Hub's own check lists when it refuses a licence (POST /api/validate-yaml; the same in its OpenAPI
 # description and, less up to date, in https://huggingface.co/docs/hub/repositories-licenses).
@@ -71,7 +73,7 @@ def read_metadata(card: str) -> dict:
         card: README.md's text.
 
     Raises:
-        ValueError: there is none, or it is not YAML, has a key twice or is no mapping.
+        UserError: there is none, or it is not YAML, has a key twice or is no mapping.
     """
     block, _ = split_card(card)
     try:
@@ -80,9 +82,9 @@ def read_metadata(card: str) -> dict:
         mark = getattr(error, "problem_mark", None)
         where = f", line {card[: card.index(block)].count(chr(10)) + mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"the card's metadata{where}: not valid YAML ({_line(reason)}); mend it") from None
+        raise UserError(f"the card's metadata{where}: not valid YAML ({_line(reason)}); mend it") from None
     if not isinstance(metadata, dict):
-        raise ValueError(f"the card's metadata is {_shown(metadata)}; give it as lines of `key: value`")
+        raise UserError(f"the card's metadata is {_shown(metadata)}; give it as lines of `key: value`")
     return metadata
 
 
@@ -91,12 +93,12 @@ def split_card(card: str) -> tuple[str, str]:
     A card's block of YAML and its text.
 
     Raises:
-        ValueError: it begins with no block.
+        UserError: it begins with no block.
     """
     card = card.removeprefix("\ufeff")
     block = REGEX_YAML_BLOCK.search(card)
     if not block:
-        raise ValueError("the card has no metadata; begin it with a block of YAML between two lines of ---")
+        raise UserError("the card has no metadata; begin it with a block of YAML between two lines of ---")
     return block[2], card[block.end() :]
 
 
@@ -112,7 +114,7 @@ def check_metadata(metadata: dict, mask_token: str | None = None) -> None:
         mask_token: what each of the widget's texts has to hold.
 
     Raises:
-        ValueError: the first thing wrong, in one line.
+        UserError: the first thing wrong, in one line.
     """
     for key in metadata:
         _text("a key", key)
@@ -138,7 +140,7 @@ def check_metadata(metadata: dict, mask_token: str | None = None) -> None:
     try:
         ModelCardData(**metadata).to_yaml()
     except Exception as error:  # it raises ValueError, TypeError and what its parts raise
-        raise ValueError(f"huggingface_hub refuses the card's metadata: {_line(error)}; mend it") from None
+        raise UserError(f"huggingface_hub refuses the card's metadata: {_line(error)}; mend it") from None
 
 
 def check_license(identifier: str) -> None:
@@ -146,7 +148,7 @@ def check_license(identifier: str) -> None:
     Refuse a licence that the Hub does not know by this name.
 
     Raises:
-        ValueError: it is none of the Hub's identifiers.
+        UserError: it is none of the Hub's identifiers.
     """
     page = "https://huggingface.co/docs/hub/repositories-licenses"
     _one_of("license", identifier, LICENSES, f"one of {page}, or other, with a license_name and a license_link")
@@ -156,7 +158,7 @@ def _check_licenses(given):
     mend = "give --license apache-2.0, or write `license: apache-2.0` or another of the Hub's identifiers"
     licenses = _each_text("license", given.get("license", []))
     if not licenses:
-        raise ValueError(f"license: the card lacks a licence; {mend}")
+        raise UserError(f"license: the card lacks a licence; {mend}")
     for identifier in licenses:
         check_license(identifier)
     if "other" in licenses:
@@ -165,9 +167,9 @@ def _check_licenses(given):
             ("license_link", LICENSE_LINK, "LICENSE, a file beside the card, or an address"),
         ):
             if key not in given:
-                raise ValueError(f"license other needs a {key} beside it; write {mend}")
+                raise UserError(f"license other needs a {key} beside it; write {mend}")
             if not pattern.fullmatch(_text(key, given[key])):
-                raise ValueError(f"{key} {_shown(given[key])} is not one that the Hub takes; write {mend}")
+                raise UserError(f"{key} {_shown(given[key])} is not one that the Hub takes; write {mend}")
 
 
 def _check_languages(key, value):
@@ -177,12 +179,12 @@ def _check_languages(key, value):
             mend = "write an ISO 639 code of two or three small letters such as en, or code, or multilingual"
             if part:  # a language of a region or script, which has a key of its own
                 mend = f"write {part[1].lower()}, and {code.replace('_', '-')} under language_bcp47"
-            raise ValueError(f"{key} {_shown(code)} is not one that the Hub takes; {mend}")
+            raise UserError(f"{key} {_shown(code)} is not one that the Hub takes; {mend}")
 
 
 def _check_inference(key, value):
     if not isinstance(value, bool | dict):
-        raise ValueError(f"{key} is {_shown(value)}; write false, or `parameters:` with the parameters below it")
+        raise UserError(f"{key} is {_shown(value)}; write false, or `parameters:` with the parameters below it")
 
 
 def _check_ids(key, value, kind):
@@ -190,15 +192,15 @@ def _check_ids(key, value, kind):
         mend = f"take it out, or name the {kind}'s id on the Hub, owner/name"
         local = re.match(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:", name) or "\\" in name
         if local or os.path.exists(name):
-            raise ValueError(f"{key}: {_shown(name)} is a path on this machine, which nobody else has; {mend}")
+            raise UserError(f"{key}: {_shown(name)} is a path on this machine, which nobody else has; {mend}")
         if name.lower().endswith(DATA_SUFFIXES):
-            raise ValueError(f"{key}: {_shown(name)} is the name of a file, not of a {kind} on the Hub; {mend}")
+            raise UserError(f"{key}: {_shown(name)} is the name of a file, not of a {kind} on the Hub; {mend}")
         try:
             if not name.isascii():  # version 1 of the client takes other letters, the Hub none
                 raise HFValidationError
             validate_repo_id(name)
         except HFValidationError:
-            raise ValueError(f"{key}: {_shown(name)} cannot be an id on the Hub; {mend}") from None
+            raise UserError(f"{key}: {_shown(name)} cannot be an id on the Hub; {mend}") from None
 
 
 def _check_index(key, value):
@@ -212,7 +214,7 @@ def _check_index(key, value):
             options = ["config", "split", "revision"]
             _fields(f"{here}.dataset", result["dataset"], texts=["name", "type"], optional=options)
             if not DATASET_TYPE.fullmatch(result["dataset"]["type"]):
-                raise ValueError(
+                raise UserError(
                     f"{here}.dataset.type {_shown(result['dataset']['type'])} is not one that the Hub takes; write "
                     "letters, digits, -, _ and . with at most one / between them, and the full name as dataset.name"
                 )
@@ -225,7 +227,7 @@ def _check_metric(where, metric):
     value = metric["value"]
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number and not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{where}.value is {_shown(value)}; write a finite number or text, or take the metric out")
+        raise UserError(f"{where}.value is {_shown(value)}; write a finite number or text, or take the metric out")
 
 
 def _check_widget(key, value, mask_token):
@@ -233,7 +235,7 @@ def _check_widget(key, value, mask_token):
         where = f"{key}[{i}]"
         _fields(where, example, texts=["text"] if mask_token else [], optional=["text", "example_title"])
         if mask_token and mask_token not in example["text"]:
-            raise ValueError(f"{where}.text {_shown(example['text'])} has no {mask_token}; put one into it")
+            raise UserError(f"{where}.text {_shown(example['text'])} has no {mask_token}; put one into it")
         output = example.get("output", [])
         if isinstance(output, dict):  # of other tasks: an answer, a text, the address of an image
             continue
@@ -241,16 +243,16 @@ def _check_widget(key, value, mask_token):
             _fields(f"{where}.output[{j}]", guess, texts=["label"], others=["score"])
             score = guess["score"]
             if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-                raise ValueError(f"{where}.output[{j}].score is {_shown(score)}; write a finite number")
+                raise UserError(f"{where}.output[{j}].score is {_shown(score)}; write a finite number")
 
 
 def _fields(where, mapping, texts=(), optional=(), others=()):
     """Refuse what is no mapping, lacks a field, or has something else for text; the Hub takes no null for text."""
     if not isinstance(mapping, dict):
-        raise ValueError(f"{where} is {_shown(mapping)}; give it as lines of `key: value`")
+        raise UserError(f"{where} is {_shown(mapping)}; give it as lines of `key: value`")
     for name in (*texts, *others):
         if name not in mapping:
-            raise ValueError(f"{where} has no {name}; add a line `{name}: ...`")
+            raise UserError(f"{where} has no {name}; add a line `{name}: ...`")
     for name in (*texts, *optional):
         if name in mapping:
             _text(f"{where}.{name}", mapping[name])
@@ -258,7 +260,7 @@ def _fields(where, mapping, texts=(), optional=(), others=()):
 
 def _list(key, value):
     if not isinstance(value, list):
-        raise ValueError(f"{key} is {_shown(value)}, not a list; write each on a line of its own that begins with -")
+        raise UserError(f"{key} is {_shown(value)}, not a list; write each on a line of its own that begins with -")
     return value
 
 
@@ -276,7 +278,7 @@ def _text(key, value):
         mend = 'YAML reads no, off, yes and on as that; put it in quotes, as "no" for Norwegian'
     elif isinstance(value, int | float | datetime.date):
         mend = "YAML does not read it as text; put it in quotes"
-    raise ValueError(f"{key} is {_shown(value)}; {mend}")
+    raise UserError(f"{key} is {_shown(value)}; {mend}")
 
 
 def _one_of(key, value, known, choice):
@@ -284,7 +286,7 @@ def _one_of(key, value, known, choice):
         words = re.findall(r"[a-z0-9.+]+", value.lower())
         plain = "-".join(word for word in words if word not in ("the", "license", "licence", "version"))
         near = difflib.get_close_matches(plain, known, n=1)
-        raise ValueError(f"{key} {_shown(value)} is not one that the Hub knows; write {near[0] if near else choice}")
+        raise UserError(f"{key} {_shown(value)} is not one that the Hub knows; write {near[0] if near else choice}")
 
 
 def _shown(value):

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from d2l_bert.errors import UserError
 from d2l_bert.training import folders
 from d2l_bert.training.distributed import on_main, plain_model, spread, whole
 from d2l_bert.training.optim import MovingAverage
@@ -75,7 +76,7 @@ class Learner:
         Take over what the files in a checkpoint's folder hold. The main process reads them, for all.
 
         Raises:
-            ValueError: they are of another model.
+            UserError: they are of another model.
         """
         self._fill(folder / WEIGHTS_FILE, self.parameters)
         self.model.tie_weights()
@@ -122,7 +123,7 @@ class Learner:
         found = self._shapes(path)
         other = found.keys() ^ targets.keys() or {n for n in found if found[n] != list(targets[n].shape)}
         if other:
-            raise ValueError(f"{path}: not of this model ({min(other)}); give a checkpoint of this run")
+            raise UserError(f"{path}: not of this model ({min(other)}); give a checkpoint of this run")
         reads = self.accelerator.is_main_process
         with safe_open(path, "pt") if reads else contextlib.nullcontext() as file:
             for name, target in targets.items():
@@ -149,7 +150,7 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, tokenizer, state:
         state: what else to keep, as JSON; `step` is added.
 
     Raises:
-        ValueError: it cannot be written, the disk is full perhaps. What was saved before is still there.
+        UserError: it cannot be written, the disk is full perhaps. What was saved before is still there.
     """
     scaler = learner.accelerator.scaler
     state = {**state, "step": step, "scaler": scaler.state_dict() if scaler else None}
@@ -176,7 +177,7 @@ def _write(final, model, tokenizer, tensors, state, keep):
         folders.sync(final.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(
+        raise UserError(
             f"{final}: cannot be written ({error.strerror or error}); earlier checkpoints are as they were: free some "
             f"space, and go on with --resume_from_checkpoint latest"
         ) from None
@@ -243,7 +244,7 @@ def find_checkpoint(wanted: str, folder: Path) -> Checkpoint | None:
     there is none yet.
 
     Raises:
-        ValueError: a path that is no checkpoint, or a damaged one; or all of them are damaged.
+        UserError: a path that is no checkpoint, or a damaged one; or all of them are damaged.
     """
     if wanted != "latest":
         return read_checkpoint(Path(wanted))
@@ -251,9 +252,9 @@ def find_checkpoint(wanted: str, folder: Path) -> Checkpoint | None:
     for path in reversed(found):
         try:
             return read_checkpoint(path)
-        except ValueError as error:
+        except UserError as error:
             if path == found[0]:
-                raise ValueError(f"{error}; there is none before it: --overwrite_output_dir starts anew") from None
+                raise UserError(f"{error}; there is none before it: --overwrite_output_dir starts anew") from None
             say(f"{error}; trying the one before")
     say(f"{folder}: no checkpoint yet, starting from the beginning")
     return None
@@ -264,26 +265,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     A checkpoint, after comparing every byte of it with its manifest.
 
     Raises:
-        ValueError: not a checkpoint, or a damaged one.
+        UserError: not a checkpoint, or a damaged one.
     """
     try:
         manifest = (path / MANIFEST_FILE).read_text()
     except (FileNotFoundError, NotADirectoryError):
         what = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
-        raise ValueError(f"{path}: {what} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest") from None
+        raise UserError(f"{path}: {what} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint") from None
+        raise UserError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint") from None
     try:
         saved = json.loads(manifest)["sha256"]
         found = {name: _hash(path / name) for name in saved}
         changed = [name for name in saved if found[name] != saved[name]]
         # A manifest that was changed itself is not what would be written for what it says.
         if changed or manifest != _manifest(found):
-            raise ValueError(f"{(changed or [MANIFEST_FILE])[0]} is not as it was saved")
+            raise UserError(f"{(changed or [MANIFEST_FILE])[0]} is not as it was saved")
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: damaged ({Path(error.filename).name}: {error.strerror}); give another checkpoint"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); give another checkpoint") from None
+        raise UserError(f"{path}: damaged ({error}); give another checkpoint") from None
     return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))

@@ -12,12 +12,12 @@ import torch._functorch.config
 from accelerate import Accelerator
 from torch import nn
 
+from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import counts_of_full_pairs, make_steps, micro_batch_pairs, pairs_of
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.interruption import is_out_of_memory
 from d2l_bert.training.micro_batch import full_batch
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import PreparedText
@@ -56,9 +56,7 @@ def settle_compiling(
             learner.forget_moments()
     elif wanted == "true":
         if error := compile_now(model, try_step):
-            raise ValueError(
-                f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs"
-            )
+            raise UserError(f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs")
         learner.forget_moments()
     return dataclasses.replace(run, torch_compile=wanted)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2l_bert.errors import UserError
 from d2l_bert.training.masking import Masking
 from d2l_bert.training.optim import Optim, Schedule
 
@@ -50,7 +51,7 @@ class TextConfig:
     What text, and what tokenizer. Every field is an option of `d2l-bert prepare` and of `d2l-bert pretrain`.
 
     Raises:
-        ValueError: from `check`, for a value out of its range or values that contradict each other.
+        UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
     corpus: list[str] | None = option(
@@ -109,18 +110,18 @@ class TextConfig:
         """Refuse what cannot be read, before anything is."""
         self._check_types()
         if not self.text_paths() and not self.dataset:
-            raise ValueError("corpus names no text; give files, folders or python-docs")
+            raise UserError("corpus names no text; give files, folders or python-docs")
         if self.streaming and not self.dataset:
-            raise ValueError(
+            raise UserError(
                 "streaming is for datasets, and none is given; leave it out, files are read in pieces anyway"
             )
         if self.dataset_config is not None and len(self.dataset) != 1:
-            raise ValueError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
+            raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
         for name, config in self.named_datasets():
             if not name or config == "" or (config is not None and self.dataset_config not in (None, config)):
-                raise ValueError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
+                raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
         if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
-            raise ValueError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
+            raise UserError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
         whole = ["vocab_size", "min_frequency", "limit_alphabet", "max_validation_characters"]
         for name in (*whole, "preprocessing_num_workers", "max_documents"):
             self._check_range(name, 1)
@@ -128,7 +129,7 @@ class TextConfig:
             self._check_range(name, 0)
         self._check_range("validation_fraction", 0, 1, above=True)
         if self.extend_vocab and self.existing_tokenizer() is None:
-            raise ValueError(
+            raise UserError(
                 "extend_vocab adds to a tokenizer that exists; give one, or raise vocab_size for one that is trained"
             )
 
@@ -162,7 +163,7 @@ class TextConfig:
             kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
             if not any(_is_a(value, kind) for kind in kinds):
                 wanted = " or ".join(_in_words(kind) for kind in kinds if kind is not types.NoneType)
-                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+                raise UserError(f"{name} must be {wanted}, got {value!r}")
 
     def _check_range(self, name, least, most=None, above=False, below=None):
         value = getattr(self, name)
@@ -173,7 +174,7 @@ class TextConfig:
         if not fits:
             limits = [f"{'above' if above else 'at least'} {least}"]
             limits += [f"at most {most}"] * (most is not None) + [f"below {below}"] * (below is not None)
-            raise ValueError(f"{name} must be {' and '.join(limits)}, got {value}")
+            raise UserError(f"{name} must be {' and '.join(limits)}, got {value}")
 
 
 @dataclass(kw_only=True)
@@ -182,7 +183,7 @@ class PretrainConfig(TextConfig):
     What one run does. Every field is an option of `d2l-bert pretrain`; recipes start from here.
 
     Raises:
-        ValueError: from `check`, for a value out of its range or values that contradict each other.
+        UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
     recipe: str = option("tiny", "named starting point for everything below", OUTPUT)
@@ -345,13 +346,13 @@ class PretrainConfig(TextConfig):
         length = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         if len(length) != 1:
             given = " and ".join(length) or "none"
-            raise ValueError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
+            raise UserError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
         if not self.push_to_hub:
             for name in HUB_OPTIONS:
                 if getattr(self, name) != getattr(PretrainConfig, name):
-                    raise ValueError(f"{name} is for push_to_hub; give that too, or leave it out")
+                    raise UserError(f"{name} is for push_to_hub; give that too, or leave it out")
         if self.dry_run and self.resume_from_checkpoint:
-            raise ValueError("dry_run begins a run of its own; leave resume_from_checkpoint out")
+            raise UserError("dry_run begins a run of its own; leave resume_from_checkpoint out")
         if self.micro_batch_size != "auto":
             self._check_range("micro_batch_size", 1)
         whole = ["max_eval_pairs", "max_steps", "global_batch_size"]
@@ -367,23 +368,23 @@ class PretrainConfig(TextConfig):
         self._check_range("ema_decay", 0, above=True, below=1)
         for share in self.mlm_probabilities():
             if not 0 < share <= 1:
-                raise ValueError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
+                raise UserError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
         for name in ("short_seq_prob", "warmup_ratio"):
             self._check_range(name, 0, 1)
         self._check_decay()
         self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
-            raise ValueError("short_seq_prob is for segments, and pairing is sentences; leave it out")
+            raise UserError("short_seq_prob is for segments, and pairing is sentences; leave it out")
         for weight in self.source_weights:
             if not re.fullmatch(r"\d*\.?\d+", weight):
-                raise ValueError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
+                raise UserError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
-            raise ValueError("source_weights are all 0; give one source at least some weight")
+            raise UserError("source_weights are all 0; give one source at least some weight")
         self.stages(1)
         if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler serves one optimizer
-            raise ValueError("optim muon does not go with mixed_precision fp16; give bf16, or adamw")
+            raise UserError("optim muon does not go with mixed_precision fp16; give bf16, or adamw")
         if self.init_from is not None and self.attention_init != "normal":
-            raise ValueError(
+            raise UserError(
                 f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
                 f"leave it out"
             )
@@ -396,13 +397,13 @@ class PretrainConfig(TextConfig):
         if self.lr_scheduler_type != "warmup_stable_decay":
             if self.decay_ratio is not None:
                 schedule = self.lr_scheduler_type
-                raise ValueError(
+                raise UserError(
                     f"decay_ratio is for warmup_stable_decay, and lr_scheduler_type is {schedule}; leave it out"
                 )
             return
         self._check_range("decay_ratio", 0, 1, above=True)
         if self.warmup_ratio + self._decay() > 1:
-            raise ValueError(
+            raise UserError(
                 f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self._decay()}) are more than all steps; "
                 f"lower one"
             )
@@ -431,15 +432,15 @@ class PretrainConfig(TextConfig):
         for entry in getattr(self, schedule):
             value, _, part = entry.partition(":")
             if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
-                raise ValueError(f"{schedule} takes {what}:SHARE such as {least + 8}:0.4, got {entry!r}")
+                raise UserError(f"{schedule} takes {what}:SHARE such as {least + 8}:0.4, got {entry!r}")
             if not least <= int(value) < most:
-                raise ValueError(f"{schedule}: {value} must be at least {least} and below {last} ({most})")
+                raise UserError(f"{schedule}: {value} must be at least {least} and below {last} ({most})")
             if stages and int(value) <= stages[-1][1]:
-                raise ValueError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
+                raise UserError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
             stages.append((round(share * max_steps), int(value)))
             share += float(part)
         if share >= 1:
-            raise ValueError(f"{schedule}: its shares must leave some steps for {last}")
+            raise UserError(f"{schedule}: its shares must leave some steps for {last}")
         return [*stages, (round(share * max_steps), most)]
 
     def mlm_probabilities(self) -> tuple[float, float]:
@@ -449,7 +450,7 @@ class PretrainConfig(TextConfig):
         number = r"(\d*\.?\d+)"
         found = re.fullmatch(f"{number}->{number}", self.mlm_probability)
         if not found:
-            raise ValueError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
+            raise UserError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
         return float(found[1]), float(found[2])
 
     def known_license(self) -> str | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import sentencex
 
+from d2l_bert.errors import UserError
 from d2l_bert.training import tables
 
 
@@ -97,7 +98,7 @@ def file_source(path: str | Path, text_column: str = "text", max_documents: int 
         max_documents: most text files and rows to read; those without text do not count.
 
     Raises:
-        ValueError: a path that does not exist or a folder without texts; while it is read, a file that is not UTF-8
+        UserError: a path that does not exist or a folder without texts; while it is read, a file that is not UTF-8
             text, or a table without texts in that column.
     """
     counts = Counter()
@@ -147,7 +148,7 @@ def content_hash(file: Path) -> str:
     """The SHA-256 of a file.
 
     Raises:
-        ValueError: it cannot be read.
+        UserError: it cannot be read.
     """
     digest = hashlib.sha256()
     try:
@@ -156,7 +157,7 @@ def content_hash(file: Path) -> str:
                 digest.update(block)
         return digest.hexdigest()
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror}); mend its permissions or leave it out") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror}); mend its permissions or leave it out") from None
 
 
 def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
@@ -167,17 +168,17 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
         counts: gets `files_of_other_kinds` and `broken_links` that were passed over. Hidden files do not count.
 
     Raises:
-        ValueError: none there, or a folder in it that cannot be read.
+        UserError: none there, or a folder in it that cannot be read.
     """
     path = Path(path)
     if path.is_file():
         if tables.kind_of(path) == ".json":
-            raise ValueError(f"{path}: a JSON file is no text; write its texts as lines of JSON (.jsonl)")
+            raise UserError(f"{path}: a JSON file is no text; write its texts as lines of JSON (.jsonl)")
         return [path]
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
+        raise UserError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
     if not path.is_dir():
-        raise ValueError(f"{path}: neither a file nor a folder; write its text into a file")
+        raise UserError(f"{path}: neither a file nor a folder; write its text into a file")
     files, counts = [], Counter() if counts is None else counts
     for file in _files_below(path):
         if tables.kind_of(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
@@ -187,7 +188,7 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
         else:
             files.append(file)
     if not files:
-        raise ValueError(
+        raise UserError(
             f"{path}: no text file in this folder; what is read is {', '.join(READ_SUFFIXES)}, "
             f"and {' and '.join(tables.PACKED_SUFFIXES)} of them"
         )
@@ -198,7 +199,7 @@ def _files_below(path):
     """All files but hidden ones, links to folders followed, each folder once."""
 
     def refuse(error):
-        raise ValueError(
+        raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); mend its permissions or leave it out"
         ) from None
 
@@ -218,7 +219,7 @@ def text_paragraphs(file: Path) -> Iterator[str]:
     The paragraphs of one UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; the file is never held in memory.
 
     Raises:
-        ValueError: unreadable, cut short, binary, or in another encoding.
+        UserError: unreadable, cut short, binary, or in another encoding.
     """
     pending = ""  # the paragraph that goes on
     for text in _decoded(file):
@@ -235,23 +236,21 @@ def _decoded(file):
     with tables.opened(file) as stream:
         start, data = 0, stream.read(READ_BYTES)  # `data` begins with byte `start`
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-            raise ValueError(
+            raise UserError(
                 f"{file}: UTF-32 text; convert it, for example with `iconv -f UTF-32 -t UTF-8`, or leave it out"
             )
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError(
+            raise UserError(
                 f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
             )
         while data:
             more = stream.read(READ_BYTES)
             if b"\0" in data:
-                raise ValueError(
-                    f"{file}: a binary file (NUL at byte {start + data.index(0)}), not text; leave it out"
-                )
+                raise UserError(f"{file}: a binary file (NUL at byte {start + data.index(0)}), not text; leave it out")
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise ValueError(
+                raise UserError(
                     f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {start + error.start}); "
                     f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
                 ) from None
@@ -289,11 +288,11 @@ def dataset_source(
         max_documents: most rows to read; those without text do not count.
 
     Raises:
-        ValueError: no such dataset, configuration, split or column, or a column that does not hold text; while it is
+        UserError: no such dataset, configuration, split or column, or a column that does not hold text; while it is
             read, a damaged row.
     """
     if Path(name).is_file():
-        raise ValueError(f"dataset {name}: a file; give it with --corpus")
+        raise UserError(f"dataset {name}: a file; give it with --corpus")
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else _name(Path(name).resolve())
     try:
@@ -303,14 +302,14 @@ def dataset_source(
             else:
                 rows, content = _open_dataset(name, config, split, streaming)
     except StopIteration:  # what the library's JSON reader says of empty files
-        raise ValueError(f"dataset {name}: its files hold no rows; give one with text") from None
+        raise UserError(f"dataset {name}: its files hold no rows; give one with text") from None
     except Exception as error:  # the library has another class of exception for every way to miss
-        raise ValueError(f"dataset {name}: cannot be loaded ({_reason(error)})") from None
+        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)})") from None
     if rows.features is not None:  # else a stream whose columns show when it is read
         tables.check_column(f"dataset {name}", text_column, rows.features)
         kind = rows.features[text_column]
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
-            raise ValueError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
+            raise UserError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
         rows = rows.select_columns([text_column])
     counts = Counter()
     texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
@@ -340,11 +339,11 @@ def _open_saved(folder, config, split):
     import datasets
 
     if config is not None:
-        raise ValueError(f"it was saved by save_to_disk and has no configurations, so none that is called {config}")
+        raise UserError(f"it was saved by save_to_disk and has no configurations, so none that is called {config}")
     rows = datasets.load_from_disk(folder)
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            raise ValueError(f"no split {split!r}; it has {', '.join(rows)}: name one with --dataset_split")
+            raise UserError(f"no split {split!r}; it has {', '.join(rows)}: name one with --dataset_split")
         rows = rows[split]
     content = [content_hash(Path(file["filename"])) for file in rows.cache_files]
     return rows.with_format(None), content  # a format is saved too, and would turn texts into arrays
@@ -361,11 +360,11 @@ def _dataset_texts(name, rows, column):
                 return
             except Exception as error:  # the reader of each format has its own
                 where = f"dataset {name}: broke off after {number - 1:,} rows"
-                raise ValueError(f"{where} ({_reason(error)}); repair it or leave it out") from None
+                raise UserError(f"{where} ({_reason(error)}); repair it or leave it out") from None
             tables.check_column(f"dataset {name}, row {number:,}", column, row)
             text = row[column]
             if text is not None and not isinstance(text, str):
-                raise ValueError(
+                raise UserError(
                     f"dataset {name}, row {number:,}: column {column!r} holds no text but {type(text).__name__}"
                 )
             yield text

@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing, pairs
 from d2l_bert.training.arrow import TokenizedCorpus, code_of, fingerprint
@@ -53,10 +54,10 @@ def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.n
         Document numbers to train on and to hold out, ascending; at least two of each.
 
     Raises:
-        ValueError: fewer than four documents.
+        UserError: fewer than four documents.
     """
     if len(sizes) < 4:
-        raise ValueError(
+        raise UserError(
             f"too little text: {len(sizes)} documents with sentences, and training and held-out part need two each; "
             f"add text, or break one long sentence into several"
         )
@@ -78,11 +79,11 @@ def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
         weights: the share of each source in an epoch's tokens, up to a factor (sources,).
 
     Raises:
-        ValueError: a weight for a source without text.
+        UserError: a weight for a source without text.
     """
     shares = np.asarray(weights) / np.sum(weights)
     if (shares[tokens == 0] > 0).any():
-        raise ValueError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
+        raise UserError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
     return shares * tokens.sum() / np.maximum(tokens, 1)
 
 
@@ -195,7 +196,7 @@ class EpochPlans:
                     part.tofile(file)
             except OSError as error:
                 path.unlink()
-                raise ValueError(
+                raise UserError(
                     f"cache {self.folder}: cannot be written ({error.strerror}); free some space, or set HF_HOME to "
                     f"another folder"
                 ) from None

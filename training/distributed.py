@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
 
 
@@ -39,7 +40,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         options: what else `Accelerator` takes.
 
     Raises:
-        ValueError: the engine in force is not the one that was launched.
+        UserError: the engine in force is not the one that was launched.
     """
     refuse_other_engines()
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
@@ -68,24 +69,24 @@ def check_engine(accelerator: Accelerator) -> None:
     """Refuse to run as something else than what was launched: several first processes, or no shards at all."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
-        raise ValueError(
+        raise UserError(
             f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
             f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
         )
     if is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
-        raise ValueError(
+        raise UserError(
             f"FSDP was asked for and is not in force: Accelerate has none on {accelerator.device.type} with "
             f"{accelerator.num_processes} processes; launch without it, or on several GPUs"
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
+        raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
 
 
 def refuse_other_engines() -> None:
     """Refuse what Accelerate could start and this package does not train with."""
     for variable, name in OTHER_ENGINES.items():
         if is_set(variable):
-            raise ValueError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
+            raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
 
 
 def is_set(variable: str) -> bool:
@@ -105,7 +106,7 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-class HereOnlyError(ValueError):
+class HereOnlyError(UserError):
     """What a process met alone, and so has to say itself."""
 
 
@@ -114,7 +115,7 @@ def here_only():
     """What goes wrong in this block may go well in the other processes."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         raise HereOnlyError(f"process {launched_rank()}: {error}" if launched_rank() else str(error)) from None
 
 
@@ -125,7 +126,7 @@ def said_once():
         yield
     except HereOnlyError:
         raise
-    except ValueError:
+    except UserError:
         if launched_rank():
             raise SystemExit(2) from None
         raise

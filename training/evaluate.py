@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from d2l_bert.errors import UserError
 from d2l_bert.training.corpus import PYTHON_DOCS
 from d2l_bert.training.pair_tasks import PairTask, count_examples, pair_task, unit
 
@@ -90,7 +91,7 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     The likeliest tokens for each `[MASK]` of each text, as pairs of token and probability.
 
     Raises:
-        ValueError: a text without a mask, or longer than the model's positions.
+        UserError: a text without a mask, or longer than the model's positions.
     """
     model.eval()
     predictions = []
@@ -99,7 +100,7 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
         _check_length(text, encoded, model)
         masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
         if not len(masked_positions):
-            raise ValueError(f"no {tokenizer.mask_token} in {text!r}: put it where a word is to be predicted")
+            raise UserError(f"no {tokenizer.mask_token} in {text!r}: put it where a word is to be predicted")
         logits = model(**encoded, masked_positions=masked_positions[None]).logits[0]  # (P, V)
         best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
         predictions.append(
@@ -114,7 +115,7 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
 def _check_length(text, encoded, model):
     length, limit = encoded["input_ids"].shape[1], model.config.max_position_embeddings
     if length > limit:
-        raise ValueError(f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
+        raise UserError(f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.wordpiece import pieces
@@ -41,10 +42,10 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
         license: takes the place of the card's.
 
     Raises:
-        ValueError: the first thing that is wrong, in one line.
+        UserError: the first thing that is wrong, in one line.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give one that d2l-bert pretrain has left")
+        raise UserError(f"{folder}: no such folder; give one that d2l-bert pretrain has left")
     check_record(folder)
     config = check_config(folder)
     model_class = check_code(folder, config, changed_code)
@@ -58,19 +59,19 @@ def check_record(folder: Path) -> None:
     record = folders.read_json(folder / RUN_FILE)
     for part in ("run", "architecture", "data", "local_paths", "machine", "versions"):
         if not isinstance(record.get(part, {}), dict):
-            raise ValueError(f"{folder / RUN_FILE}: {part} is {record[part]!r:.50}; put back what the run wrote")
+            raise UserError(f"{folder / RUN_FILE}: {part} is {record[part]!r:.50}; put back what the run wrote")
 
 
 def check_config(folder: Path) -> D2lBertConfig:
     """The configuration, which must be of one of our classes."""
     config = folders.read_json(folder / "config.json")
     if not config:
-        raise ValueError(f"{folder}: config.json is missing, so it is no model; give a folder of save_pretrained")
+        raise UserError(f"{folder}: config.json is missing, so it is no model; give a folder of save_pretrained")
     kind, classes = config.get("model_type"), config.get("architectures") or []
     if kind != D2lBertConfig.model_type:
-        raise ValueError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
+        raise UserError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
     if len(classes) != 1 or classes[0] not in OURS:
-        raise ValueError(
+        raise UserError(
             f"{folder}/config.json: architectures is {classes}, and should name the class that was saved; save the "
             f"model again with save_pretrained"
         )
@@ -78,7 +79,7 @@ def check_config(folder: Path) -> D2lBertConfig:
         config = D2lBertConfig.from_pretrained(folder)
     for name, trained in folders.read_json(folder / RUN_FILE).get("architecture", {}).items():
         if name not in CHANGEABLE and getattr(config, name) != trained:
-            raise ValueError(
+            raise UserError(
                 f"{folder}/config.json: says {name} {getattr(config, name)}, and {RUN_FILE} {trained}; put back what "
                 f"was trained"
             )
@@ -90,7 +91,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
     changed = []
     for name, installed in CODE.items():
         if not (folder / name).is_file():
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {name} is missing, which readers without the package need; copy it from {installed.parent}"
             )
         if (folder / name).read_bytes() != installed.read_bytes():
@@ -100,7 +101,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
         return getattr(modeling_d2l_bert, class_name)
     if not changed_code:
         made_with = folders.read_json(folder / RUN_FILE).get("versions", {}).get("d2l-bert")
-        raise ValueError(
+        raise UserError(
             f"{folder}/{changed[0]}: differs from that of the installed d2l-bert {version('d2l-bert')}"
             f"{f' (the run was made with {made_with})' if made_with else ''}; put that one back, or say with "
             f"--changed_code that the difference is meant"
@@ -116,28 +117,28 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     mend = "save the tokenizer that the model was trained with there"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder}: {name} is missing; {mend}")
+            raise UserError(f"{folder}: {name} is missing; {mend}")
     kind = folders.read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS:
-        raise ValueError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
+        raise UserError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
     with refused(folder, f"its tokenizer cannot be loaded; {mend}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
     if len(tokenizer) != config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the tokenizer has {len(tokenizer):,} tokens and config.json says vocab_size "
             f"{config.vocab_size:,}; {mend}"
         )
     if max(tokenizer.get_vocab().values()) >= config.vocab_size:
-        raise ValueError(f"{folder}: the tokenizer's numbers have holes, and end beyond the model's; {mend}")
+        raise UserError(f"{folder}: the tokenizer's numbers have holes, and end beyond the model's; {mend}")
     if beside != pieces(tokenizer):
-        raise ValueError(f"{folder}: vocab.txt holds other tokens than tokenizer.json; {mend}")
+        raise UserError(f"{folder}: vocab.txt holds other tokens than tokenizer.json; {mend}")
     for name in ("pad", "unk", "cls", "sep", "mask"):
         if getattr(tokenizer, f"{name}_token_id") is None:
-            raise ValueError(f"{folder}: the tokenizer has no {name} token; {mend}")
+            raise UserError(f"{folder}: the tokenizer has no {name} token; {mend}")
     if tokenizer.pad_token_id != config.pad_token_id:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the tokenizer pads with {tokenizer.pad_token_id} and config.json says pad_token_id "
             f"{config.pad_token_id}; {mend}"
         )
@@ -148,21 +149,21 @@ def check_weights(folder: Path, model_class) -> None:
     files = sorted(folder.glob("model*.safetensors"))
     mend = "save the model there again with save_pretrained, or copy the file anew"
     if not files:
-        raise ValueError(f"{folder}: model.safetensors is missing, and nothing but safetensors is published; {mend}")
+        raise UserError(f"{folder}: model.safetensors is missing, and nothing but safetensors is published; {mend}")
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 bad = next((name for name in opened.keys() if not opened.get_tensor(name).isfinite().all()), None)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: damaged or cut short ({error}); {mend}") from None
+            raise UserError(f"{file}: damaged or cut short ({error}); {mend}") from None
         if bad:
-            raise ValueError(f"{file}: {bad} holds numbers that are not finite; publish an earlier checkpoint")
+            raise UserError(f"{file}: {bad} holds numbers that are not finite; publish an earlier checkpoint")
     with refused(folder, mend):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
     if missing:
-        raise ValueError(f"{folder}: its weights lack {sorted(missing)[0]}, which config.json asks for; {mend}")
+        raise UserError(f"{folder}: its weights lack {sorted(missing)[0]}, which config.json asks for; {mend}")
     if unexpected:
-        raise ValueError(
+        raise UserError(
             f"{folder}: its weights hold {sorted(unexpected)[0]}, which config.json has no use for; {mend}"
         )
 
@@ -176,12 +177,12 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
     card, metadata = read_card(folder, license)
     try:
         check_metadata(metadata)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     head, task = config.architectures[0].removeprefix("D2lBert"), metadata.get("pipeline_tag")
     served = {PIPELINE_TAGS[head], "feature-extraction", "sentence-similarity"}
     if task is not None and task not in served | ({"text-classification"} if head == "ForPreTraining" else set()):
-        raise ValueError(
+        raise UserError(
             f"{path}: says pipeline_tag {task}, and config.json {config.architectures[0]}, which is for "
             f"{PIPELINE_TAGS[head]}; write that"
         )
@@ -193,7 +194,7 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
         for metric in result["metrics"]
     }
     if not measured and (folder / RUN_FILE).is_file() and (unfounded := told.keys() & NAMES):
-        raise ValueError(
+        raise UserError(
             f"{path}: says {min(unfounded)} {told[min(unfounded)]}, and there is no {METRICS_FILE} to say so; put "
             f"that back, or delete {CARD_FILE} to have it written anew"
         )
@@ -201,7 +202,7 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
     for name, key, unit, *_ in figures(measured):
         for says, is_right in ((told, round(measured[key], 4)), (in_text, shown(measured[key], unit))):
             if name in says and says[name] != is_right:
-                raise ValueError(
+                raise UserError(
                     f"{path}: says {name} {says[name]}, and {METRICS_FILE} {is_right}; put the measured one back, or "
                     f"delete {CARD_FILE} to have it written anew"
                 )
@@ -213,4 +214,4 @@ def refused(folder: Path, mend: str):
     try:
         yield
     except (Exception, SystemExit) as error:  # a folder's code may even leave
-        raise ValueError(f"{folder}: {' '.join(str(error).split()):.300}; {mend}") from None
+        raise UserError(f"{folder}: {' '.join(str(error).split()):.300}; {mend}") from None

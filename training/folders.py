@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -46,17 +47,17 @@ def new_folder(folder: Path):
     A folder to write into, which takes the name `folder` when the block is done; if the block fails it goes again.
 
     Raises:
-        ValueError: `folder` holds something already, or cannot be made.
+        UserError: `folder` holds something already, or cannot be made.
     """
     folder = folder.absolute()
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise ValueError(f"{folder}: there is something already; name a new or empty folder")
+        raise UserError(f"{folder}: there is something already; name a new or empty folder")
     try:
         beside = next(parent for parent in folder.parents if parent.exists())
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=beside))
     except OSError as error:
-        raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
         with os_errors():
             yield partial
@@ -65,10 +66,10 @@ def new_folder(folder: Path):
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(folder)  # an empty folder of this name makes way
         except OSError as error:
-            raise ValueError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+            raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     except OSError as error:
         reason = error.strerror or error.args[0][0][-1]  # shutil's own has a list of them
-        raise ValueError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
+        raise UserError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -90,7 +91,7 @@ def check_name(folder: Path) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
+        raise UserError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
 
 
 def base_name(path: str) -> str:
@@ -127,14 +128,14 @@ def read_json(path: Path) -> dict:
     The content of a JSON file; empty if there is none.
 
     Raises:
-        ValueError: it is damaged.
+        UserError: it is damaged.
     """
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
+        raise UserError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no JSON object; take it out, or put the right one back")
+        raise UserError(f"{path}: holds no JSON object; take it out, or put the right one back")
     return content

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 
+from d2l_bert.errors import UserError, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.wordpiece import added_entries
@@ -38,11 +39,11 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
         generator: source of randomness; the global one by default.
 
     Raises:
-        ValueError: an odd `hidden_size`, which has no room for sines and cosines in pairs.
+        UserError: an odd `hidden_size`, which has no room for sines and cosines in pairs.
     """
     config, bert = model.config, model.bert
     if config.hidden_size % 2:
-        raise ValueError(f"attention_init neighbours needs an even hidden_size, got {config.hidden_size}")
+        raise UserError(f"attention_init neighbours needs an even hidden_size, got {config.hidden_size}")
     hidden_size, positions = config.hidden_size, bert.embeddings.position_embeddings.weight
     waves = LONGEST_WAVE ** (-torch.arange(0, hidden_size, 2) / hidden_size)  # (H / 2,)
     angles = torch.arange(len(positions))[:, None] * waves
@@ -76,13 +77,13 @@ def read_architecture(name: str) -> D2lBertConfig:
         name: a folder or an id on the Hub.
 
     Raises:
-        ValueError: nothing there, or a model that is not ours.
+        UserError: nothing there, or a model that is not ours.
     """
-    with conversion.reading(name, "init_from "):
+    with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, D2lBertConfig):
             mend = f"; first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else ""
-            raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one{mend}")
+            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one{mend}")
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
@@ -95,16 +96,16 @@ def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
         given: another tokenizer, which stands in where the model brings none, and must extend it where it does.
 
     Raises:
-        ValueError: there is none, or one that does not fit.
+        UserError: there is none, or one that does not fit.
     """
     what, vocab_size = f"init_from {name}", read_architecture(name).vocab_size
-    with conversion.reading(name, "init_from "):
+    with reading_model(name, "init_from "):
         has_own = conversion.has_tokenizer(name)
     if not has_own and given is None:
-        raise ValueError(f"{what}: it brings no tokenizer; give --tokenizer, or put its tokenizer.json beside it")
+        raise UserError(f"{what}: it brings no tokenizer; give --tokenizer, or put its tokenizer.json beside it")
     tokenizer = load_tokenizer(name if has_own else given)
     if len(tokenizer) != vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{what}: its vocabulary has {vocab_size} entries, and tokenizer {name if has_own else given} has "
             f"{len(tokenizer)}; give the model with the tokenizer that it was trained with"
         )
@@ -123,13 +124,13 @@ def check_start(name: str, architecture: D2lBertConfig, given: str | None = None
         given: as in `read_start_tokenizer`.
 
     Raises:
-        ValueError: another architecture than the model's, dropout apart; or a tokenizer that does not fit.
+        UserError: another architecture than the model's, dropout apart; or a tokenizer that does not fit.
     """
     own = read_architecture(name)
     for field in D2lBertConfig.__annotations__:
         there, here = getattr(own, field), getattr(architecture, field)
         if there != here and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
-            raise ValueError(f"init_from {name}: {field} is {there!r} there, and {here!r} here; take the model's")
+            raise UserError(f"init_from {name}: {field} is {there!r} there, and {here!r} here; take the model's")
     read_start_tokenizer(name, given)
 
 
@@ -153,20 +154,20 @@ def start_from(
         attn_implementation: the kernel that computes attention.
 
     Raises:
-        ValueError: weights that are not there, or a tokenizer that does not begin with the model's vocabulary.
+        UserError: weights that are not there, or a tokenizer that does not begin with the model's vocabulary.
     """
     known = read_start_tokenizer(name, given)
     _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
-    with conversion.reading(name, "init_from "):
+    with reading_model(name, "init_from "):
         model, missing, _ = conversion.load_and_compare(
             model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
         )
         fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
         others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
         if others:
-            raise ValueError(f"it has no weights for {others[0]}")
+            raise UserError(f"it has no weights for {others[0]}")
     if fresh:
         say(f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made")
     extend_embeddings(model, known, tokenizer)
@@ -182,7 +183,7 @@ def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_
     word was split into before, as in Fast Vocabulary Transfer (Gee et al., 2022).
 
     Raises:
-        ValueError: `new_tokenizer` does not begin with the vocabulary of `old_tokenizer`.
+        UserError: `new_tokenizer` does not begin with the vocabulary of `old_tokenizer`.
     """
     words = added_entries(old_tokenizer, new_tokenizer)
     if not words:
@@ -199,5 +200,5 @@ def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_
 def _refuse_another_vocabulary(what, known, tokenizer):
     try:
         added_entries(known, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}; its own tokenizer serves, as it is or with --extend_vocab") from None
+    except UserError as error:
+        raise UserError(f"{what}: {error}; its own tokenizer serves, as it is or with --extend_vocab") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.distributed import HereOnlyError
 from d2l_bert.training.tracking import StepFigures, say
@@ -90,7 +91,7 @@ class NonFiniteGuard:
         Take in one step.
 
         Raises:
-            ValueError: it was the last of `MOST_SKIPPED_IN_A_ROW` that were left out.
+            UserError: it was the last of `MOST_SKIPPED_IN_A_ROW` that were left out.
         """
         self.in_a_row = self.in_a_row + 1 if figures.skipped else 0
         if self.in_a_row == MOST_SKIPPED_IN_A_ROW:
@@ -98,7 +99,7 @@ class NonFiniteGuard:
             mend = "start again with a lower --learning_rate or --max_grad_norm"
             if saved:
                 mend += f", or from the last good weights, with a lower rate, by --init_from {saved[-1]}"
-            raise ValueError(
+            raise UserError(
                 f"training has diverged: loss or gradient was not finite in {self.in_a_row} steps in a row, up to "
                 f"step {step} ({non_finite(figures)}); {mend}"
             )
@@ -110,13 +111,6 @@ def non_finite(figures: StepFigures) -> str:
     return f"loss {loss:g}, gradient norm {figures.grad_norm:g}"
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of the device or of the machine."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return "not enough memory" in str(error) or "can't allocate memory" in str(error)
-
-
 @contextlib.contextmanager
 def failures_explained(micro_batch_size: int):
     """
@@ -126,7 +120,7 @@ def failures_explained(micro_batch_size: int):
         micro_batch_size: pairs of full length computed at once.
 
     Raises:
-        ValueError: out of memory; a process that makes batches was killed, most often for its memory; or one of those
+        UserError: out of memory; a process that makes batches was killed, most often for its memory; or one of those
             that train together.
     """
     try:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 
+from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import is_sharded, summed_later
-from d2l_bert.training.interruption import is_out_of_memory
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.tracking import say
 
@@ -48,7 +48,7 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
             moments have their memory.
 
     Raises:
-        ValueError: there is no memory for a single pair.
+        UserError: there is no memory for a single pair.
     """
 
     def speed(size):
@@ -88,7 +88,7 @@ def fastest(speed: Callable[[int], float], most: int) -> int:
         most: sizes above it are not tried.
 
     Raises:
-        ValueError: even 1 is too much.
+        UserError: even 1 is too much.
     """
     best, highest = 0, 0.0
     for size in (min(2**power, most) for power in itertools.count()):
@@ -99,7 +99,7 @@ def fastest(speed: Callable[[int], float], most: int) -> int:
         if size == most:
             break
     if not best:
-        raise ValueError("out of memory with a single pair; lower --max_seq_length, or take a smaller model")
+        raise UserError("out of memory with a single pair; lower --max_seq_length, or take a smaller model")
     return best
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
 
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, corpus, data
 from d2l_bert.training.config import TextConfig
@@ -75,7 +76,7 @@ def prepare(run: TextConfig) -> PreparedText:
     A corpus that is a prepared folder has all of it.
 
     Raises:
-        ValueError: text that cannot be read, too little of it, or a tokenizer that cannot serve.
+        UserError: text that cannot be read, too little of it, or a tokenizer that cannot serve.
     """
     if is_prepared(run):
         return read_prepared(Path(run.text_paths()[0]))
@@ -97,15 +98,15 @@ def prepare(run: TextConfig) -> PreparedText:
             tokenizer = trained_tokenizer(run, sample, folder)
         elif run.extend_vocab:
             tokenizer = extend_tokenizer(tokenizer, sample, run)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
     tokens = arrow.TokenizedCorpus(
         arrow.prepare_tokens(text, tokenizer, folder, run.preprocessing_num_workers or usable_cores())
     )
     has_tokens = tokens.sizes() > 0
     train, held_out = train[has_tokens[train]], held_out[has_tokens[held_out]]
     if min(len(train), len(held_out)) < 2:
-        raise ValueError(f"{name}: too few of its documents hold a token that the tokenizer knows; give more text")
+        raise UserError(f"{name}: too few of its documents hold a token that the tokenizer knows; give more text")
     of_sources = arrow.read_table(text, "document_sources")
     report = wordpiece.describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
     say(
@@ -134,15 +135,15 @@ def read_sources(run: TextConfig) -> list[corpus.Source]:
     """A source of text for each path and each dataset.
 
     Raises:
-        ValueError: one that cannot be read, or a prepared folder among others.
+        UserError: one that cannot be read, or a prepared folder among others.
     """
     for path in (paths := run.text_paths()):
         if os.path.isfile(Path(path) / PREPARED_FILE):
-            raise ValueError(f"corpus {path}: a prepared folder is a whole corpus; give it alone, or its text")
+            raise UserError(f"corpus {path}: a prepared folder is a whole corpus; give it alone, or its text")
         if any(Path(path).glob("tokens-*/data.arrow")):
-            raise ValueError(f"corpus {path}: a prepared folder without its {PREPARED_FILE}; prepare the text again")
+            raise UserError(f"corpus {path}: a prepared folder without its {PREPARED_FILE}; prepare the text again")
         if paths.count(path) > 1:
-            raise ValueError(
+            raise UserError(
                 f"corpus {path}: given {paths.count(path)} times; source_weights says how much of it to take"
             )
     files = [corpus.file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
@@ -216,11 +217,11 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
         folder: an empty one.
 
     Raises:
-        ValueError: as `prepare`; or the corpus is prepared already.
+        UserError: as `prepare`; or the corpus is prepared already.
     """
     run.check()
     if is_prepared(run):
-        raise ValueError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
+        raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
     text = prepare(run)
     wordpiece.save_tokenizer(text.tokenizer, folder)
     shutil.copytree(text.tokens.path, folder / text.tokens.path.name)
@@ -245,13 +246,13 @@ def read_prepared(folder: Path) -> PreparedText:
     What `write_prepared` left.
 
     Raises:
-        ValueError: it is damaged.
+        UserError: it is damaged.
     """
     try:
         record = json.loads((folder / PREPARED_FILE).read_text())
         for name, content in record["files"].items():
             if corpus.content_hash(folder / name) != content:
-                raise ValueError(f"{name} is not what was written")
+                raise UserError(f"{name} is not what was written")
         text = PreparedText(
             record["settled"],
             record["corpus_name"],
@@ -266,7 +267,7 @@ def read_prepared(folder: Path) -> PreparedText:
         )
     except Exception as error:  # each part of it has a class of its own
         reason = " ".join(str(error).split())
-        raise ValueError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
+        raise UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
     say(text.summary())
     return text
 
@@ -280,20 +281,18 @@ def load_tokenizer(name: str) -> BertTokenizer:
     An existing WordPiece tokenizer from a folder or the Hub.
 
     Raises:
-        ValueError: none there, or one that is not BERT's.
+        UserError: none there, or one that is not BERT's.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library has another class of exception for every way to miss
-        raise ValueError(f"tokenizer {name}: cannot be loaded ({' '.join(str(error).split())})") from None
+        raise UserError(f"tokenizer {name}: cannot be loaded ({' '.join(str(error).split())})") from None
     missing = [
         token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
     ]
     if not isinstance(tokenizer, BertTokenizer) or missing:
         what = f"no {missing[0]} token" if missing else type(tokenizer).__name__
-        raise ValueError(f"tokenizer {name}: {what}; it must be a BertTokenizer with BERT's five special tokens")
+        raise UserError(f"tokenizer {name}: {what}; it must be a BertTokenizer with BERT's five special tokens")
     if 2 * max(tokenizer.all_special_ids) > len(tokenizer):  # random tokens are drawn from those after them
-        raise ValueError(
-            f"tokenizer {name}: its special tokens stand among the last; they must come first, as in BERT"
-        )
+        raise UserError(f"tokenizer {name}: its special tokens stand among the last; they must come first, as in BERT")
     return tokenizer

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from transformers.utils import logging
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption
@@ -78,7 +79,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         `metrics.json`, the log, the curves, and checkpoints. None after a dry run.
 
     Raises:
-        ValueError: for whatever the user can mend, in one line.
+        UserError: for whatever the user can mend, in one line.
     """
     run.check()
     if run.license is not None:
@@ -129,7 +130,7 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     try:
         folder = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside)
     except OSError as error:
-        raise ValueError(f"output_dir {wanted}: cannot be written ({error.strerror}); name another folder") from None
+        raise UserError(f"output_dir {wanted}: cannot be written ({error.strerror}); name another folder") from None
     with folder as folder:
         short = dataclasses.replace(
             run,
@@ -300,9 +301,9 @@ def train(
 def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     """Refuse a model that the run's pairs do not fit into."""
     if architecture.type_vocab_size < 2:
-        raise ValueError("type_vocab_size must be at least 2: a pair has two segments")
+        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     if run.max_seq_length > architecture.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
             f"({architecture.max_position_embeddings}); lower it"
             + (", or raise max_position_embeddings" if run.init_from is None else "")
@@ -312,7 +313,7 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
 def check_device(run: PretrainConfig, device: str) -> None:
     """Refuse what the device cannot do."""
     if run.attn_implementation == "flex_attention" and device == "cpu":
-        raise ValueError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
+        raise UserError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
 
 
 def find_start(run: PretrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
@@ -391,12 +392,12 @@ def check_identity(found: checkpoint.Checkpoint, identity: dict) -> None:
     Refuse a checkpoint of another run.
 
     Raises:
-        ValueError: names the first difference.
+        UserError: names the first difference.
     """
     for name, value in json.loads(json.dumps(identity)).items():
         was = found.state["identity"].get(name)
         if was != value:
-            raise ValueError(
+            raise UserError(
                 f"{found.path}: a checkpoint of another run: {name} was {was!r}, and is {value!r} now; go on with "
                 f"what it was, or start a run of its own in another output_dir"
             )

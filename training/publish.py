@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer
 
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization.wordpiece import pieces
 from d2l_bert.training import folders
 from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, auto_class, quoted, read_card
@@ -78,7 +79,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         What to tell: the page's address and how to load the model; on a dry run, what would be sent.
 
     Raises:
-        ValueError: the folder is not fit to be published (nothing was sent then), or the Hub cannot be reached or does
+        UserError: the folder is not fit to be published (nothing was sent then), or the Hub cannot be reached or does
             not allow it (the same call completes what was begun).
     """
     check_repo_id(repo_id)
@@ -87,7 +88,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         files, tag = outgoing(folder, config)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder}: its JSON files do not hold what was written ({what}); put them back") from None
+        raise UserError(f"{folder}: its JSON files do not hold what was written ({what}); put them back") from None
     name = folder.resolve().name
     if config.dry_run:
         return listing(folder, addressed(files, name, repo_id, tag or config.revision))
@@ -99,7 +100,7 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except ValueError as error:
-        raise ValueError(f"{repo_id!r} cannot be a repository: {error}") from None
+        raise UserError(f"{repo_id!r} cannot be a repository: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     5 does not write, and the record has no paths.
 
     Raises:
-        ValueError: a file that would tell where it lay on this machine.
+        UserError: a file that would tell where it lay on this machine.
     """
     files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
     settings = {**folders.read_json(folder / "config.json"), "auto_map": folders.AUTO_MAP}
@@ -189,7 +190,7 @@ def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) ->
         text = read(content).decode(errors="replace")
         for path in (*known, *(home[0] for home in HOMES.finditer(text))):
             if re.search(rf"(?<![\w.~-]){re.escape(path)}(?![\w-])", text):
-                raise ValueError(
+                raise UserError(
                     f"{folder / name}: names a folder of this machine ({path}); take it out before it goes"
                 )
 
@@ -249,7 +250,7 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
         The page's address and how to load the model.
 
     Raises:
-        ValueError: the Hub cannot be reached, or does not allow it.
+        UserError: the Hub cannot be reached, or does not allow it.
     """
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
     with hub_errors(repo_id):
@@ -309,7 +310,7 @@ def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
             if name not in loaded:
                 api.dataset_info(name)
         except RepositoryNotFoundError:
-            raise ValueError(
+            raise UserError(
                 f"{CARD_FILE}: datasets names {name}, which the Hub does not know; give its id there, or take it out"
             ) from None
 
@@ -348,7 +349,7 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
             line = f"the connection broke during an upload ({reason}); {again}"
         if line is None:
             raise
-        raise ValueError(f"{repo_id}: {line}") from None
+        raise UserError(f"{repo_id}: {line}") from None
 
 
 @contextlib.contextmanager

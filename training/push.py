@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from d2l_bert.errors import UserError
 from d2l_bert.training import folders
 from d2l_bert.training.card import CARD_FILE, RUN_FILE, render_card
 from d2l_bert.training.card_rules import check_metadata
@@ -25,13 +26,13 @@ def check_push(run: PretrainConfig, folder: Path) -> None:
     there. So the repository is made now, but for a dry run.
 
     Raises:
-        ValueError: in one line.
+        UserError: in one line.
     """
     repo_id = run.hub_model_id or folder.resolve().name
     check_repo_id(repo_id)
     license = run.known_license()
     if license is None:
-        raise ValueError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
+        raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
     check_metadata({"license": license})
     with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
         HfApi().whoami()
@@ -103,7 +104,7 @@ class Pusher:
         Send the finished model when all else is sent; return what `publish` has to tell.
 
         Raises:
-            ValueError: it cannot be sent; the folder is complete all the same.
+            UserError: it cannot be sent; the folder is complete all the same.
         """
         self.waiting.join()
         self.waiting.put(None)  # the thread ends
@@ -111,9 +112,9 @@ class Pusher:
         command = f"d2l-bert publish {shlex.quote(str(self.folder))} {self.repo_id}{public}"
         try:
             return publish(self.folder, self.repo_id, PublishConfig(public=self.public))
-        except ValueError as error:
+        except UserError as error:
             what = str(error).removesuffix(f"; {AGAIN}")
-            raise ValueError(f"{what}; the model is complete in {self.folder}: {command}") from None
+            raise UserError(f"{what}; the model is complete in {self.folder}: {command}") from None
         except (KeyboardInterrupt, SystemExit):
             say(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
             raise

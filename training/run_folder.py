@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.training import arrow, checkpoint, evaluate, folders
@@ -33,7 +34,7 @@ def output_folder(run: PretrainConfig):
     nothing was written, a folder that was made for it goes again.
 
     Raises:
-        ValueError: it cannot be written, is in use, holds other things, or holds a run that was not asked to be
+        UserError: it cannot be written, is in use, holds other things, or holds a run that was not asked to be
             resumed or replaced.
     """
     folder = Path(run.output_dir or default_output_dir(run))
@@ -43,9 +44,9 @@ def output_folder(run: PretrainConfig):
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise ValueError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
+        raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
     except OSError as error:
-        raise ValueError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
+        raise UserError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
         refuse_what_is_there(run, folder)
         yield folder
@@ -61,36 +62,34 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     start = Path(run.init_from or "").resolve()
     if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
-        raise ValueError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
+        raise UserError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
     if RUN_FILE not in entries:
         if saved := checkpoint.checkpoints(folder):
-            raise ValueError(
+            raise UserError(
                 f"output_dir {folder}: holds checkpoints and no {RUN_FILE}; go on from one in another folder: "
                 f"--resume_from_checkpoint {saved[-1]} --output_dir NEW"
             )
         if entries:
-            raise ValueError(
+            raise UserError(
                 f"output_dir {folder}: holds other things ({sorted(entries)[0]}) and no run; "
                 f"name a new or empty folder"
             )
     elif run.overwrite_output_dir:
         if run.resume_from_checkpoint:
-            raise ValueError(
-                "resume_from_checkpoint goes on with a run and overwrite_output_dir replaces it; give one"
-            )
+            raise UserError("resume_from_checkpoint goes on with a run and overwrite_output_dir replaces it; give one")
     elif not run.resume_from_checkpoint:
-        raise ValueError(
+        raise UserError(
             f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
             f"--overwrite_output_dir, or name another folder"
         )
     elif run.resume_from_checkpoint != "latest":
         if Path(run.resume_from_checkpoint).resolve().parent != folder.resolve():
-            raise ValueError(
+            raise UserError(
                 f"output_dir {folder}: holds another run than the checkpoint {run.resume_from_checkpoint}; "
                 f"name a new folder"
             )
     elif "model.safetensors" in entries and not checkpoint.checkpoints(folder):
-        raise ValueError(
+        raise UserError(
             f"output_dir {folder}: holds a finished run and no checkpoint to go on from; replace it with "
             f"--overwrite_output_dir, or name another folder"
         )
@@ -190,7 +189,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         for path in partial.iterdir():
             path.replace(folder / path.name)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the model cannot be written ({error.strerror or error}); the checkpoints are as they were: "
             f"free some space, and go on with --resume_from_checkpoint latest"
         ) from None

@@ -13,6 +13,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from d2l_bert.errors import UserError
+
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES = (".gz", ".zst")
@@ -32,7 +34,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     The bytes of a file, unpacked if its name ends in `.gz` or `.zst`.
 
     Raises:
-        ValueError: in the block too: it cannot be read, or is cut short or damaged.
+        UserError: in the block too: it cannot be read, or is cut short or damaged.
     """
     try:
         if file.suffix.lower() == ".gz":
@@ -44,7 +46,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
         with stream:
             yield stream
     except (OSError, EOFError, zlib.error, pa.ArrowInvalid) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+        raise UserError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
 
 
 def text_rows(file: Path, column: str) -> Iterator[str | None]:
@@ -57,19 +59,19 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
         column: name of the column.
 
     Raises:
-        ValueError: damaged, not UTF-8, no such column, or one that does not hold text. File and line are named.
+        UserError: damaged, not UTF-8, no such column, or one that does not hold text. File and line are named.
     """
     read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(kind_of(file), _csv_rows)
     for line, text in read(file, column):
         if text is not None and not isinstance(text, str):
-            raise ValueError(
+            raise UserError(
                 f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}; name another"
             )
         try:
             (text or "").encode()
         except UnicodeEncodeError as error:  # JSON can write half of a pair
             half = f"U+{ord(text[error.start]):04X}"
-            raise ValueError(
+            raise UserError(
                 f"{file}, line {line}: half a character ({half}, a lone surrogate); repair the line or take it out"
             ) from None
         yield text
@@ -83,9 +85,9 @@ def _json_rows(file, column):
             try:
                 row = json.loads(line)
             except UnicodeDecodeError as error:
-                raise ValueError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
+                raise UserError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
             except (ValueError, RecursionError):
-                raise ValueError(f"{file}, line {number}: no JSON; repair the line or take it out") from None
+                raise UserError(f"{file}, line {number}: no JSON; repair the line or take it out") from None
             if isinstance(row, dict):
                 check_column(f"{file}, line {number}", column, row)
                 row = row[column]
@@ -100,20 +102,20 @@ def _csv_rows(file, column):
         try:
             check_column(file, column, rows.fieldnames or [])
             if rows.fieldnames.count(column) > 1:
-                raise ValueError(f"{file}: two columns are called {column!r}; give each a name of its own")
+                raise UserError(f"{file}: two columns are called {column!r}; give each a name of its own")
             for row in rows:
                 if None in row:  # where the reader puts what goes beyond the names
-                    raise ValueError(
+                    raise UserError(
                         f"{file}, line {rows.line_num}: more fields than the first line has names; "
                         f"put texts with commas or tabs between quotes"
                     )
                 yield rows.line_num, row[column]
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise UserError(
                 f"{file}: not UTF-8 text after line {rows.line_num} ({error.reason}); convert it"
             ) from None
         except csv.Error as error:
-            raise ValueError(
+            raise UserError(
                 f"{file}, line {rows.reader.line_num}: no CSV ({error}); repair it or leave it out"
             ) from None
 
@@ -123,27 +125,27 @@ def _parquet_rows(file, column):
         with pq.ParquetFile(file) as table:
             check_column(file, column, table.schema_arrow.names)
             if table.schema_arrow.names.count(column) > 1:
-                raise ValueError(f"{file}: has several columns {column!r}; name another")
+                raise UserError(f"{file}: has several columns {column!r}; name another")
             kind = table.schema_arrow.field(column).type
             texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
             values = kind.value_type if pa.types.is_dictionary(kind) else kind
             if not any(is_text(values) for is_text in texts):
-                raise ValueError(f"{file}: column {column!r} holds no text but {kind}; name another")
+                raise UserError(f"{file}: column {column!r} holds no text but {kind}; name another")
             row = 0
             for batch in table.iter_batches(batch_size=1000, columns=[column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     yield row, text
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(
+        raise UserError(
             f"{file}: cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text after row {row} ({error.reason}); convert it") from None
+        raise UserError(f"{file}: not UTF-8 text after row {row} ({error.reason}); convert it") from None
 
 
 def check_column(where: object, column: str, names: Iterable[str]) -> None:
     """Refuse a table or a dataset, `where`, without the column."""
     if column not in names:
         listed = ", ".join(map(str, names)) or "none"
-        raise ValueError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")
+        raise UserError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")

@@ -19,6 +19,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from tqdm.auto import tqdm
 
+from d2l_bert.errors import UserError
 from d2l_bert.training.pair_tasks import PairTask, pair_task, unit
 
 
@@ -333,7 +334,7 @@ class TrainingLog:
     log of that stays, and is not written twice.
 
     Raises:
-        ValueError: from `start_at` and `write`, if the file cannot be written; from `write`, for a figure that is not
+        UserError: from `start_at` and `write`, if the file cannot be written; from `write`, for a figure that is not
             finite, which JSON cannot hold.
     """
 
@@ -361,7 +362,7 @@ class TrainingLog:
             return False
         for name, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(
+                raise UserError(
                     f"{name} is {value} at step {row['step']}: training has diverged; lower learning_rate and start "
                     f"again"
                 )
@@ -388,7 +389,7 @@ class TrainingLog:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             mend = "free some space" if full else "make it writable"
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: cannot be written ({error.strerror}); {mend}, and go on with "
                 f"--resume_from_checkpoint latest"
             ) from None
@@ -409,7 +410,7 @@ def check_trackers(names: list[str]) -> list[str] | None:
     The trackers to report to, as `Accelerator(log_with=...)` takes them; None for `[]` and for `["none"]`.
 
     Raises:
-        ValueError: a name that Accelerate does not know, or a tracker that is not installed, which Accelerate would
+        UserError: a name that Accelerate does not know, or a tracker that is not installed, which Accelerate would
             leave out without a word.
     """
     if names in ([], ["none"]):
@@ -417,11 +418,11 @@ def check_trackers(names: list[str]) -> list[str] | None:
     known = sorted(set(LoggerType.list()) - {"all"})
     for name in names:
         if name == "none":
-            raise ValueError("report_to: none stands alone; leave it out, or the others")
+            raise UserError("report_to: none stands alone; leave it out, or the others")
         if name not in known:
-            raise ValueError(f"report_to takes {', '.join(known)}, or none, got {name!r}")
+            raise UserError(f"report_to takes {', '.join(known)}, or none, got {name!r}")
         if LoggerType(name) not in get_available_trackers():
-            raise ValueError(
+            raise UserError(
                 f"report_to {name}: it is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or leave it "
                 f"out"
             )
@@ -442,7 +443,7 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
         start: steps done before.
 
     Raises:
-        ValueError: a tracker does not start; the message has its own words.
+        UserError: a tracker does not start; the message has its own words.
     """
     name = folder.resolve().name
     arguments = {
@@ -455,7 +456,7 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
         accelerator.init_trackers(PROJECT, flat(record), arguments)
     except Exception as error:
         names = ", ".join(map(str, accelerator.log_with))
-        raise ValueError(
+        raise UserError(
             f"report_to {names}: does not start ({_one_line(error)}); mend that, or leave it out"
         ) from error
 

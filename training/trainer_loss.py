@@ -2,6 +2,7 @@
 
 import torch
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.modeling_d2l_bert import cross_entropy
 
 
@@ -20,12 +21,12 @@ class PretrainingLoss:
         trainer: its batches hold `labels` and `next_sentence_label`.
 
     Raises:
-        ValueError: `trainer` spreads one process over several GPUs (`DataParallel`), which splits a batch unseen.
+        UserError: `trainer` spreads one process over several GPUs (`DataParallel`), which splits a batch unseen.
     """
 
     def __init__(self, trainer):
         if trainer.args.n_gpu > 1:
-            raise ValueError(
+            raise UserError(
                 "one process uses several GPUs (DataParallel); start one each: torchrun, accelerate launch"
             )
         self.trainer = trainer
@@ -38,7 +39,7 @@ class PretrainingLoss:
         for batch in batches:
             for name in ("labels", "next_sentence_label"):
                 if name not in batch:
-                    raise ValueError(f"PretrainingLoss needs {name} in every batch, which has {', '.join(batch)}")
+                    raise UserError(f"PretrainingLoss needs {name} in every batch, which has {', '.join(batch)}")
         pairs = sum((batch["next_sentence_label"] != -100).sum() for batch in batches)
         if self.trainer.args.average_tokens_across_devices and self.trainer.args.world_size > 1:
             pairs = self.trainer.accelerator.gather(torch.as_tensor(pairs, device=device)).sum()

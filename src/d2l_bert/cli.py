@@ -11,9 +11,13 @@ import re
 import signal
 import sys
 import threading
+import traceback
 import types
 import typing
+from importlib.metadata import version
 from pathlib import Path
+
+from d2l_bert.errors import UserError, is_out_of_memory, reading_model, refusals_are_the_users
 
 
 DESCRIPTION = """\
@@ -69,14 +73,29 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _terminated_cleanly():
             arguments.command(arguments)
-    except (ValueError, OSError) as error:
-        line = " ".join(str(error).split())
-        print(f"d2l-bert {arguments.name}: error: {line}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        return _failed(arguments.name, error)
     return 0
+
+
+def _failed(command, error):
+    """Show why a command failed; returns its exit code, 2 for what the user can mend and 1 for a bug."""
+    line = " ".join(str(error).split())
+    if is_out_of_memory(error):
+        line = f"out of memory ({line}); ask for less at once, or take a machine with more"
+    elif not isinstance(error, UserError) and getattr(error, "errno", None) is None:
+        traceback.print_exception(error)
+        print(
+            f"d2l-bert {command}: this is a bug of d2l-bert {version('d2l-bert')}, not of what you gave it: please "
+            f"report it with the lines above, as its CONTRIBUTING.md says under Bugs",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"d2l-bert {command}: error: {line}", file=sys.stderr)
+    return 2
 
 
 def _terminate(number, frame):
@@ -122,11 +141,12 @@ def resolve_pretrain(arguments) -> tuple:
     run = changed(run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given})
     for field in dataclasses.fields(TextConfig):
         if field.name in given and field.name != "corpus" and is_prepared(run):
-            raise ValueError(
+            raise UserError(
                 f"{field.name} is settled in the prepared folder {run.text_paths()[0]}; leave it out, or prepare anew"
             )
     changes = {name: given[name] for name in architecture_options() if name in given}
-    return type(architecture)(**{**architecture.to_dict(), **changes}), run
+    with refusals_are_the_users():
+        return type(architecture)(**{**architecture.to_dict(), **changes}), run
 
 
 def prepare_command(arguments) -> None:
@@ -153,7 +173,7 @@ def _refuse_what_a_tokenizer_settles(given):
     for name in TOKENIZER_TRAINING_OPTIONS:
         # Words are added from a frequency on.
         if existing and name in given and not (name == "min_frequency" and given.get("extend_vocab")):
-            raise ValueError(
+            raise UserError(
                 f"{name} is for training a tokenizer, and {existing} gives one that exists ({given[existing]}); "
                 f"leave {name} out"
             )
@@ -167,7 +187,7 @@ def _start_architecture(given):
 
     for name in architecture_options():
         if name in given and name not in FREE_FIELDS:
-            raise ValueError(f"{name} is settled by the model in init_from ({given['init_from']}); leave {name} out")
+            raise UserError(f"{name} is settled by the model in init_from ({given['init_from']}); leave {name} out")
     return read_architecture(given["init_from"])
 
 
@@ -209,9 +229,9 @@ def convert_command(arguments) -> None:
     logging.disable_progress_bar()
     from_d2l = arguments.source_kind == "d2l"
     if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
-        raise ValueError("num_attention_heads and vocab are for --from d2l")
+        raise UserError("num_attention_heads and vocab are for --from d2l")
     if from_d2l and not arguments.num_attention_heads:
-        raise ValueError("a d2l state dict does not tell its heads: give --num_attention_heads")
+        raise UserError("a d2l state dict does not tell its heads: give --num_attention_heads")
     source, target = arguments.source, Path(arguments.target)
     with folders.new_folder(target) as folder:
         if from_d2l:
@@ -232,10 +252,12 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
 
     beside = Path(source) / "vocab.json"
     vocabulary = vocabulary or (beside if beside.exists() else None)
-    tokens = vocabulary and conversion.read_vocabulary(vocabulary)
-    with conversion.reading(source):
+    with refusals_are_the_users():
+        tokens = vocabulary and conversion.read_vocabulary(vocabulary)
+    with reading_model(source):
         model = conversion.from_d2l(conversion.read_d2l(source), num_attention_heads, tokens)
-    tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
+    with refusals_are_the_users():
+        tokenizer = tokens and conversion.d2l_tokenizer(tokens, model.config.max_position_embeddings)
     folders.export_model(model, tokenizer, folder)
     return _what(model), tokenizer
 
@@ -244,7 +266,7 @@ def _convert_from_bert(source, folder):
     from d2l_bert.modeling import conversion
     from d2l_bert.training import folders
 
-    with conversion.reading(source):
+    with reading_model(source):
         bert, unplaced = conversion.read_bert(source)
         model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
         folders.export_model(model, tokenizer, folder)
@@ -258,15 +280,17 @@ def _convert_ours(source, target_kind, folder):
     from d2l_bert.modeling import conversion
     from d2l_bert.training import folders
 
-    with conversion.reading(source):
+    with reading_model(source):
         model = conversion.read_ours(source)
         tokenizer = conversion.read_tokenizer(source, model.config)
     if target_kind == "d2l":
-        conversion.write_d2l(model, tokenizer, folder)
+        with refusals_are_the_users():
+            conversion.write_d2l(model, tokenizer, folder)
         return _what(model, "d2l BERTModel"), tokenizer
-    model = conversion.to_bert(model)
+    with refusals_are_the_users():
+        model = conversion.to_bert(model)
     folders.save_model(model, tokenizer, folder)
-    with conversion.reading(source):
+    with reading_model(source):
         conversion.copy_sentence_transformer(source, folder)
     return _what(model), tokenizer
 
@@ -295,16 +319,16 @@ def _load(model_class, name):
     from d2l_bert.modeling import conversion
 
     logging.disable_progress_bar()
-    with conversion.reading(name):
+    with reading_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, model_class.config_class):
-            raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
+            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one")
         model, missing, _ = conversion.load_and_compare(model_class, name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if missing:
-            raise ValueError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
+            raise UserError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
         if len(tokenizer) != config.vocab_size:
-            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+            raise UserError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
     return model, tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from transformers import Pipeline
 
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.modeling_d2l_bert import NSP_LABELS
 
 
@@ -21,7 +22,7 @@ class NextSentencePredictionPipeline(Pipeline):
         max_length: most tokens of a pair to keep; the default is the model's positions.
 
     Raises:
-        ValueError: a model without this head, a pair without its two texts, or one longer than the positions.
+        UserError: a model without this head, a pair without its two texts, or one longer than the positions.
     """
 
     _load_processor = False
@@ -33,7 +34,7 @@ class NextSentencePredictionPipeline(Pipeline):
         super().__init__(*args, **kwargs)
         name = type(self.model).__name__
         if not name.endswith("ForNextSentencePrediction"):
-            raise ValueError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
+            raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
         labels = self.model.config.id2label
         self.labels = [labels[0], labels[1]] if set(labels) == {0, 1} else list(NSP_LABELS)
 
@@ -44,14 +45,14 @@ class NextSentencePredictionPipeline(Pipeline):
     def preprocess(self, inputs, truncation=False, max_length=None):
         texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
+            raise UserError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
         limit = self.model.config.max_position_embeddings
         if truncation:
             max_length = min(max_length or limit, limit)
         encoded = self.tokenizer(*texts, return_tensors="pt", truncation=truncation, max_length=max_length)
         length = encoded["input_ids"].shape[1]
         if length > limit:
-            raise ValueError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
+            raise UserError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
         return encoded
 
     def _forward(self, model_inputs):

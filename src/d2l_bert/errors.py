@@ -1,0 +1,65 @@
+"""What a person can mend: the one class of errors that the command line shows as a line."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """
+    Something that whoever started the command can mend: an option, a file, a full disk.
+
+    Its message is one line that says what is wrong, where, and how to mend it. Every other exception is a bug of this
+    package, and is shown with its traceback.
+    """
+
+
+@contextlib.contextmanager
+def refusals_are_the_users() -> Iterator[None]:
+    """
+    Raise a `ValueError` of the block as `UserError`.
+
+    For blocks that hand a person's values to `modeling`, which refuses them with a plain `ValueError`: its files are
+    published, and import nothing else of this package.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def reading_model(name: str, what: str = "") -> Iterator[None]:
+    """
+    Name a model that cannot be read: the libraries have another class of exception for every way to miss.
+
+    Args:
+        name: the model, a folder or an id on the Hub.
+        what: the option that gives it, with a space behind.
+
+    Raises:
+        UserError: whatever the block raised, in one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
+        if not Path(name).exists() and any(words in reason for words in unknown):
+            reason = (
+                "no folder here has this name, and the Hub gave no model of it; for a private one log in with "
+                "`hf auth login`, or set HF_TOKEN"
+            )
+        raise UserError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the device or of the machine. PyTorch has several exceptions for that."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in said for words in ("not enough memory", "can't allocate memory", "out of memory")
+    )
