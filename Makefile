@@ -1,17 +1,23 @@
-# make demo | test | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
+# make demo | test | fuzz | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
 SUITE := build/transformers
 
-.PHONY: demo test contract style quality clean
+MINUTES ?= 20
+
+.PHONY: demo test fuzz contract style quality clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# New examples for every property test, for so many minutes.
+fuzz: .venv/installed
+	$(BIN)/python tests/fuzz.py $(MINUTES)
 
 # Transformers' own common model tests over our classes; they are in its source distribution only.
 contract: .venv/installed

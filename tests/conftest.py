@@ -15,10 +15,16 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
 
+
+# The same examples on every machine; `make fuzz` draws new ones.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("fuzz", deadline=None, max_examples=2000)
+settings.load_profile("same")
 
 HEADS = (
     "Model",

@@ -7,16 +7,17 @@ import pickle
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.training import arrow, batching, corpus, data, masking, packing, prepare
+from d2l_bert.training import arrow, batching, corpus, data, masking, packing, pairs, prepare
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -249,7 +250,6 @@ def test_the_pairs_of_a_ramped_run_are_those_of_the_plans_in_their_order_each_on
         assert start < len(phase.plans.epoch(0)), "so that none may come twice"
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 500),
     st.lists(st.tuples(st.integers(1, 99), st.floats(0.01, 0.3)), max_size=3, unique_by=lambda entry: entry[0]),
@@ -382,7 +382,6 @@ def test_tokens_on_disk_are_the_tokenizers(text, books, tmp_path):
             assert tokens.paragraph_ends(document).tolist() == [3 * paragraph for paragraph in range(1, 11)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(), max_size=5), st.booleans())
 def test_words_are_tokenized_as_their_sentence_is(sentences, lowercase):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc[]é你.,0", *(f"##{piece}" for piece in "abcé0")]
@@ -513,7 +512,6 @@ def test_weights_are_shares_of_the_tokens_of_an_epoch():
 # Rows and micro-batches
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_rows_are_packed_full_and_hold_each_sequence_once(lengths):
     rows = packing.pack(lengths, 50)
@@ -523,7 +521,6 @@ def test_rows_are_packed_full_and_hold_each_sequence_once(lengths):
     assert len(filled) == 1 or filled[0] + filled[1] > 50, "two rows would fit into one"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 128), min_size=1, max_size=80), st.integers(1, 2000), st.sampled_from([1, 2, 3, 8, 1024])
 )
@@ -602,7 +599,9 @@ def test_a_document_that_is_more_than_the_held_out_part_is_not_held_out():
 def test_a_small_plan_is_laid_out_once_for_all_steps_of_its_epoch(text, tmp_path, monkeypatch):
     laid_out = []
     lay_out = data.EpochPlans._lay_out
-    monkeypatch.setattr(data.EpochPlans, "_lay_out", lambda self, n: (laid_out.append(n), lay_out(self, n))[1])
+    monkeypatch.setattr(
+        data.EpochPlans, "_lay_out", lambda self, n, path: (laid_out.append(n), lay_out(self, n, path))[1]
+    )
     steps = make_steps(text, tmp_path)
     for step in range(40):
         steps[step]
@@ -623,6 +622,28 @@ def test_preparing_twice_writes_once(books, text):
     again = prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=400, max_steps=1))
     assert again.tokens.path == text.tokens.path
     assert {path: path.stat().st_mtime_ns for path in arrow.cache_folder().rglob("data.arrow")} == before
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_an_epoch_of_more_pairs_than_any_buffer_holds_is_laid_out_whole(tmp_path, monkeypatch, capsys, on_terminal):
+    """More than 200,000 pairs, with a bar and without; each sentence is in one of them."""
+    lengths = np.random.default_rng(0).integers(1, 20, (12_500, 31))
+    ends = np.cumsum(lengths, axis=1)
+    tokens = SimpleNamespace(path=tmp_path, sentence_ends=ends.__getitem__)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal, raising=False)
+    options = {"max_seq_length": 20, "objective": "nsp", "short_seq_prob": 0.1}
+    plans = data.EpochPlans(tokens, np.arange(12_500), {"pairing": "segments", **options}, 1, tmp_path)
+    rows = plans.epoch(0)
+    expected = sum(1 for _ in pairs.segment_pairs(np.arange(12_500), ends.__getitem__, rng=plans.rng(0), **options))
+    assert len(rows) == expected > 3 * data.PAIRS_AT_ONCE
+    is_covered = np.zeros((12_500, ends.max() + 1), dtype=np.int64)
+    for side in ("a", "b"):
+        np.add.at(is_covered, (rows[f"{side}_document"], rows[f"{side}_start"]), 1)
+        np.add.at(is_covered, (rows[f"{side}_document"], rows[f"{side}_end"]), -1)
+    before = np.cumsum(np.cumsum(is_covered, axis=1) > 0, axis=1)  # tokens in some pair, up to and with this one
+    before = np.pad(before, ((0, 0), (1, 0)))
+    found = np.take_along_axis(before, ends, 1) - np.take_along_axis(before, ends - lengths, 1)
+    assert (found > 0).all()
 
 
 def test_writing_that_fails_leaves_nothing(tmp_path):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2l_bert.training.masking import mask_tokens, random_keys, random_numbers, share_at
@@ -94,7 +94,6 @@ def maskings(draw):
     return tokens, candidates, seed, probability
 
 
-@settings(deadline=None)
 @given(maskings())
 def test_only_candidates_change_and_the_labels_are_what_stood_there(masking):
     tokens, candidates, seed, probability = masking
@@ -107,7 +106,6 @@ def test_only_candidates_change_and_the_labels_are_what_stood_there(masking):
     assert masked.shape == tokens.shape and masked.dtype == tokens.dtype
 
 
-@settings(deadline=None)
 @given(maskings())
 def test_the_count_is_the_expected_one_rounded_and_at_least_one(masking):
     tokens, candidates, seed, probability = masking
@@ -116,7 +114,6 @@ def test_the_count_is_the_expected_one_rounded_and_at_least_one(masking):
     assert len(positions) == 1 or abs(len(positions) - probability * len(candidates)) < 1
 
 
-@settings(deadline=None)
 @given(maskings())
 def test_the_input_is_left_as_it_is(masking):
     tokens, candidates, seed, _ = masking
@@ -126,7 +123,6 @@ def test_the_input_is_left_as_it_is(masking):
     np.testing.assert_array_equal(candidates, candidates_before)
 
 
-@settings(deadline=None)
 @given(maskings())
 def test_the_same_rng_gives_the_same_masks(masking):
     tokens, candidates, seed, probability = masking
@@ -231,7 +227,6 @@ def texts(draw):
     return tokens, candidates, words, rng, draw(st.floats(0, 1, exclude_min=True))
 
 
-@settings(deadline=None)
 @given(texts(), st.sampled_from(["whole_word", "span"]))
 def test_whole_words_go_together_as_many_as_they_should(text, masking):
     tokens, candidates, words, rng, probability = text

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
@@ -195,7 +195,6 @@ def test_a_run_of_one_step_moves(kind):
     assert learning_rate_share(kind, 0, 0, 1, 1) == learning_rate_share(kind, 0, 1, 1, 0) == 1
 
 
-@settings(deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     max_steps=st.integers(1, 300),

@@ -1,5 +1,6 @@
 """The training loop: what it leaves, that it learns, and that a run is the same run however it is computed."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from conftest import SMALL, write_books
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import make_tokenizer
@@ -315,6 +319,59 @@ def test_resuming_with_another_text_or_tokenizer_names_it(books, trained, tmp_pa
     make_tokenizer(swapped, lowercase=True).save_pretrained(tmp_path / "tokenizer")
     assert main(["pretrain", f"--corpus={books}", f"--tokenizer={tmp_path / 'tokenizer'}", *vocabulary]) == 2
     assert "another run: tokenizer (fingerprint) was" in capsys.readouterr().err.splitlines()[-1]
+
+
+def run_elsewhere(package, arguments):
+    """The command of a package that lies in a folder, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    code = (
+        "import sys, d2l_bert.cli; assert d2l_bert.__file__.startswith(sys.argv.pop(1)); sys.exit(d2l_bert.cli.main())"
+    )
+    command = [sys.executable, "-c", code, str(package), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_checkpoint_goes_on_after_an_upgrade_that_changes_no_token(books, trained, tmp_path, monkeypatch, capsys):
+    """Comments were added to every file, and the sentence splitter has another version; then a sentence is split
+    elsewhere."""
+    package = tmp_path / "upgraded"
+    for name in ("", "modeling", "tokenization", "training", "model_cards"):
+        folder = (
+            Path(d2l_bert.__file__).parent if not name else Path(import_module(f"d2l_bert.{name}").__file__).parent
+        )
+        shutil.copytree(folder, package / "d2l_bert" / name, dirs_exist_ok=True)
+    for file in package.rglob("*.py"):
+        file.write_text(file.read_text() + "\n# A comment.\n")
+    corpus = package / "d2l_bert" / "training" / "corpus.py"
+    start = package / "d2l_bert" / "__init__.py"
+    start.write_text(
+        start.read_text() + "import importlib.metadata\n_version = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '99.0' if name == 'sentencex' else _version(name)\n"
+    )
+    arguments = ["pretrain", f"--corpus={books}", "--max_steps=40", "--save_steps=20", "--mixed_precision=no", *SMALL]
+    arguments += ["--license=apache-2.0", f"--resume_from_checkpoint={trained / 'checkpoint-20'}"]
+    done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'resumed'}"])
+    assert done.returncode == 0, done.stderr
+    assert "reading books" in done.stderr, "the text is another one for the cache"
+    assert (tmp_path / "resumed" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    corpus.write_text(corpus.read_text().replace("in sentencex.segment(language, paragraph):", "in [paragraph]:"))
+    done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'refused'}"])
+    assert done.returncode == 2 and "another run: corpus (fingerprint) was" in done.stderr.splitlines()[-1]
+
+
+def test_a_checkpoint_of_before_the_data_order_had_a_version_is_refused_by_name(books, trained, tmp_path, capsys):
+    shutil.copytree(trained / "checkpoint-20", tmp_path / "checkpoint-20")
+    state, manifest = (tmp_path / "checkpoint-20" / name for name in ("training_state.json", "manifest.json"))
+    content = json.loads(state.read_text())
+    del content["identity"]["data order (version)"]
+    state.write_text(json.dumps(content))
+    hashes = json.loads(manifest.read_text())
+    hashes["sha256"][state.name] = hashlib.sha256(state.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(hashes, indent=2) + "\n")
+    arguments = [f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={tmp_path / 'checkpoint-20'}"]
+    assert main(["pretrain", f"--corpus={books}", "--max_steps=40", "--mixed_precision=no", *SMALL, *arguments]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint-20: a checkpoint of an earlier version" in line and "data order (version)" in line
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "mini"])

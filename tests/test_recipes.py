@@ -11,7 +11,7 @@ from types import NoneType
 import pytest
 import torch
 from conftest import write_books
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForPreTraining
 
@@ -145,7 +145,6 @@ def test_phases_are_the_stages_of_the_run(books):
     assert phases[0].plans is phases[1].plans is phases[2].plans is not phases[3].plans
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 10_000))
 def test_warm_up_and_fall_are_shares_of_the_steps(warm_up, decay, max_steps):
     run = PretrainConfig(warmup_ratio=warm_up / 100, decay_ratio=decay / 100, lr_scheduler_type="warmup_stable_decay")
@@ -284,7 +283,6 @@ NUMBERS = {
 }
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(list(RECIPES)),
     st.fixed_dictionaries({}, optional={**CHANGES, "max_steps": st.integers(1, 10**9)}),

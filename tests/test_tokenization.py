@@ -279,7 +279,6 @@ def test_a_pair_is_cls_a_sep_b_sep_with_its_segments():
 words = st.text(LETTERS, min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(words, min_size=1, max_size=10))
 def test_words_over_the_alphabet_survive_encoding_and_decoding(tokenizer, words):
     text = " ".join(words)
@@ -288,7 +287,6 @@ def test_words_over_the_alphabet_survive_encoding_and_decoding(tokenizer, words)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-@settings(deadline=None)
 @given(words)
 def test_the_pieces_of_a_word_are_the_longest_from_the_left(tokenizer, word):
     """WordPiece as BERT applies it (google-research/bert, tokenization.py), restated."""
@@ -301,7 +299,7 @@ def test_the_pieces_of_a_word_are_the_longest_from_the_left(tokenizer, word):
     assert tokenizer.tokenize(word) == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))
 def test_any_text_can_be_trained_on_and_is_then_known(texts):
     """No character of the training text is unknown, white space and what BERT cleans away apart."""

@@ -311,7 +311,7 @@ def warnings_of(losses, watch=None):
     return [step for step, loss in enumerate(losses, 1) if watch.see(step, loss)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.005, 0.05, 0.2]))
 def test_noise_around_a_falling_loss_is_silent_over_20000_steps(seed, size):
     steps = np.arange(20_000)
@@ -319,7 +319,7 @@ def test_noise_around_a_falling_loss_is_silent_over_20000_steps(seed, size):
     assert not warnings_of(falling + np.random.default_rng(seed).normal(0, size, len(steps)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(60, 900), st.sampled_from([1, 5, 1000]))
 def test_a_jump_is_reported_once_whether_it_comes_back_or_stays(seed, place, lasting):
     losses = 4 + np.random.default_rng(seed).normal(0, 0.05, 1000)

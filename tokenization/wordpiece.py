@@ -1,7 +1,9 @@
 """Train, extend and describe a WordPiece vocabulary (Wu et al., 2016; BERT, section 3) in a stock `BertTokenizer`."""
 
 import copy
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -215,6 +217,15 @@ def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The vocabulary in the order of its numbers."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary, key=vocabulary.get)
+
+
+def fingerprint(tokenizer: BertTokenizer) -> str:
+    """A short name for what decides a text's tokens: the entries with their numbers, and how text is normalised. It is
+    the same under every version of the libraries."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
+    content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _merged_pieces(tokenizer):

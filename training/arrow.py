@@ -232,6 +232,7 @@ class SentenceSample:
 
 _TOKEN_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32()))])
 _TABLES = ("sentence_ends", "paragraph_ends", "document_ends")
+_CONTENT_FILE = "content.json"
 
 
 def prepare_tokens(text: Path, tokenizer, folder: Path, processes: int = 1) -> Path:
@@ -252,6 +253,7 @@ def prepare_tokens(text: Path, tokenizer, folder: Path, processes: int = 1) -> P
         documents = len(read_table(text, "document_ends"))
         with written_whole(path) as partial:
             _write_tokens(watched(done, "tokenizing", documents, lambda part: len(part["document_ends"])), partial)
+            (partial / _CONTENT_FILE).write_text(json.dumps({"fingerprint": content_fingerprint(partial)}))
     return path
 
 
@@ -382,6 +384,19 @@ def _write_tokens(parts, folder):
         writer.finalize()
 
 
+def content_fingerprint(folder: Path) -> str:
+    """A short name for the token ids in a folder of `prepare_tokens` and the ends of its sentences, paragraphs and
+    documents: the same for the same numbers, whatever code and whatever versions of libraries wrote them."""
+    digest = hashlib.sha256()
+    for batch in read_arrow(folder).data.table.to_batches():
+        digest.update(np.ascontiguousarray(batch.column("input_ids").values.to_numpy(), dtype="<i4"))
+    for name in _TABLES:
+        table = read_table(folder, name)
+        digest.update(f"{name} {len(table)} ".encode())
+        digest.update(np.ascontiguousarray(table, dtype="<i8"))
+    return digest.hexdigest()[:16]
+
+
 class TokenizedCorpus:
     """Documents in memory-mapped Arrow: only what is asked for is read, and nothing is held in memory."""
 
@@ -413,6 +428,13 @@ class TokenizedCorpus:
 
     def __len__(self):
         return len(self._document_ends)
+
+    def fingerprint(self) -> str:
+        """`content_fingerprint` of this corpus, as it was written beside the tokens."""
+        try:
+            return json.loads((self.path / _CONTENT_FILE).read_text())["fingerprint"]
+        except FileNotFoundError:  # a prepared folder of before
+            return content_fingerprint(self.path)
 
     def sizes(self) -> np.ndarray:
         """Tokens in each document (documents,)."""

@@ -11,7 +11,6 @@ import itertools
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,11 +28,17 @@ from d2l_bert.training import masking, packing, pairs
 from d2l_bert.training.arrow import TokenizedCorpus, code_of, fingerprint
 
 
+# Goes into every checkpoint: one that was made with another order is refused. Raise it by hand whenever the same run
+# would train on other pairs, on other masks or in another order.
+DATA_ORDER = 2
+
 # The second entry of every random key says what it is for: keys of different lengths could otherwise collide.
 _PLAN, _MASKS, _VISITS = 1, 2, 3
 _HELD_OUT_SEED = 20_181_011  # the same held-out pairs and masks for every run on a corpus
 
 SMALL_PLAN = 65_536  # bytes
+
+PAIRS_AT_ONCE = 65_536  # written to the disk
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,6 +167,10 @@ class EpochPlans:
     def __getstate__(self):  # a loader's worker opens the files itself
         return {**vars(self), "_open": {}}
 
+    def rng(self, number: int) -> np.random.Generator:
+        """The source of everything random in an epoch's plan."""
+        return np.random.default_rng((self.seed, _PLAN, number))
+
     def epoch(self, number: int) -> np.ndarray:
         """The pairs of one epoch: an array of `pairs.PAIR`, memory-mapped unless it is small."""
         if number not in self._open:
@@ -170,44 +179,42 @@ class EpochPlans:
 
     def _plan(self, number):
         path = self.folder / f"epoch-{number:05d}.pairs"
-        if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / ".lock"):  # of a loader's workers one lays it out, the others wait
-                if not path.exists():
-                    laid_out = self._lay_out(number)
-                    if laid_out.stat().st_size < SMALL_PLAN:
-                        rows = np.fromfile(laid_out, pairs.PAIR)
-                        laid_out.unlink()
-                        return rows
-                    os.replace(laid_out, path)
-        return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
+        try:
+            if not path.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with FileLock(self.folder / ".lock"):  # of a loader's workers one lays it out, the others wait
+                    if not path.exists() and (small := self._lay_out(number, path)) is not None:
+                        return small
+            return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
+        except OSError as error:
+            raise UserError(
+                f"cache {self.folder}: cannot be written ({error.strerror or error}); free some space, or set HF_HOME "
+                f"to another folder"
+            ) from None
 
-    def _lay_out(self, number):
-        rng = np.random.default_rng((self.seed, _PLAN, number))
-        documents = self.documents
+    def _lay_out(self, number, path):
+        """Write an epoch's pairs to `path`, whole or not at all; or return them, if they are few."""
+        rng, documents = self.rng(number), self.documents
         if self.passes is not None:
             documents = epoch_documents(documents, self.sources, self.passes, self.seed, number)
         rows = plan_pairs(self.tokens, documents, rng=rng, **self.pairing)
-        rows = tqdm(rows, f"laying out epoch {number + 1}", unit=" pairs", leave=False, delay=2, disable=None)
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-            path = Path(file.name)
-            try:
-                while len(part := np.fromiter(itertools.islice(rows, 65_536), dtype=pairs.PAIR)):
-                    part.tofile(file)
-            except OSError as error:
-                path.unlink()
-                raise UserError(
-                    f"cache {self.folder}: cannot be written ({error.strerror}); free some space, or set HF_HOME to "
-                    f"another folder"
-                ) from None
-            except BaseException:
-                path.unlink()
-                raise
-        if path.stat().st_size:
-            shuffled = np.memmap(path, pairs.PAIR, mode="r+")
+        bar = tqdm(rows, f"laying out epoch {number + 1}", unit=" pairs", leave=False, delay=2, disable=None)
+        rows = iter(bar)  # one for all parts: tqdm 4.70 ends a generator whose bar is iterated a second time
+        partial = path.with_suffix(".part")  # what a killed process left there is written over: the lock is ours
+        try:
+            with partial.open("wb") as file:
+                while len(part := np.fromiter(itertools.islice(rows, PAIRS_AT_ONCE), dtype=pairs.PAIR)):
+                    file.write(part.tobytes())  # `tofile` does not say why it could not write
+            if partial.stat().st_size < SMALL_PLAN:
+                rows = np.fromfile(partial, pairs.PAIR)
+                rng.shuffle(rows)
+                return rows
+            shuffled = np.memmap(partial, pairs.PAIR, mode="r+")
             rng.shuffle(np.asarray(shuffled))
             shuffled.flush()
-        return path
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Pairs `start` to `stop` of all epochs one after the other, and for each the key of its masks."""

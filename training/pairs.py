@@ -3,6 +3,10 @@
 Next sentence prediction (BERT, section 3.1; d2l, section 15.9.1.1) asks whether B follows A, sentence order prediction
 (ALBERT; Lan et al., 2020) whether the two stand in the text's order.
 
+Every sentence is in some pair of every epoch, with one token at least: where a pair is longer than the room, tokens
+are cut off its segments' ends, and never all of a sentence. One exception: in sentence order prediction a sentence of
+a single token that stands alone is left out, as it has no order.
+
 A pair is two spans of tokens and a label. Nothing here touches a token: it works on where sentences end, and yields
 rows of numbers that say what to cut out, so that a whole epoch can be laid out beforehand and kept on disk.
 """
@@ -95,13 +99,14 @@ def segment_pairs(
             if last > first:
                 split = int(rng.integers(first + 1, last + 1))  # B's first sentence
                 a, b = (starts[first], ends[split - 1]), (starts[split], ends[last])
+                a_most, b_most = _most_to_cut(starts, ends, first, split), _most_to_cut(starts, ends, split, last + 1)
             else:
-                split, a, b = first + 1, (starts[first], ends[first]), None
+                split, a, b, a_most, b_most = first + 1, (starts[first], ends[first]), None, None, None
                 if a[1] - a[0] > 1 and (objective == "sop" or random_pairs_owed >= MOST_OWED):
                     a, b = _cut_in_two(a, rng)
             if objective == "sop":
                 if b is not None:
-                    yield _in_either_order(document, a, b, room, rng)
+                    yield _in_either_order(document, a, b, room, rng, a_most, b_most)
                 first = last + 1
                 continue
             is_random = rng.random() < 0.5
@@ -112,10 +117,11 @@ def segment_pairs(
             if is_random:
                 wanted = max(1, target - (a[1] - a[0]))
                 other, b = _random_span(documents, several, document, a, sentence_ends, wanted, rng)
+                b_most = None  # its sentences are visited elsewhere
                 first = split
             else:
                 other, first = document, last + 1
-            a, b = _truncate(a, b, room, rng)
+            a, b = _truncate(a, b, room, rng, a_most, b_most)
             yield document, *a, other, *b, IS_RANDOM if is_random else IS_NEXT
 
 
@@ -264,8 +270,8 @@ def _cut_in_two(span, rng):
     return (span[0], middle), (middle, span[1])
 
 
-def _in_either_order(document, a, b, room, rng):
-    a, b = _truncate(a, b, room, rng)
+def _in_either_order(document, a, b, room, rng, a_most=None, b_most=None):
+    a, b = _truncate(a, b, room, rng, a_most, b_most)
     label = SWAPPED if rng.random() < 0.5 else IN_ORDER
     if label == SWAPPED:
         a, b = b, a
@@ -278,17 +284,31 @@ def _pieces(document, start, end, room):
         yield document, first, last, document, last, last, NO_LABEL
 
 
-def _truncate(a, b, room, rng):
-    """Shorten the longer span until both fit; each token goes from the front or the back, by the toss of a coin."""
+def _most_to_cut(starts, ends, first, end):
+    """Most tokens to cut off the front and off the back of sentences `first` to `end`, so that each keeps one."""
+    return ends[first] - starts[first] - 1, ends[end - 1] - starts[end - 1] - 1
+
+
+def _truncate(a, b, room, rng, a_most=None, b_most=None):
+    """
+    Shorten the longer span until both fit; each token goes from the front or the back, by the toss of a coin.
+
+    Args:
+        a_most, b_most: most tokens to cut off the front and off the back of each; None for any but the last one. What
+            one span cannot give, the other does.
+    """
     a_length, b_length = a[1] - a[0], b[1] - b[0]
-    if a_length + b_length <= room:
+    surplus = a_length + b_length - room
+    if surplus <= 0:
         return a, b
     shorter = min(a_length, b_length, room // 2)
-    kept = (room - shorter, shorter) if a_length > b_length else (shorter, room - shorter)
-    return tuple(_cut_ends(span, length, rng) for span, length in zip((a, b), kept, strict=True))
+    a_cut = a_length - (room - shorter if a_length > b_length else shorter)
+    a_most, b_most = a_most or (a_length - 1, a_length - 1), b_most or (b_length - 1, b_length - 1)
+    a_cut = min(max(a_cut, surplus - min(sum(b_most), b_length - 1)), min(sum(a_most), a_length - 1))
+    return _cut_ends(a, a_cut, *a_most, rng), _cut_ends(b, surplus - a_cut, *b_most, rng)
 
 
-def _cut_ends(span, length, rng):
-    surplus = span[1] - span[0] - length
+def _cut_ends(span, surplus, front, back, rng):
     from_front = int(rng.binomial(surplus, 0.5)) if surplus else 0
-    return span[0] + from_front, span[0] + from_front + length
+    from_front = min(max(from_front, surplus - back), front)
+    return span[0] + from_front, span[1] - (surplus - from_front)

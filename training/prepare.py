@@ -1,5 +1,6 @@
 """Text to tokenizer and tokens, once for many runs: what has to be there before the first step."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -34,7 +35,6 @@ class PreparedText:
 
     settled: dict
     corpus_name: str
-    fingerprint: str
     hub_datasets: list[str]
     source_fingerprints: list[str]
     reading: dict[str, int]
@@ -59,7 +59,7 @@ class PreparedText:
         sizes = self.tokens.sizes()
         return {
             "corpus_name": self.corpus_name,
-            "corpus_fingerprint": self.tokens.path.name.removeprefix("tokens-"),
+            "corpus_fingerprint": self.tokens.fingerprint(),
             "hub_datasets": self.hub_datasets,
             "reading": self.reading,
             "train_documents": len(self.train_documents),
@@ -68,6 +68,16 @@ class PreparedText:
             "held_out_tokens": int(sizes[self.held_out_documents].sum()),
             "tokenizer": self.tokenizer_report,
         }
+
+
+def split_fingerprint(text: PreparedText) -> str:
+    """A short name for which documents train, which are held out, and which source each is from."""
+    digest = hashlib.sha256()
+    for name in TABLES:
+        table = getattr(text, name)
+        digest.update(f"{name} {len(table)} ".encode())
+        digest.update(np.ascontiguousarray(table, dtype="<i8"))
+    return digest.hexdigest()[:16]
 
 
 def prepare(run: TextConfig) -> PreparedText:
@@ -116,7 +126,6 @@ def prepare(run: TextConfig) -> PreparedText:
     text = PreparedText(
         run.settled(),
         name,
-        text.name.removeprefix("text-"),
         list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
         [arrow.fingerprint(source.identity) for source in sources],
         counts,
@@ -230,7 +239,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
     record = {
         "settled": text.settled,
         "corpus_name": text.corpus_name,
-        "fingerprint": text.fingerprint,
+        "fingerprint": text.tokens.fingerprint(),
         "hub_datasets": text.hub_datasets,
         "reading": text.reading,
         "tokens": text.tokens.path.name,
@@ -256,7 +265,6 @@ def read_prepared(folder: Path) -> PreparedText:
         text = PreparedText(
             record["settled"],
             record["corpus_name"],
-            record["fingerprint"],
             record["hub_datasets"],
             [record["fingerprint"]],
             record["reading"],

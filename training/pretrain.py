@@ -20,7 +20,8 @@ from transformers.utils import logging
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training import arrow, checkpoint, data, distributed, evaluate, interruption
+from d2l_bert.tokenization import wordpiece
+from d2l_bert.training import checkpoint, data, distributed, evaluate, interruption
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import (
     how_to_cut,
@@ -38,7 +39,7 @@ from d2l_bert.training.initialize import check_start, look_at_neighbours, start_
 from d2l_bert.training.micro_batch import settle_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.prepare import PreparedText, prepare
+from d2l_bert.training.prepare import PreparedText, prepare, split_fingerprint
 from d2l_bert.training.push import Pusher, check_push
 from d2l_bert.training.run_folder import (
     RUN_FILE,
@@ -378,11 +379,18 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     """What a checkpoint must have in common with the run that goes on from it."""
     # What the tokenizer settles is compared with it: all but how it was trained, if that was here.
     of_tokenizer = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if run.existing_tokenizer() else ())}
+    # The cause is named first: another text makes another tokenizer if it is trained here, and any other makes other
+    # tokens.
+    of_text = {
+        "corpus (fingerprint)": text.tokens.fingerprint(),
+        "tokenizer (fingerprint)": wordpiece.fingerprint(text.tokenizer),
+    }
     numbers = {
+        "data order (version)": data.DATA_ORDER,
         **architecture_numbers(architecture),
         **run.identity(),
-        "corpus (fingerprint)": text.fingerprint,
-        "tokenizer (fingerprint)": arrow.fingerprint(text.tokenizer.backend_tokenizer.to_str()),
+        **(of_text if run.existing_tokenizer() is None else dict(reversed(of_text.items()))),
+        "held-out documents (fingerprint)": split_fingerprint(text),
     }
     return {name: number for name, number in numbers.items() if name not in of_tokenizer}
 
@@ -394,12 +402,17 @@ def check_identity(found: checkpoint.Checkpoint, identity: dict) -> None:
     Raises:
         UserError: names the first difference.
     """
+    saved = found.state["identity"]
     for name, value in json.loads(json.dumps(identity)).items():
-        was = found.state["identity"].get(name)
-        if was != value:
+        if name not in saved:
             raise UserError(
-                f"{found.path}: a checkpoint of another run: {name} was {was!r}, and is {value!r} now; go on with "
-                f"what it was, or start a run of its own in another output_dir"
+                f"{found.path}: a checkpoint of an earlier version of d2l-bert, which has no {name}: it would go on "
+                f"with other pairs; go on with that version, or start a run of its own in another output_dir"
+            )
+        if saved[name] != value:
+            raise UserError(
+                f"{found.path}: a checkpoint of another run: {name} was {saved[name]!r}, and is {value!r} now; go on "
+                f"with what it was, or start a run of its own in another output_dir"
             )
 
 
