@@ -36,6 +36,7 @@ import torch
 from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.training import batching, data, pretrain
+from d2l_bert.training.loader import load
 from d2l_bert.training.prepare import prepare
 
 
@@ -208,7 +209,7 @@ def order(arguments):
         same = 0
         for start in range(200):
             end = 200 if start == 0 else min(start + 5, 200)  # from the first step on all of them
-            again = data.load(batching.make_steps(run, text, 200), start, end, workers)
+            again = load(batching.make_steps(run, text, 200), start, end, workers)
             same += list(map(contents, again)) == expected[start:end]
         print(f"  {workers} workers: {same} of 200 runs that begin at another step the same", flush=True)
 
@@ -270,7 +271,7 @@ def producer(arguments):
         speeds = []
         for repetition in range(5):
             start = first + 300 * repetition
-            batches = data.load(steps, start, start + 301, num_workers=1)
+            batches = load(steps, start, start + 301, num_workers=1)
             next(batches)  # the worker is there
             begin, tokens = time.monotonic(), 0
             for micro_batches in batches:

@@ -24,7 +24,7 @@ def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:
     """Start the command; as many `multiprocessing` processes of one group. What the first says goes to a file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
-    port = _free_port() if processes > 1 else None
+    port = free_port() if processes > 1 else None
     method = multiprocessing.get_start_method()  # that of loaders' workers, as if the command had been started plainly
     launched = []
     for rank in range(processes):
@@ -43,7 +43,7 @@ def _environment(rank, processes, port):
     return {name: str(value) for name, value in {**ranks, **address}.items()}
 
 
-def _free_port():
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -19,6 +19,7 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, batching, corpus, data, masking, packing, pairs, prepare
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.loader import load
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, tm
     assert len(steps.phases[1].plans._ends) == 3, "the second epoch is reached"
     for start in (0, 1, 49, 50, 69):
         again = make_steps(text, tmp_path / f"there-{start}")
-        assert [sequences_of(step) for step in data.load(again, start, 70, workers)] == expected[start:]
+        assert [sequences_of(step) for step in load(again, start, 70, workers)] == expected[start:]
 
 
 def test_without_workers_the_next_step_is_made_while_this_one_is_taken():
@@ -131,13 +132,13 @@ def test_without_workers_the_next_step_is_made_while_this_one_is_taken():
                 raise ValueError("cache: cannot be written")
             return step
 
-    loaded = data.load(Steps(), 0, 4, 0)
+    loaded = load(Steps(), 0, 4, 0)
     assert next(loaded) == 0 and made[1].wait(60) and not made[2].is_set()
     assert next(loaded) == 1 and made[2].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert threading.current_thread() not in threads
-    assert list(data.load(Steps(), 2, 2, 0)) == []
+    assert list(load(Steps(), 2, 2, 0)) == []
 
 
 def test_who_leaves_does_not_wait_for_the_step_in_the_making():
@@ -151,7 +152,7 @@ def test_who_leaves_does_not_wait_for_the_step_in_the_making():
                 assert go_on.wait(60)
             return step
 
-    loaded = data.load(Steps(), 0, 9, 0)
+    loaded = load(Steps(), 0, 9, 0)
     assert next(loaded) == 0 and begun.wait(60)
     loaded.close()
     (maker,) = makers

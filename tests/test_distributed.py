@@ -12,6 +12,7 @@ from accelerate import DistributedType
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
 from d2l_bert.training import distributed
 
 
@@ -77,17 +78,31 @@ def test_a_mistake_that_all_processes_meet_is_said_once(tmp_path):
 
 
 def test_ranks_beyond_the_first_leave_without_a_word(monkeypatch):
-    for rank, raised in (("0", ValueError), ("1", SystemExit)):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, raised in (("0", UserError), ("1", SystemExit)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(raised), distributed.said_once():
-            raise ValueError("too little text")
+            raise UserError("too little text")
+        with pytest.raises(KeyError), distributed.said_once():
+            raise KeyError("a bug is shown by whoever meets it")
 
 
-def test_what_one_process_alone_met_is_said_by_it(monkeypatch):
+def test_a_rank_that_was_left_in_the_environment_silences_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="process 1: corpus books: nothing there"):
-        with distributed.said_once(), distributed.here_only():
-            raise ValueError("corpus books: nothing there")
+    for command, said in (
+        (["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"], "nowhere"),
+        (["fill-mask", str(tmp_path / "nowhere"), "a [MASK]"], "nowhere"),
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--nothing"])
+    assert "--nothing" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "first")
+    assert main(["pretrain"]) == 2
+    assert "RANK in the environment must be a whole number, got 'first'" in capsys.readouterr().err
 
 
 def test_a_plain_model_is_of_the_same_kind_and_weights_and_ties():

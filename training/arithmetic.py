@@ -51,6 +51,17 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
     return 3.0 * 2 * (encoder + mlm + pairs)
 
 
+def block_weights(config: D2lBertConfig) -> int:
+    """The numbers in the matrices of the encoder's blocks."""
+    hidden = config.hidden_size
+    return config.num_hidden_layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+
+
+def encoder_weights(config: D2lBertConfig) -> int:
+    """The numbers in the encoder's matrices and position table: what is there whatever the vocabulary."""
+    return block_weights(config) + config.max_position_embeddings * config.hidden_size
+
+
 def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
     """
     What a micro-batch costs beyond its tokens, as a number of tokens.
@@ -62,9 +73,8 @@ def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
     Args:
         counts, pair_task: typical ones, as in `training_arithmetic`.
     """
-    hidden = config.hidden_size
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
-    weights = tables + config.num_hidden_layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    weights = tables + block_weights(config)
     return round(OPERATIONS_A_WEIGHT * weights / (training_arithmetic(config, counts, pair_task) / counts.tokens))
 
 

@@ -9,11 +9,8 @@ Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots, S
 import bisect
 import itertools
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -404,64 +401,6 @@ class PretrainingSteps(torch.utils.data.Dataset):
         rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
         share = self.share_at and self.share_at(step)
         return list(batches(phase.make_batch, rows, keys, phase.most_tokens, phase.packing, share, **self.cutting))
-
-
-class _Arrays(torch.utils.data.Dataset):
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __getitem__(self, step):
-        return [{name: tensor.numpy() for name, tensor in batch.items()} for batch in self.steps[step]]
-
-
-def load(steps: PretrainingSteps, first: int, end: int, num_workers: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Steps `first` to `end` in order, made ahead of whoever takes them, by so many processes or, with 0, by threads.
-
-    From a process they come through a pipe as arrays. Tensors would each come through shared memory with a file
-    descriptor of its own, which took twice as long as making them.
-    """
-    if not num_workers:
-        coming = (_made_beside(steps, step) for step in range(first, end))
-        following = next(coming, None)
-        while following:
-            micro_batches, following = following.result(), next(coming, None)
-            yield micro_batches
-        return
-    loader = torch.utils.data.DataLoader(
-        _Arrays(steps),
-        batch_size=None,
-        sampler=range(first, end),
-        num_workers=num_workers,
-        collate_fn=_unchanged,
-        worker_init_fn=_leave_signals_to_the_parent,
-    )
-    for micro_batches in loader:
-        yield [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in micro_batches]
-
-
-def _made_beside(steps, step):
-    """A step's micro-batches, once a thread has made them. Whoever leaves does not wait for it: it may have an epoch
-    to lay out."""
-    made = Future()
-
-    def make():
-        try:
-            made.set_result(steps[step])
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, daemon=True).start()
-    return made
-
-
-def _unchanged(step):
-    return step
-
-
-def _leave_signals_to_the_parent(worker):
-    """A worker ends with its parent, which may yet need it for the step it is in."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def batches(

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, launched_rank
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
 
 
@@ -55,6 +55,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         **options,
     )
     check_engine(accelerator)
+    keep_group(accelerator)
     if accelerator.is_fsdp2:
         # Shards are blocks of the encoder, whatever the launcher's configuration says. Accelerate would have weights,
         # losses and even counts in bf16 with them; here they stay float32, and products alone are bf16, as elsewhere.
@@ -101,31 +102,14 @@ def has_bf16(on_cpu: bool) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def launched_rank() -> int:
-    """The number of this process among those that were launched together."""
-    return int(os.environ.get("RANK", 0))
-
-
-class HereOnlyError(UserError):
-    """What a process met alone, and so has to say itself."""
-
-
-@contextlib.contextmanager
-def here_only():
-    """What goes wrong in this block may go well in the other processes."""
-    try:
-        yield
-    except UserError as error:
-        raise HereOnlyError(f"process {launched_rank()}: {error}" if launched_rank() else str(error)) from None
-
-
 @contextlib.contextmanager
 def said_once():
-    """An error that every launched process meets is said by the first; the others leave with its exit code."""
+    """
+    For blocks that refuse the same in every launched process: the first one says it, the others leave with its exit
+    code and without a word. Outside of such blocks each process speaks for itself.
+    """
     try:
         yield
-    except HereOnlyError:
-        raise
     except UserError:
         if launched_rank():
             raise SystemExit(2) from None
@@ -160,15 +144,22 @@ def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bo
     return result
 
 
+def keep_group(accelerator: Accelerator) -> None:
+    """
+    Never free the group of processes; it goes with the process.
+
+    gloo's threads need the interpreter's lock to let go of the last tensors, and whoever frees the group holds that
+    lock while it waits for those threads: both may wait for ever.
+    """
+    if accelerator.num_processes > 1:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
+
+
 def part(accelerator: Accelerator) -> None:
     """End together: no process leaves while another still needs it."""
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
-        # gloo's threads need the interpreter's lock to let go of the last tensors, and whoever frees the group of
-        # processes holds that lock while it waits for those threads: both may wait for ever. So they get a moment,
-        # and the group is never freed; it goes with the process.
-        time.sleep(0.2)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
+        time.sleep(0.2)  # for gloo's threads to let go of the last tensors
     accelerator.end_training()
 
 

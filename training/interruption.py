@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.errors import UserError, is_out_of_memory
+from d2l_bert.training.batching import DEFAULT_MICRO_BATCH
 from d2l_bert.training.checkpoint import checkpoints
-from d2l_bert.training.distributed import HereOnlyError
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.tracking import StepFigures, say
 
 
@@ -112,35 +113,26 @@ def non_finite(figures: StepFigures) -> str:
 
 
 @contextlib.contextmanager
-def failures_explained(micro_batch_size: int):
+def failures_explained(run: PretrainConfig):
     """
     Say which option to turn when memory runs out in the block, and what has happened when another process is gone.
 
-    Args:
-        micro_batch_size: pairs of full length computed at once.
-
     Raises:
-        UserError: out of memory; a process that makes batches was killed, most often for its memory; or one of those
-            that train together.
+        UserError: out of memory, or a process of those that train together is gone.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())
-        if "DataLoader worker" in reason:
-            raise HereOnlyError(
-                f"a process that makes batches has ended ({reason}); if memory was short, --dataloader_num_workers 0 "
-                f"does without; go on with --resume_from_checkpoint latest"
-            ) from None
         if isinstance(error, torch.distributed.DistError) or re.search("gloo|NCCL|Connection .* by peer", reason):
-            raise HereOnlyError(
+            raise UserError(
                 f"another process of this run is gone, or cannot be reached ({reason[:80]}...): look at what it said; "
                 f"go on with --resume_from_checkpoint latest"
             ) from None
         if not is_out_of_memory(error):
             raise
-        raise HereOnlyError(
-            f"out of memory with micro-batches of {micro_batch_size} pairs; lower --micro_batch_size, or let it be "
-            f"found (auto), or give --gradient_checkpointing: the steps stay the same; go on with "
-            f"--resume_from_checkpoint latest"
+        raise UserError(
+            f"out of memory (micro_batch_size {run.micro_batch_size or DEFAULT_MICRO_BATCH}); lower "
+            f"--micro_batch_size, or let it be found (auto), or give --gradient_checkpointing: the steps stay the "
+            f"same; go on with --resume_from_checkpoint latest"
         ) from None

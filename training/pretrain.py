@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from transformers.utils import logging
@@ -22,12 +23,11 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import checkpoint, data, distributed, evaluate, interruption
-from d2l_bert.training.arithmetic import peak_of, training_arithmetic
+from d2l_bert.training.arithmetic import encoder_weights, peak_of, training_arithmetic
 from d2l_bert.training.batching import (
     how_to_cut,
     make_held_out,
     make_steps,
-    micro_batch_pairs,
     pairs_of,
     warn_of_labels,
 )
@@ -36,6 +36,7 @@ from d2l_bert.training.compiling import settle_compiling
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
+from d2l_bert.training.loader import load
 from d2l_bert.training.micro_batch import settle_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS
@@ -65,7 +66,6 @@ from d2l_bert.training.tracking import (
 )
 
 
-@distributed.said_once()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
@@ -82,36 +82,37 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     Raises:
         UserError: for whatever the user can mend, in one line.
     """
-    run.check()
-    if run.license is not None:
-        check_license(run.license)
+    with distributed.said_once():
+        run.check()
+        if run.license is not None:
+            check_license(run.license)
     if run.dry_run:
         return rehearse(architecture, run)
     keep_freed_memory()  # before the text is read: what that frees is one large piece, in which steps find room
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     architecture = copy.deepcopy(architecture)
-    check_architecture(architecture, run)
-    trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
-    accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
-    run = dataclasses.replace(
-        run,
-        mixed_precision=accelerator.mixed_precision,
-        attn_implementation=run.attn_implementation or faster_attention(architecture, run, accelerator.device.type),
-        dataloader_num_workers=processes_that_load(run, accelerator.device.type),
-    )
-    check_device(run, accelerator.device.type)
-    if run.init_from is not None:
-        distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
-    with contextlib.ExitStack() as held:
+    with distributed.said_once():
+        check_architecture(architecture, run)
+        trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
+        accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
+        device = accelerator.device.type
+        run = dataclasses.replace(
+            run,
+            mixed_precision=accelerator.mixed_precision,
+            attn_implementation=run.attn_implementation or faster_attention(architecture, run, device),
+            dataloader_num_workers=processes_that_load(run, device),
+        )
+        check_device(architecture, run, accelerator)
+    with interruption.failures_explained(run), contextlib.ExitStack() as held:
+        if run.init_from is not None:
+            distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
         folder = distributed.on_main(accelerator, lambda: held.enter_context(output_folder(run)))
         resumed = distributed.on_main(accelerator, find_start, run, folder)
         if run.push_to_hub:
             distributed.on_main(accelerator, check_push, run, folder)
-        # The first process reads and tokenizes, the others find what it left.
-        text = distributed.on_main(accelerator, prepare, run, shared=False)
-        if text is None:
-            with distributed.here_only():  # on another machine, perhaps, which may not see what the first one sees
-                text = prepare(run)
+        # The first process reads and tokenizes, the others find what it left; on another machine, perhaps, which may
+        # not see what the first one sees.
+        text = distributed.on_main(accelerator, prepare, run, shared=False) or prepare(run)
         run = dataclasses.replace(run, **text.settled)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
@@ -187,66 +188,82 @@ def train(
     average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
     learner = checkpoint.Learner(accelerator, model, optimizers, average)
     cutting = how_to_cut(architecture, run, accelerator.num_processes, accelerator.process_index)
+    stop = interruption.StopSignals(accelerator)
 
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
     run = settle_micro_batch(run, learner, step_model, text, resumed, train_on)
     run = settle_compiling(run, architecture, learner, text, cutting, resumed, train_on)
-    held_out = make_held_out(run, text, **cutting)
+    with distributed.said_once():
+        held_out = make_held_out(run, text, **cutting)
     identity = make_identity(run, architecture, text)
     if resumed:
         distributed.on_main(accelerator, check_identity, resumed, identity)
-    stop, explained = interruption.StopSignals(accelerator), interruption.failures_explained(micro_batch_pairs(run))
-    with stop, explained, contextlib.ExitStack() as opened:
 
-        def evaluate_now():
-            """The held-out figures; None if the run is told to stop meanwhile."""
-            batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
-            with accelerator.autocast(), average.in_place() if average else contextlib.nullcontext():
-                sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
-                distributed.reshard(step_model)
-            sums = accelerator.reduce(sums, "sum")
-            return None if stop.wanted() else evaluate.held_out_figures(sums, task)
+    def evaluate_now():
+        """The held-out figures; None if the run is told to stop meanwhile."""
+        batches = itertools.takewhile(lambda _: not stop.wanted(), held_out)
+        with accelerator.autocast(), average.in_place() if average else contextlib.nullcontext():
+            sums = evaluate.held_out_counts(step_model, batches, accelerator.device)
+            distributed.reshard(step_model)
+        sums = accelerator.reduce(sums, "sum")
+        return None if stop.wanted() else evaluate.held_out_figures(sums, task)
 
-        if resumed:
-            learner.load(resumed.path, resumed.state["scaler"])
-            if accelerator.is_main_process:
-                say(f"going on from {resumed.path}")
-            state = resumed.state
-        else:
-            state = {"step": 0, "max_steps": decide_steps(run, text, cutting, learner, train_on, evaluate_now)}
-            if stop.wanted():
-                leave(accelerator, stop, None)
-        start, max_steps = state["step"], state["max_steps"]
-        record = make_record(run, max_steps, architecture, text, accelerator)
-        log = distributed.on_main(accelerator, start_folder, folder, record, start)
-        start_trackers(accelerator, folder, record, start)
-        pusher = Pusher(run, folder) if run.push_to_hub and accelerator.is_main_process else None
-        progress = Progress(start, max_steps, visible=accelerator.is_main_process)
-        opened.callback(progress.close)
-        meter = make_meter(run, architecture, accelerator, state)
-        guard, spikes = interruption.NonFiniteGuard(folder, state), SpikeWatch(state.get("spikes"))
-
-        def note(row, show):
-            """A row for the log, the trackers and whoever watches."""
-            distributed.on_main(accelerator, log.write, row)
-            report(accelerator, row)
-            show(row)
-
-        warmup_steps, decay_steps = run.schedule_steps(max_steps)
-        log_every, eval_every, save_every = intervals(run, max_steps)
+    if resumed:
+        learner.load(resumed.path, resumed.state["scaler"])
+        if accelerator.is_main_process:
+            say(f"going on from {resumed.path}")
+        state = resumed.state
+    else:
+        state = {"step": 0, "max_steps": decide_steps(run, text, cutting, learner, train_on, evaluate_now)}
+    start, max_steps = state["step"], state["max_steps"]
+    record = make_record(run, max_steps, architecture, text, accelerator)
+    log = distributed.on_main(accelerator, start_folder, folder, record, start)
+    distributed.on_main(accelerator, start_trackers, accelerator, folder, record, start, shared=False)
+    pusher = Pusher(run, folder) if run.push_to_hub and accelerator.is_main_process else None
+    meter = make_meter(run, architecture, accelerator, state)
+    guard, spikes = interruption.NonFiniteGuard(folder, state), SpikeWatch(state.get("spikes"))
+    warmup_steps, decay_steps = run.schedule_steps(max_steps)
+    log_every, eval_every, save_every = intervals(run, max_steps)
+    with distributed.said_once():
         steps = make_steps(run, text, max_steps, **cutting)
-        if task and accelerator.is_main_process:
-            warn_of_labels(steps)
-        loaded = data.load(steps, start, max_steps, run.dataloader_num_workers)
+    if task and accelerator.is_main_process:
+        warn_of_labels(steps)
+    progress = Progress(start, max_steps, visible=accelerator.is_main_process)
+
+    def note(row, show):
+        """A row for the log, the trackers and whoever watches."""
+        distributed.on_main(accelerator, log.write, row)
+        report(accelerator, row)
+        show(row)
+
+    def save():
+        """A checkpoint of the steps so far, with what was decided by measuring, so that a resumed run obeys it."""
+        decided = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile}
+        decided |= {"max_steps": max_steps, "identity": identity}
+        state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
+        return checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
+
+    step = saved_step = start
+    saved, figures, rate = resumed and resumed.path, None, 0.0
+    # Until here a signal ends the process at once; from here on it waits for the end of a step.
+    with stop, contextlib.closing(progress), contextlib.ExitStack() as opened:
+        loaded = load(steps, start, max_steps, run.dataloader_num_workers, lambda: stop.received or stop.agreed)
         opened.enter_context(contextlib.closing(loaded))  # its workers end before this process does
+        batches = meter.waiting(loaded)
         if start and is_due(start, eval_every, max_steps) and (figures := evaluate_now()):
             note({"step": start, **figures}, progress.show_held_out)  # a run may be stopped before it has come to that
-        if stop.wanted():
-            leave(accelerator, stop, resumed and resumed.path)
         meter.resume_clock()
-        for step, micro_batches in enumerate(meter.waiting(loaded), start + 1):
+        while True:
+            micro_batches = next(batches, None)  # none after the last step, and where a signal came meanwhile
+            if stop.wanted():
+                if meter.steps:
+                    note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
+                leave(accelerator, stop, save() if step > saved_step else saved)
+            if step == max_steps:
+                break
+            step += 1
             torch.manual_seed(step_seed(run.seed, step, accelerator.process_index))
             share = learning_rate_share(run.lr_scheduler_type, step - 1, warmup_steps, max_steps, decay_steps)
             done = train_on(micro_batches, rate := run.learning_rate * share)
@@ -258,26 +275,18 @@ def train(
                 spikes.rest()  # other lengths, other losses
             for event, reason in what_happened(step, done, spikes):
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
-            guard.check(step, done)
+            with distributed.said_once():
+                guard.check(step, done)
             evaluates, saves = is_due(step, eval_every, max_steps), is_due(step, save_every, max_steps)
-            stopping = stop.wanted()  # asked once: a signal that comes between saving and leaving waits for a step
-            if evaluates or saves or stopping or is_due(step, log_every, max_steps):
+            if evaluates or saves or is_due(step, log_every, max_steps):
                 note({"step": step, **meter.row(rate, max_steps - step)}, progress.show)
-            if evaluates:
-                if figures := evaluate_now():
-                    note({"step": step, **figures}, progress.show_held_out)
-                stopping = stop.wanted()
+            if evaluates and (figures := evaluate_now()):
+                note({"step": step, **figures}, progress.show_held_out)
             # While steps are being skipped the weights may be bad; what was saved before is not pushed out by them.
-            if stopping or (saves and not guard.in_a_row) or step == max_steps:
-                # What was decided by measuring is kept, so that a resumed run obeys it.
-                decided = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile}
-                decided |= {"max_steps": max_steps, "identity": identity}
-                state = {**meter.totals, **guard.state(), "spikes": spikes.state(), **decided}
-                saved = checkpoint.save_checkpoint(folder, step, learner, text.tokenizer, state, run.save_total_limit)
-                if pusher and step < max_steps and not stopping:  # who was told to stop waits for nothing
+            if (saves and not guard.in_a_row) or step == max_steps:
+                saved, saved_step = save(), step
+                if pusher and step < max_steps and not stop.agreed:  # who was told to stop waits for nothing
                     pusher.saved(saved)
-            if stopping:
-                leave(accelerator, stop, saved)
             if evaluates or saves:
                 meter.resume_clock()
     published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}
@@ -311,10 +320,21 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
         )
 
 
-def check_device(run: PretrainConfig, device: str) -> None:
-    """Refuse what the device cannot do."""
-    if run.attn_implementation == "flex_attention" and device == "cpu":
+def check_device(architecture: D2lBertConfig, run: PretrainConfig, accelerator: Accelerator) -> None:
+    """Refuse what the device cannot do, and a model that it cannot hold."""
+    device = accelerator.device
+    if run.attn_implementation == "flex_attention" and device.type == "cpu":
         raise UserError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
+    # Weights, gradients and AdamW's two moments, in float32. FSDP shares them out.
+    needed = 16 * encoder_weights(architecture) // (accelerator.num_processes if accelerator.is_fsdp2 else 1)
+    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    if needed > there:
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+        sizes = ", ".join(f"{name} ({getattr(architecture, name):,})" for name in names)
+        raise UserError(
+            f"out of memory: the encoder alone, with gradients and the optimizer's moments, takes "
+            f"{needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f}; lower one of {sizes}"
+        )
 
 
 def find_start(run: PretrainConfig, folder: Path) -> checkpoint.Checkpoint | None:

@@ -17,7 +17,7 @@ import typing
 from importlib.metadata import version
 from pathlib import Path
 
-from d2l_bert.errors import UserError, is_out_of_memory, reading_model, refusals_are_the_users
+from d2l_bert.errors import UserError, is_out_of_memory, launched_rank, reading_model, refusals_are_the_users
 
 
 DESCRIPTION = """\
@@ -64,6 +64,11 @@ is that of `hf auth login`, or HF_TOKEN. What was cut off is completed by the sa
 def main(argv: list[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on stderr and exit code 2."""
     argv = _with_underscores(sys.argv[1:] if argv is None else argv)
+    try:
+        launched_rank()
+    except UserError as error:
+        print(f"d2l-bert: error: {error}", file=sys.stderr)
+        return 2
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another, and no error
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")
@@ -77,15 +82,30 @@ def main(argv: list[str] | None = None) -> int:
         print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        return _failed(arguments.name, error)
+        return _ended(_failed(arguments.name, error))
+    except SystemExit as leaving:
+        if leaving.code == 2:  # another process has said why
+            _ended(2)
+        raise
     return 0
+
+
+def _ended(code):
+    """Leave a failed run of several processes at once, else return the exit code."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        # gloo's threads may still be waiting for the others; the interpreter, on its way out, would abort them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _failed(command, error):
     """Show why a command failed; returns its exit code, 2 for what the user can mend and 1 for a bug."""
     line = " ".join(str(error).split())
     if is_out_of_memory(error):
-        line = f"out of memory ({line}); ask for less at once, or take a machine with more"
+        line = f"out of memory ({line:.200}); ask for less at once, or take a machine with more"
     elif not isinstance(error, UserError) and getattr(error, "errno", None) is None:
         traceback.print_exception(error)
         print(
@@ -94,7 +114,8 @@ def _failed(command, error):
             file=sys.stderr,
         )
         return 1
-    print(f"d2l-bert {command}: error: {line}", file=sys.stderr)
+    process = f"process {launched_rank()}: " if launched_rank() else ""
+    print(f"d2l-bert {command}: error: {process}{line}", file=sys.stderr)
     return 2
 
 
@@ -122,9 +143,12 @@ def _terminated_cleanly():
 
 def pretrain_command(arguments) -> None:
     """Start from a recipe, change what was given, and train."""
+    from d2l_bert.training.distributed import said_once
     from d2l_bert.training.pretrain import pretrain
 
-    pretrain(*resolve_pretrain(arguments))
+    with said_once():
+        architecture, run = resolve_pretrain(arguments)
+    pretrain(architecture, run)
 
 
 def resolve_pretrain(arguments) -> tuple:
@@ -344,8 +368,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake instead of a page."""
 
     def error(self, message):
-        is_first = os.environ.get("RANK", "0") == "0"  # of those that were launched together
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n" if is_first else None)
+        self.exit(2, None if launched_rank() else f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def refuse(self, argument):
         """Stop at an argument that the command does not take."""

@@ -1,6 +1,7 @@
 """What a person can mend: the one class of errors that the command line shows as a line."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def reading_model(name: str, what: str = "") -> Iterator[None]:
                 "`hf auth login`, or set HF_TOKEN"
             )
         raise UserError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
+
+
+def launched_rank() -> int:
+    """
+    The number of this process among those that were launched together; 0 for one alone.
+
+    Raises:
+        UserError: RANK or WORLD_SIZE is no number.
+    """
+    for variable in ("WORLD_SIZE", "RANK"):
+        if not (value := os.environ.get(variable, "0")).isdecimal():
+            raise UserError(f"{variable} in the environment must be a whole number, got {value!r}; unset it")
+    # A RANK without a WORLD_SIZE is left over from something else.
+    return int(os.environ.get("RANK", 0)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

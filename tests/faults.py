@@ -1,0 +1,81 @@
+"""The command with a fault in it, in a process of its own: `FAULT=name python tests/faults.py pretrain ...`.
+
+`START_METHOD` says how it starts processes, `FAULTY_RANK` which of several has the fault.
+"""
+
+import errno
+import multiprocessing
+import os
+import sys
+import time
+
+from d2l_bert.cli import main
+from d2l_bert.errors import UserError
+from d2l_bert.training import compiling, data, pretrain
+
+
+def full_cache_at_the_second_epoch():
+    lay_out = data.EpochPlans._lay_out
+
+    def sometimes(plans, number, path):
+        if number and multiprocessing.parent_process():  # in a worker: the trial before the loop is none
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return lay_out(plans, number, path)
+
+    data.EpochPlans._lay_out = sometimes
+
+
+def at_step(step, act):
+    take_step, taken = pretrain.train_step, []
+
+    def sometimes(*arguments):
+        taken.append(None)
+        if len(taken) == step:
+            act()
+        return take_step(*arguments)
+
+    pretrain.train_step = sometimes
+
+
+def in_a_worker(act, step=15):
+    steps = data.PretrainingSteps
+    make = steps.__getitem__
+    steps.__getitem__ = lambda self, number: act() if number == step else make(self, number)
+
+
+def refuse():
+    raise UserError("the rope is too short; take a longer one")
+
+
+def stumble():
+    raise ValueError("operands could not be broadcast together")
+
+
+def run_out_of_memory():
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
+
+def compiling_without_memory():
+    compiling.compile_blocks = lambda model: None
+    compiling.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
+
+
+FAULTS = {
+    "full cache": full_cache_at_the_second_epoch,
+    "refusal in a worker": lambda: in_a_worker(refuse),
+    "bug in a worker": lambda: in_a_worker(stumble),
+    "endless worker": lambda: in_a_worker(lambda: time.sleep(600)),
+    "refusal": lambda: at_step(15, refuse),
+    "bug": lambda: at_step(15, stumble),
+    "out of memory": lambda: at_step(15, run_out_of_memory),
+    "compiling without memory": compiling_without_memory,
+    "none": lambda: None,
+}
+
+if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):
+    FAULTS[os.environ["FAULT"]]()
+
+if __name__ == "__main__":
+    if method := os.environ.get("START_METHOD"):
+        multiprocessing.set_start_method(method)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""Runs in which something fails: they end soon, whoever met it says it, and nothing is left running."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import SMALL
+from processes import free_port
+
+
+FAULTS = Path(__file__).with_name("faults.py")
+SOON = 10.0  # seconds from an error to the end of every process
+
+
+class Run:
+    """The command in so many processes, each a session of its own with whatever it starts."""
+
+    def __init__(self, folder, options, fault, processes=1, **environment):
+        self.said, self.processes = [], []
+        port = str(free_port())
+        for rank in range(processes):
+            self.said.append(folder / f"said-{rank}.txt")
+            given = {"FAULT": fault, "OMP_NUM_THREADS": "1", **environment}
+            if processes > 1:
+                given |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+                given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+            with self.said[-1].open("w") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(FAULTS), *options],
+                        stdout=file,
+                        stderr=file,
+                        env={**os.environ, **given},
+                        start_new_session=True,
+                    )
+                )
+
+    def text(self, rank=0):
+        return self.said[rank].read_text()
+
+    def errors(self, rank=0):
+        return [line for line in self.text(rank).splitlines() if "error:" in line]
+
+    def wait_for(self, words, seconds=60, rank=0):
+        end = time.monotonic() + seconds
+        while not re.search(words, self.text(rank)):
+            assert time.monotonic() < end and self.processes[0].poll() is None, self.text(rank)
+            time.sleep(0.02)
+
+    def codes(self, seconds):
+        """The exit codes, which must come in time; nothing that the run started may be left a little later."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.wait(max(0.1, end - time.monotonic()))
+        while left := self.left():
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+        return [process.returncode for process in self.processes]
+
+    def left(self):
+        sessions, left = {process.pid for process in self.processes}, []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process.cmdline())
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                pass
+        return left
+
+    def end(self):
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+@pytest.fixture
+def start(books, tmp_path):
+    """Start a run with a fault; all of it is gone in the end."""
+    runs = []
+
+    def started(fault, *options, processes=1, **environment):
+        given = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'model'}", "--max_steps=40"]
+        given += ["--mixed_precision=no", "--logging_steps=1", "--eval_steps=40", "--save_steps=10", *SMALL, *options]
+        runs.append(Run(tmp_path, given, fault, processes, **environment))
+        return runs[-1]
+
+    yield started
+    for run in runs:
+        run.end()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes that make batches
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_an_error_in_a_loaders_worker_ends_the_run_with_its_line(start, tmp_path, method):
+    run = start("full cache", "--dataloader_num_workers=1", "--global_batch_size=64", START_METHOD=method)
+    run.wait_for(" error: ")
+    assert run.codes(SOON) == [2]
+    (line,) = run.errors()
+    assert re.search(r"error: cache \S+: cannot be written \(No space left on device\); free some space", line)
+    assert "Traceback" not in run.text()
+
+
+def test_a_refusal_in_one_of_several_workers_is_said_as_it_is(start):
+    run = start("refusal in a worker", "--dataloader_num_workers=2")
+    run.wait_for(" error: ")
+    assert run.codes(SOON) == [2]
+    assert run.errors() == ["d2l-bert pretrain: error: the rope is too short; take a longer one"]
+    assert "Traceback" not in run.text() and "step 15/40" in run.text()
+
+
+def test_a_bug_in_a_loaders_worker_is_shown_with_its_traceback(start):
+    run = start("bug in a worker", "--dataloader_num_workers=1")
+    run.wait_for("this is a bug")
+    assert run.codes(SOON) == [1]
+    said = run.text()
+    assert "ValueError: operands could not be broadcast together" in said and "in stumble" in said
+    assert "In a process that makes batches" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
+
+
+def test_an_error_in_the_worker_of_one_of_two_processes_ends_both(start):
+    run = start("refusal in a worker", "--dataloader_num_workers=1", processes=2, FAULTY_RANK="1")
+    run.wait_for(" error: ", rank=1)
+    assert run.codes(SOON) == [2, 2]
+    assert run.errors(1) == ["d2l-bert pretrain: error: process 1: the rope is too short; take a longer one"]
+    assert "another process of this run is gone" in run.errors(0)[0]
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(start):
+    run = start("endless worker", "--dataloader_num_workers=1")
+    run.wait_for(r"step 15/40")
+    (worker,) = psutil.Process(run.processes[0].pid).children()
+    worker.kill()
+    assert run.codes(SOON) == [2]
+    assert "a process that makes batches has ended (SIGKILL)" in run.errors()[0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_workers_of_a_run_that_is_killed_end_too(start, method):
+    """In the middle of a step that takes them ten minutes."""
+    run = start("endless worker", "--dataloader_num_workers=3", START_METHOD=method)
+    run.wait_for(r"step 15/40")
+    run.processes[0].kill()
+    assert run.codes(SOON) == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_who_is_told_to_stop_does_not_wait_for_a_step_in_the_making(start, tmp_path, workers, number, code):
+    run = start("endless worker", f"--dataloader_num_workers={workers}")
+    run.wait_for(r"step 15/40")
+    os.killpg(run.processes[0].pid, number)
+    assert run.codes(SOON) == [code]
+    assert (tmp_path / "model" / "checkpoint-15").is_dir() and "checkpoint-15 is saved" in run.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process of several
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_bug_that_one_process_meets_is_shown_by_it(start, rank):
+    run, it, other = None, int(rank), 1 - int(rank)
+    run = start("bug", processes=2, FAULTY_RANK=rank)
+    run.wait_for("this is a bug", rank=it)
+    codes = run.codes(SOON)
+    assert (codes[it], codes[other]) == (1, 2)
+    assert "ValueError: operands could not be broadcast together" in run.text(it) and "in stumble" in run.text(it)
+    assert "another process of this run is gone" in run.errors(other)[0] and "Traceback" not in run.text(other)
+
+
+def test_a_refusal_that_one_process_meets_is_said_by_it(start):
+    run = start("refusal", processes=2, FAULTY_RANK="1")
+    run.wait_for(" error: ", rank=1)
+    assert run.codes(SOON) == [2, 2]
+    assert run.errors(1) == ["d2l-bert pretrain: error: process 1: the rope is too short; take a longer one"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bugs and memory
+
+
+def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
+    run = start("bug")
+    run.wait_for("this is a bug")
+    assert run.codes(SOON) == [1]
+    assert "in stumble" in run.text() and "CONTRIBUTING.md" in run.text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "fault, options, said",
+    [
+        ("out of memory", [], "lower --micro_batch_size"),
+        ("compiling without memory", ["--torch_compile=true"], "lower --micro_batch_size"),
+        ("none", ["--hidden_size=128000000"], "lower one of hidden_size (128,000,000)"),
+        ("none", ["--max_position_embeddings=1000000000"], "max_position_embeddings (1,000,000,000)"),
+        ("none", ["--initializer_range=nan"], "initializer_range must be"),
+    ],
+)
+def test_memory_that_is_gone_is_one_line_whenever_that_happens(start, fault, options, said):
+    run = start(fault, *options)
+    assert run.codes(60) == [2]
+    (line,) = run.errors()
+    assert said in line and "Traceback" not in run.text()
