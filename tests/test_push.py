@@ -125,11 +125,37 @@ def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_pat
     said = capsys.readouterr().err
     assert "checkpoint-20 was not sent" in said and "Traceback" not in said
     assert f"the model is complete in {out}: d2l-bert publish {out} bert --public" in said.splitlines()[-1]
-    assert SENT <= {path.name for path in out.iterdir()}
+    assert SENT <= {path.name for path in out.iterdir()} and here.is_private("someone/bert")
     here.fail = None
     here.start()
-    assert main(["publish", str(out), "bert", "--public"]) == 0
+    assert main(["publish", str(out), "bert", "--public"]) == 0 and not here.is_private("someone/bert")
     assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_a_run_makes_its_repository_public_when_the_finished_model_is_there(here, books, tmp_path):
+    seen = []
+
+    def look(method, path):
+        if here.repositories:
+            seen.append((method, path, here.is_private("someone/bert"), bool(here.tags("someone/bert"))))
+
+    here.fail = look
+    options = ["--push_to_hub", "--hub_private_repo=false", "--hub_strategy=every_save"]
+    assert pretrain(books, tmp_path / "bert", *options, "--max_steps=4", "--save_steps=2") == 0
+    assert all(is_private for _, _, is_private, _ in seen) and not here.is_private("someone/bert")
+    assert seen[-1] == ("PUT", "/api/models/someone/bert/settings", True, True)  # only the finished model has a tag
+    assert len([path for _, path, *_ in seen if "/commit/" in path]) == 2
+
+
+def test_a_run_says_at_its_start_that_earlier_commits_will_be_seen(here, trained, books, tmp_path, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    here.requests.clear()
+    words = "someone/bert is private: it is made public when the model is there"
+    for options, says in (([], False), (["--hub_private_repo=false"], True)):
+        capsys.readouterr()
+        assert pretrain(books, tmp_path / "bert", "--push_to_hub", *options, "--dry_run") == 0
+        assert (words in capsys.readouterr().err) == says
+    assert {request.method for request in here.requests} == {"GET"} and here.is_private("someone/bert")
 
 
 @pytest.mark.parametrize(

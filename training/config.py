@@ -338,7 +338,9 @@ class PretrainConfig(TextConfig):
         HUB,
         how=True,
     )
-    hub_private_repo: bool = option(True, "keep the repository private; false lets everybody see it", HUB, how=True)
+    hub_private_repo: bool = option(
+        True, "keep the repository private; false makes it public when the finished model is sent", HUB, how=True
+    )
 
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
@@ -468,14 +470,18 @@ class PretrainConfig(TextConfig):
 class PublishConfig:
     """How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`."""
 
-    public: bool = option(False, "let everybody see the repository; a new one is private without it", HUB)
+    public: bool = option(
+        False,
+        "let everybody see the repository with all its commits, once all is sent; a new one is private without it",
+        HUB,
+    )
     license: str | None = option(
         None, "licence of the model (a Hub identifier), if its card has none or another", HUB, metavar="ID"
     )
     revision: str | None = option(
         None, "branch to send it to, made if need be, or to propose it to; main without it", HUB, metavar="BRANCH"
     )
-    create_pr: bool = option(False, "propose it as a pull request", HUB)
+    create_pr: bool = option(False, "propose it as a pull request; not together with public", HUB)
     commit_message: str | None = option(None, "summary of the commit", HUB, metavar="TEXT")
     collection: str | None = option(
         None, "collection to put the model into: its slug, or its title under the same owner", HUB, metavar="TITLE"

@@ -79,10 +79,14 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         What to tell: the page's address and how to load the model; on a dry run, what would be sent.
 
     Raises:
-        UserError: the folder is not fit to be published (nothing was sent then), or the Hub cannot be reached or does
-            not allow it (the same call completes what was begun).
+        UserError: the folder is not fit to be published, or the options contradict each other (nothing was sent then);
+            or the Hub cannot be reached or does not allow it (the same call completes what was begun).
     """
     check_repo_id(repo_id)
+    if config.public and config.create_pr:
+        raise UserError(
+            "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
+        )
     try:
         check_folder(folder, config.changed_code, config.license)
         files, tag = outgoing(folder, config)
@@ -91,6 +95,8 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         raise UserError(f"{folder}: its JSON files do not hold what was written ({what}); put them back") from None
     name = folder.resolve().name
     if config.dry_run:
+        if config.public:
+            warn_on_dry_run(repo_id)
         return listing(folder, addressed(files, name, repo_id, tag or config.revision))
     return send(files, tag, name, repo_id, config)
 
@@ -239,7 +245,8 @@ def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
 
 def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: str, config: PublishConfig) -> str:
     """
-    Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again.
+    Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again. A
+    repository becomes public last, when everything else is done.
 
     Args:
         files: as `outgoing` gives them.
@@ -254,15 +261,12 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
     """
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
     with hub_errors(repo_id):
-        account = api.whoami()["name"]
-        repo_id = repo_id if "/" in repo_id else f"{account}/{repo_id}"
+        repo_id = full_repo_id(api, repo_id)
         check_datasets(api, files)
-        api.create_repo(repo_id, private=not config.public, exist_ok=True)
+        if config.public:
+            warn_of_earlier_commits(api, repo_id)
+        api.create_repo(repo_id, private=True, exist_ok=True)
         info = api.model_info(repo_id)
-        is_private = info.private
-        if is_private and config.public:
-            api.update_repo_settings(repo_id, private=False)
-            is_private = False
         collection = config.collection and find_collection(api, repo_id, config)
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
@@ -285,10 +289,48 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
             api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
         if collection:
             api.add_collection_item(collection, repo_id, "model", exists_ok=True)
+        is_private = info.private
+        if is_private and config.public:  # last: if a request above fails, what was private stays private
+            api.update_repo_settings(repo_id, private=False)
+            is_private = False
     if config.create_pr:
         return f"proposed to {repo_id}: {commit.pr_url}"
     page = f"{api.endpoint}/{repo_id} ({'private' if is_private else 'public'})"
     return f"published: {page}\n{loading_lines(repo_id, tag or config.revision, read_object(files, 'config.json'))}"
+
+
+def full_repo_id(api: HfApi, repo_id: str) -> str:
+    """`owner/name`; a name alone is put under the account that the token belongs to. It asks the Hub in any case."""
+    account = api.whoami()["name"]
+    return repo_id if "/" in repo_id else f"{account}/{repo_id}"
+
+
+def warn_of_earlier_commits(api: HfApi, repo_id: str) -> None:
+    """
+    Say that a private repository will be made public with all its commits. Nothing is said of a public or a new one.
+
+    Args:
+        repo_id: `owner/name`.
+    """
+    with contextlib.suppress(RepositoryNotFoundError):
+        if api.model_info(repo_id).private:
+            say(
+                f"{repo_id} is private: it is made public when the model is there, and its earlier commits will be "
+                f"seen by everybody"
+            )
+
+
+def warn_on_dry_run(repo_id: str) -> None:
+    """`warn_of_earlier_commits`; where the Hub cannot be asked, say it of a repository that may be private."""
+    api = HfApi()
+    try:
+        with hub_errors(repo_id):
+            warn_of_earlier_commits(api, full_repo_id(api, repo_id))
+    except UserError:
+        say(
+            f"the Hub could not be asked: if {repo_id} exists and is private, its earlier commits will be seen by "
+            f"everybody"
+        )
 
 
 def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:

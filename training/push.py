@@ -15,7 +15,17 @@ from d2l_bert.training.card import CARD_FILE, RUN_FILE, render_card
 from d2l_bert.training.card_rules import check_metadata
 from d2l_bert.training.checkpoint import step_of
 from d2l_bert.training.config import PretrainConfig, PublishConfig
-from d2l_bert.training.publish import AGAIN, check_repo_id, hub_errors, outgoing, publish, published_files, send
+from d2l_bert.training.publish import (
+    AGAIN,
+    check_repo_id,
+    full_repo_id,
+    hub_errors,
+    outgoing,
+    publish,
+    published_files,
+    send,
+    warn_of_earlier_commits,
+)
 from d2l_bert.training.run_folder import STAGED
 from d2l_bert.training.tracking import say
 
@@ -23,7 +33,8 @@ from d2l_bert.training.tracking import say
 def check_push(run: PretrainConfig, folder: Path) -> None:
     """
     Refuse at the start what would be refused when all the work is done: name, licence, token, and whether it may write
-    there. So the repository is made now, but for a dry run.
+    there. So the repository is made now, but for a dry run: private, whatever `hub_private_repo` says, until
+    `Pusher.finish` has sent the finished model.
 
     Raises:
         UserError: in one line.
@@ -35,9 +46,12 @@ def check_push(run: PretrainConfig, folder: Path) -> None:
         raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
     check_metadata({"license": license})
     with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
-        HfApi().whoami()
+        api = HfApi()
+        repo_id = full_repo_id(api, repo_id)
+        if not run.hub_private_repo:
+            warn_of_earlier_commits(api, repo_id)
         if not run.dry_run:
-            HfApi().create_repo(repo_id, private=run.hub_private_repo, exist_ok=True)
+            api.create_repo(repo_id, private=True, exist_ok=True)
 
 
 class Pusher:
