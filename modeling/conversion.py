@@ -24,8 +24,10 @@ from transformers import (
     BertConfig,
     BertForPreTraining,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 
 from . import modeling_d2l_bert
@@ -375,6 +377,29 @@ def has_tokenizer(name: str) -> bool:
     return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
 
 
+def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    A tokenizer of one of Transformers' own classes. Code that lies beside it is never run.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        ValueError: its class is not one of Transformers', but is defined by that code.
+        Exception: whatever `AutoTokenizer` raises for what it cannot load.
+    """
+    settings = get_tokenizer_config(name)
+    # Transformers would load such a tokenizer in a class of its own choice wherever it knows the model beside it.
+    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
+        raise ValueError(
+            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
+            "BertTokenizer"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved again, without the code that it names
+    return tokenizer
+
+
 def read_tokenizer(name: str, config):
     """
     The tokenizer beside a model, or None if there is none.
@@ -385,7 +410,7 @@ def read_tokenizer(name: str, config):
     if not has_tokenizer(name):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = stock_tokenizer(name)
     except Exception as error:  # each kind of damage has a class of its own
         raise ValueError(f"its tokenizer cannot be read ({error})") from None
     if len(tokenizer) > config.vocab_size:

@@ -9,6 +9,9 @@ import sys
 
 import pytest
 from conftest import SMALL, write_books
+from huggingface_hub import HfApi
+from local_hub import TOKEN, environment
+from transformers import BertConfig, BertForMaskedLM
 
 from d2l_bert.cli import main
 from d2l_bert.training.config import PretrainConfig
@@ -352,6 +355,112 @@ def test_a_damaged_model_folder(fails, trained, tmp_path):
     assert "cannot be loaded" in fails("fill-mask", tmp_path / "cut", "a [MASK]")
     shutil.copytree(trained, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "vocab.txt"))
     assert "cannot be loaded" in fails("next-sentence", tmp_path / "bare", "a", "b")
+
+
+RUN_ALL = """
+import json, sys
+from d2l_bert.cli import main
+codes = []
+for command in json.loads(sys.argv[1]):
+    codes.append(main(command))
+    print("-", file=sys.stderr)  # between the lines of two commands
+print(json.dumps([codes, sys.stdin.read()]))
+"""
+
+
+@pytest.fixture
+def with_code(trained, tmp_path):
+    """
+    Folders with code that would write the file `ran` if it were run.
+
+    `model` and `bert`: of models whose tokenizer is of a class in that code. `tokenizer`: the same tokenizer alone.
+    `unknown`: of a model whose configuration is such a class, too. `stock`: of a model of ours whose config.json and
+    tokenizer_config.json name that code, beside the stock classes that load it.
+    """
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    tokenizer = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
+    own = {**tokenizer, "tokenizer_class": "MyTokenizer"}
+    config = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForMaskedLM": "code.Model"}}
+    numbers = json.loads((trained / "config.json").read_text())
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    bert = BertForMaskedLM(BertConfig(**{name: numbers[name] for name in same}))
+    folders = {}
+    for name, tokenizer_changes, config_changes in (
+        ("model", own, {}),
+        ("bert", own, {}),
+        ("tokenizer", own, {}),
+        ("unknown", own, {**config, "model_type": "mine"}),
+        ("stock", tokenizer, config),
+    ):
+        folder = folders[name] = tmp_path / name
+        shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+        for file, changes in (("tokenizer_config.json", tokenizer_changes), ("config.json", config_changes)):
+            (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **changes}))
+        (folder / "code.py").write_text(code)
+    bert.save_pretrained(folders["bert"])
+    for file in ("config.json", "model.safetensors"):
+        (folders["tokenizer"] / file).unlink()
+    return folders
+
+
+def test_code_that_a_folder_brings_is_never_run_and_nothing_is_asked(with_code, here, books, trained, tmp_path):
+    """`y` stands on the standard input for whoever would ask; it must all be there at the end."""
+    api = HfApi()
+    for name in ("tokenizer", "model"):
+        api.create_repo(f"someone/{name}")
+        api.upload_folder(repo_id=f"someone/{name}", folder_path=with_code[name])
+    out, prepared = str(tmp_path / "out"), tmp_path / "prepared"
+    assert main(["prepare", f"--corpus={books}", f"--tokenizer={trained}", f"--output_dir={prepared}"]) == 0
+    for name in ("code.py", "tokenizer_config.json"):
+        shutil.copy(with_code["tokenizer"] / name, prepared)
+    run = [f"--output_dir={out}", "--max_steps=1", "--recipe=tiny"]
+    text = [f"--corpus={books}", *run]
+    no_code, no_model = "tokenizer_config.json asks for code of its own", "its config.json asks for code of its own"
+    refused = [
+        (["pretrain", f"--corpus={prepared}", *run], "damaged prepared folder"),
+        (["publish", str(with_code["model"]), "someone/new"], "MyTokenizer is no stock class"),
+        (["publish", str(with_code["unknown"]), "someone/new"], "a mine model, not a d2l-bert one"),
+        (["publish", str(with_code["stock"]), "someone/new"], "auto_map asks for code of its own"),
+        (["convert", str(with_code["bert"]), out, "--from=bert"], no_code),
+        (["convert", str(with_code["unknown"]), out, "--from=bert"], no_model),
+        (["convert", str(with_code["tokenizer"]), out, "--from=d2l", "--num_attention_heads=2"], "pretrained.params"),
+    ]
+    for name in (str(with_code["tokenizer"]), "someone/tokenizer"):
+        refused.append((["pretrain", f"--tokenizer={name}", *text], no_code))
+        refused.append((["prepare", f"--tokenizer={name}", f"--corpus={books}", f"--output_dir={out}"], no_code))
+    for name in (str(with_code["model"]), "someone/model", str(with_code["unknown"])):
+        words = no_model if name.endswith("unknown") else no_code
+        refused.append((["pretrain", f"--init_from={name}", *text, "--max_seq_length=48"], words))
+        refused.append((["fill-mask", name, "Anna [MASK]."], words))
+        refused.append((["next-sentence", name, "Anna walked.", "Anna ran."], words))
+        refused.extend((["convert", name, out, f"--to={kind}"], words) for kind in ("bert", "d2l"))
+    stock = str(with_code["stock"])
+    served = [
+        ["fill-mask", stock, "Anna [MASK]."],
+        ["next-sentence", stock, "Anna walked.", "Anna ran."],
+        ["convert", stock, f"{out}-bert", "--to=bert"],
+        ["prepare", f"--tokenizer={stock}", f"--corpus={books}", f"--output_dir={out}-tokens"],
+    ]
+    commands = [*(command for command, _ in refused), *served]
+    answers = "y\n" * len(commands)
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
+        input=answers,
+        env={**environment(here, tmp_path / "home", TOKEN), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    codes, left = json.loads(process.stdout.splitlines()[-1])
+    said = process.stderr.split("-\n")
+    for (command, words), code, lines in zip(refused, codes, said, strict=False):
+        assert code == 2 and len(lines.splitlines()) == 1 and words in lines, (command, code, lines)
+        assert "trust_remote_code" not in lines and "Do you wish" not in process.stdout
+    assert codes[len(refused) :] == [0] * len(served), process.stderr
+    assert left == answers and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+    for folder in ("out-bert", "out-tokens"):
+        assert "auto_map" not in (tmp_path / folder / "tokenizer_config.json").read_text()
 
 
 def test_a_checkpoint_that_is_none(fails, books, tmp_path):

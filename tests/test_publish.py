@@ -601,6 +601,10 @@ BROKEN = {
     "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
     "numbers with a hole": (with_hole, "numbers have holes"),
     "no mask token": (without_mask, "has no mask token"),
+    "a tokenizer with code of its own": (
+        lambda f: change_json(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.Mine", None]}),
+        "auto_map asks for code of its own",
+    ),
     "an unknown tokenizer": (
         lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="MyTokenizer"),
         "MyTokenizer is no stock class",

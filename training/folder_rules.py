@@ -118,9 +118,15 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: {name} is missing; {mend}")
-    kind = folders.read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    settings = folders.read_json(folder / "tokenizer_config.json")
+    kind = settings.get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS:
         raise UserError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
+    if settings.get("auto_map"):
+        raise UserError(
+            f"{folder}/tokenizer_config.json: auto_map asks for code of its own, which is never sent; take auto_map "
+            f"out"
+        )
     with refused(folder, f"its tokenizer cannot be loaded; {mend}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"

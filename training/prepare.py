@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import BertTokenizer
 
 from d2l_bert.errors import UserError
+from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, corpus, data
 from d2l_bert.training.config import TextConfig
@@ -292,7 +293,7 @@ def load_tokenizer(name: str) -> BertTokenizer:
         UserError: none there, or one that is not BERT's.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = conversion.stock_tokenizer(name)
     except Exception as error:  # the library has another class of exception for every way to miss
         raise UserError(f"tokenizer {name}: cannot be loaded ({' '.join(str(error).split())})") from None
     missing = [

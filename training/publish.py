@@ -131,7 +131,7 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
     files["tokenizer_config.json"] = classes  # Transformers 4 does not know the first name
     if "vocab.txt" not in files:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
     if record:
         files[RUN_FILE] = _json(without_paths(record))

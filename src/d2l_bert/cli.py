@@ -337,7 +337,7 @@ def _what(model, name=None):
 
 
 def _load(model_class, name):
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from d2l_bert.modeling import conversion
@@ -348,7 +348,7 @@ def _load(model_class, name):
         if not isinstance(config, model_class.config_class):
             raise UserError(f"it is a {config.model_type} model, not a d2l-bert one")
         model, missing, _ = conversion.load_and_compare(model_class, name)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = conversion.stock_tokenizer(name)
         if missing:
             raise UserError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
         if len(tokenizer) != config.vocab_size:

@@ -53,6 +53,11 @@ def reading_model(name: str, what: str = "") -> Iterator[None]:
                 "no folder here has this name, and the Hub gave no model of it; for a private one log in with "
                 "`hf auth login`, or set HF_TOKEN"
             )
+        if "custom code which must be executed" in reason:  # Transformers asks for an option that we do not have
+            reason = (
+                "its config.json asks for code of its own, which is never run; give a d2l-bert model, or a stock BERT "
+                "for convert --from bert"
+            )
         raise UserError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
 
 
