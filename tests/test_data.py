@@ -648,17 +648,19 @@ def test_an_epoch_of_more_pairs_than_any_buffer_holds_is_laid_out_whole(tmp_path
 
 
 def test_writing_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), arrow.written_whole(tmp_path / "x") as folder:
+    def write(folder):
         (folder / "half").write_text("a")
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        arrow.written_whole(tmp_path / "x", "writing", write)
     assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
 
 
 def test_what_a_killed_process_left_half_written_goes_when_it_is_written_again(tmp_path):
     (tmp_path / ".x.part").mkdir()
     (tmp_path / ".x.part" / "half").touch()
-    with arrow.written_whole(tmp_path / "x") as folder:
-        (folder / "whole").touch()
+    arrow.written_whole(tmp_path / "x", "writing", lambda folder: (folder / "whole").touch())
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["whole"]
     assert {path.name for path in tmp_path.iterdir()} == {"x", ".x.lock"}
 

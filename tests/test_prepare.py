@@ -1,16 +1,20 @@
 """A text prepared once serves many runs, and they learn from it what they would have learnt from the text."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import sys
+import time
+from collections import Counter
 
 import datasets
 import pytest
 from conftest import SMALL
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from d2l_bert.cli import main
-from d2l_bert.training import arrow
+from d2l_bert.training import arrow, corpus
 from d2l_bert.training.config import PretrainConfig, TextConfig
 from d2l_bert.training.prepare import prepare
 from d2l_bert.training.run_folder import default_output_dir
@@ -153,6 +157,86 @@ def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
         assert f"cache {file.parent}: damaged" in said and "delete this folder" in said
         file.write_bytes(whole)
     assert main(command) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two processes on one text
+
+
+@pytest.fixture
+def prepare_beside(books, tmp_path):
+    """Start processes that prepare the books, reading a book in so many seconds, in one new cache."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
+    started = []
+
+    def start(name, seconds):
+        said = tmp_path / f"{name}.txt"
+        said.touch()
+        started.append(context.Process(target=_prepare, args=(books, tmp_path / "home", said, seconds)))
+        started[-1].start()
+        return started[-1], said
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def _prepare(books, home, said, seconds):
+    """Runs in a process of its own; what it says goes to a file."""
+    constants.HF_HOME = str(home)
+    sys.stderr = said.open("w", buffering=1)
+    all_documents = corpus.all_documents
+
+    def slowly(sources):
+        for document in all_documents(sources):
+            time.sleep(seconds)
+            yield document
+
+    corpus.all_documents = slowly
+    prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_of_two_processes_on_one_text_one_works_and_the_other_says_that_it_waits(prepare_beside, tmp_path):
+    runs = [prepare_beside(name, seconds=0.2) for name in ("one", "two")]  # 24 books: 4.8 s
+    for process, _ in runs:
+        process.join(60)
+        assert process.exitcode == 0
+    lines = [said.read_text().splitlines() for _, said in runs]
+    done = Counter(line.partition(":")[0].partition(" of at most")[0] for line in [*lines[0], *lines[1]])
+    assert [done[what] for what in ("reading books", "training a tokenizer", "tokenizing")] == [1, 1, 1]
+    waiting = f"waiting for another process that is reading books (cache {tmp_path / 'home' / 'd2l_bert'})"
+    assert sorted(said.count(waiting) for said in lines) == [0, 1], lines
+    assert lines[0][-1] == lines[1][-1] and lines[0][-1].startswith("books: 22 documents, ")
+
+
+def test_the_one_that_waits_goes_on_where_the_other_is_killed(prepare_beside, tmp_path):
+    cache = tmp_path / "home" / "d2l_bert"
+    first, said_by_first = prepare_beside("first", seconds=60)
+    wait_for(lambda: any(cache.glob(".text-*.part")))
+    second, said = prepare_beside("second", seconds=0)
+    wait_for(lambda: "waiting for another process that is reading books" in said.read_text())
+    first.kill()
+    second.join(60)
+    assert second.exitcode == 0 and said_by_first.read_text() == ""
+    assert "\nreading books: 24 documents in" in said.read_text()
+    assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
+        "text",
+        "tokenizer",
+        "tokens",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said, recorded and refused
 
 
 def test_a_name_that_no_json_could_hold_is_refused_at_once(books, tmp_path, capsys):

@@ -24,13 +24,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from huggingface_hub import constants
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from d2l_bert.errors import UserError
 from d2l_bert.training import corpus, tables
-from d2l_bert.training.tracking import watched
+from d2l_bert.training.tracking import say, watched
 
 
 # A tokenizer sees an even sample of the text, not more: its memory and time stay bounded, and 50 million characters
@@ -39,6 +39,8 @@ TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 
 TOKENIZED_AT_ONCE = 64  # blocks
 MOST_KNOWN_WORDS = 200_000  # whose tokens a process remembers: those that come first, and so the common ones
+
+SILENT_SECONDS = 1.0  # that a process waits for another one before it says so
 
 
 def cache_folder() -> Path:
@@ -56,29 +58,39 @@ def code_of(*modules) -> list[str]:
     return [hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() for module in modules]
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes `path` when the block ends well, and nothing if it does not.
+def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> None:
+    """
+    Have `write` fill a temporary folder, which becomes `path` when it is done; if `write` fails, nothing of it stays.
 
-    Another process that writes the same waits meanwhile.
+    Of several processes that want the same folder one writes it. The others wait, and find it; if the one was killed,
+    another of them writes.
+
+    Args:
+        what: what `write` does, such as "reading books", for processes that wait to say.
+        write: takes an empty folder. It is not called if `path` is there.
+
+    Raises:
+        UserError: the cache cannot be written.
     """
     temporary, lock = path.with_name(f".{path.name}.part"), FileLock(path.with_name(f".{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=SILENT_SECONDS)
+        except Timeout:
+            say(f"waiting for another process that is {what} (cache {path.parent})")
+            lock.acquire()
     except OSError as error:
         raise UserError(
             f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
         ) from None
     try:
+        if path.exists():  # the process that had the lock before has written it
+            return
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
         temporary.mkdir()
-        yield temporary
-        try:
-            temporary.rename(path)
-        except OSError:  # another process was faster; it wrote the same
-            if not path.exists():
-                raise
+        write(temporary)
+        temporary.rename(path)
     except OSError as error:
         raise UserError(
             f"cache {path.parent}: cannot be written ({error.strerror}); free some space, or set HF_HOME to another "
@@ -164,16 +176,18 @@ def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corp
         folder
         / f"text-{fingerprint(identity, language, vars(cleaning), code_of(corpus, tables, sys.modules[__name__]))}"
     )
-    if not path.exists():
+    name = ", ".join(source.name for source in sources)
+
+    def write(partial):
         counts = Counter()
-        name = ", ".join(source.name for source in sources)
         documents = corpus.clean(watched(corpus.all_documents(sources), f"reading {name}"), cleaning, counts)
-        blocks = corpus.enough_blocks(corpus.split_sentences(documents, language, counts))
-        with written_whole(path) as partial:
-            _write_text(blocks, partial)
-            for source in sources:
-                counts.update(source.counts)
-            (partial / "counts.json").write_text(json.dumps(counts))
+        _write_text(corpus.enough_blocks(corpus.split_sentences(documents, language, counts)), partial)
+        for source in sources:
+            counts.update(source.counts)
+        (partial / "counts.json").write_text(json.dumps(counts))
+
+    if not path.exists():
+        written_whole(path, f"reading {name}", write)
     return path
 
 
@@ -251,9 +265,8 @@ def prepare_tokens(text: Path, tokenizer, folder: Path, processes: int = 1) -> P
         spans = [(first, min(first + TOKENIZED_AT_ONCE, blocks)) for first in range(0, blocks, TOKENIZED_AT_ONCE)]
         done = in_order(_tokenize, spans, min(processes, len(spans)), _open_text, (text, backend.to_str()))
         documents = len(read_table(text, "document_ends"))
-        with written_whole(path) as partial:
-            _write_tokens(watched(done, "tokenizing", documents, lambda part: len(part["document_ends"])), partial)
-            (partial / _CONTENT_FILE).write_text(json.dumps({"fingerprint": content_fingerprint(partial)}))
+        done = watched(done, "tokenizing", documents, lambda part: len(part["document_ends"]))
+        written_whole(path, "tokenizing", lambda partial: _write_tokens(done, partial))
     return path
 
 
@@ -382,6 +395,7 @@ def _write_tokens(parts, folder):
             tokens += len(part["input_ids"])
             sentences += len(part["sentence_ends"])
         writer.finalize()
+    (folder / _CONTENT_FILE).write_text(json.dumps({"fingerprint": content_fingerprint(folder)}))
 
 
 def content_fingerprint(folder: Path) -> str:

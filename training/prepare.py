@@ -188,15 +188,18 @@ def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Pat
     how = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
     made_from = (sample.text.name, sample.blocks.tobytes().hex(), how, arrow.code_of(wordpiece))
     path = folder / f"tokenizer-{arrow.fingerprint(made_from)}"
-    if not path.exists():
+
+    def write(partial):
         part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         say(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
         start = time.monotonic()
         tokenizer = wordpiece.train_wordpiece(sample, *how)
         say(f"trained it in {time.monotonic() - start:.0f} s")
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        with arrow.written_whole(path) as partial:
-            (partial / "pieces.json").write_text(json.dumps(pieces))
+        (partial / "pieces.json").write_text(json.dumps(pieces))
+
+    if not path.exists():
+        arrow.written_whole(path, "training a tokenizer", write)
     with arrow.undamaged(path):
         pieces = json.loads((path / "pieces.json").read_text())
     return wordpiece.make_tokenizer(pieces, run.lowercase, run.strip_accents)
