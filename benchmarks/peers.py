@@ -64,17 +64,18 @@ def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The step of `d2l-bert pretrain`, as `pretrain.train` puts it together."""
+    """The step of `d2l-bert pretrain`, as the command and `pretrain.train` put it together."""
 
     def __init__(self, told):
         from dataclasses import replace
 
         from d2l_bert import D2lBertConfig, PretrainConfig
+        from d2l_bert.cli import keep_freed_memory
         from d2l_bert.training import compiling, distributed, pretrain
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
 
-        pretrain.keep_freed_memory()
+        keep_freed_memory()
         self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
         run = PretrainConfig(**told["run"])

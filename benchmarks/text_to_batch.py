@@ -35,6 +35,7 @@ import torch
 
 from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
+from d2l_bert.cli import keep_freed_memory
 from d2l_bert.training import batching, data, pretrain
 from d2l_bert.training.loader import load
 from d2l_bert.training.prepare import prepare
@@ -280,6 +281,7 @@ def producer(arguments):
         print(f"one worker, pairs of {name}: {statistics.median(speeds):,.0f} tokens/s, median of 5 times 300 steps")
     with tempfile.TemporaryDirectory() as folder:
         run = replace(run, max_steps=500, eval_steps=500, save_steps=500, output_dir=f"{folder}/model")
+        keep_freed_memory()  # as the command does
         pretrain.pretrain(architecture, run)
         metrics = json.loads((Path(folder) / "model" / "metrics.json").read_text())
     print(

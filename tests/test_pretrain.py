@@ -462,7 +462,7 @@ def test_what_the_machine_decides_is_in_the_record(books, tmp_path):
 KEEP_AND_FREE = """
 import pathlib, re, sys
 import numpy as np
-from d2l_bert.training.pretrain import keep_freed_memory
+from d2l_bert.cli import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 arrays = [np.ones(2**21) for _ in range(80)]
@@ -484,7 +484,7 @@ def test_glibc_keeps_what_is_freed_however_much_it_is():
 
 def test_memory_is_kept_from_before_the_text_is_read(books, tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr("d2l_bert.training.pretrain.keep_freed_memory", lambda: done.append("kept"))
+    monkeypatch.setattr("d2l_bert.cli.keep_freed_memory", lambda: done.append("kept"))
     monkeypatch.setattr("d2l_bert.training.pretrain.prepare", lambda run: done.append("read") or prepare.prepare(run))
     run(books, tmp_path / "model", "--max_steps=1")
     assert done == ["kept", "read"]

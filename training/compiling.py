@@ -90,7 +90,8 @@ def compile_blocks(model: nn.Module) -> None:
     Have PyTorch's compiler make one program for all blocks of the encoder, for rows of any number and width.
 
     Regional compilation: what is compiled is one block, so that a deep model takes no longer than a flat one. Names of
-    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step.
+    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Two settings of
+    the compiler are changed for the whole process.
 
     Args:
         model: a d2l-bert with an encoder, without a distributed wrapper.

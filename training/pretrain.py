@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import functools
 import io
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +33,7 @@ from d2l_bert.training.card_rules import check_license
 from d2l_bert.training.compiling import settle_compiling
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
+from d2l_bert.training.host_settings import host_settings_kept
 from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
 from d2l_bert.training.loader import load
 from d2l_bert.training.micro_batch import settle_micro_batch
@@ -66,6 +65,7 @@ from d2l_bert.training.tracking import (
 )
 
 
+@host_settings_kept()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
@@ -88,7 +88,6 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             check_license(run.license)
     if run.dry_run:
         return rehearse(architecture, run)
-    keep_freed_memory()  # before the text is read: what that frees is one large piece, in which steps find room
     logging.disable_progress_bar()  # Transformers would draw one for every file it saves
     architecture = copy.deepcopy(architecture)
     with distributed.said_once():
@@ -356,18 +355,6 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resu
         # The old name goes in Transformers 6, and the new one came with 5.23.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
-
-
-def keep_freed_memory() -> None:
-    """
-    Have glibc keep what a step frees for the next one.
-
-    It would give every large tensor back to the system, which clears each page of it before it comes again: on two
-    cores that is a tenth of a step. What reading the text has freed is kept too, until the process ends.
-    """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD of malloc.h: never
-        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; older ones take 32 MiB at most
 
 
 def faster_attention(architecture: D2lBertConfig, run: PretrainConfig, device: str) -> str:

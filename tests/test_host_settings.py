@@ -1,0 +1,117 @@
+"""A program that calls `pretrain` has its own settings afterwards, of its libraries and of its process."""
+
+import copy
+import ctypes
+import gc
+import logging
+import os
+import random
+import signal
+import warnings
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from d2l_bert import RECIPES, D2lBertConfig, pretrain
+from d2l_bert.errors import UserError
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)
+ON_CPU = not torch.cuda.is_available()
+
+
+@pytest.fixture
+def job(books, tmp_path, monkeypatch):
+    """What to pretrain: a small model for 2 steps, its blocks compiled by a compiler that does nothing."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    architecture = D2lBertConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, max_position_embeddings=48
+    )
+    _, run = RECIPES["tiny"]()
+    numbers = {"vocab_size": 400, "max_seq_length": 48, "global_batch_size": 8, "max_steps": 2}
+    numbers |= {"torch_compile": "true", "mixed_precision": "bf16"}
+    return architecture, replace(run, corpus=[str(books)], output_dir=str(tmp_path / "out"), **numbers)
+
+
+@pytest.fixture
+def host():
+    """A program with settings of its own; returns what they are now."""
+    bars = (transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+    transformers_logging.enable_progress_bar()
+    disable_progress_bars("host.downloads")
+    AcceleratorState._reset_state()  # of tests before
+    accelerator = Accelerator(cpu=ON_CPU, mixed_precision="no", gradient_accumulation_steps=4)
+
+    def settings():
+        return {
+            "recomputation": torch._functorch.config.aggressive_recomputation,
+            "programs": torch._dynamo.config.recompile_limit,
+            "bars": (transformers_logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()),
+            "bars of the Hub": (are_progress_bars_disabled(), are_progress_bars_disabled("host.downloads")),
+            "accelerator": (accelerator.mixed_precision, accelerator.gradient_accumulation_steps),
+            "environment": dict(os.environ),
+            "signals": [signal.getsignal(number) for number in SIGNALS],
+            "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
+            "gradients": (torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
+            "products": (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
+            "warnings": list(warnings.filters),
+            "logging": [logging.getLogger(name).level for name in ("", "transformers", "datasets", "accelerate")],
+            "random numbers of Python": random.getstate(),
+            "folder": os.getcwd(),
+            "garbage": (gc.isenabled(), gc.get_threshold()),
+        }
+
+    with torch._functorch.config.patch(aggressive_recomputation=False), torch._dynamo.config.patch(recompile_limit=5):
+        yield settings
+    enable_progress_bars() if not bars[1] else disable_progress_bars()
+    if not bars[0]:
+        transformers_logging.disable_progress_bar()
+
+
+def test_a_run_leaves_the_settings_of_its_host_alone(job, host):
+    before = copy.copy(host())
+    pretrain(*job)
+    assert host() == before
+    Accelerator(cpu=ON_CPU, mixed_precision="no")  # one of another precision than the run's is not refused
+
+
+@pytest.mark.parametrize("error", [UserError("full"), SystemExit(143), RuntimeError("a bug")])
+def test_a_run_that_ends_by_an_error_does_too(job, host, monkeypatch, error):
+    seen = {}
+
+    def fail(*_):
+        seen.update(host())
+        raise error
+
+    monkeypatch.setattr("d2l_bert.training.pretrain.finish_folder", fail)
+    before = copy.copy(host())
+    with pytest.raises(type(error)):
+        pretrain(*job)
+    assert host() == before
+    changed = {name for name in before if seen[name] != before[name]}
+    assert changed == {"recomputation", "programs", "bars", "bars of the Hub", "accelerator"}
+
+
+def test_a_host_without_bars_and_accelerator_has_none_afterwards(job, host):
+    transformers_logging.disable_progress_bar()
+    before = copy.copy(host())
+    pretrain(*job)
+    assert host() == before
+
+
+def test_the_allocator_is_tuned_by_the_command_alone(job, monkeypatch):
+    opened, load = [], ctypes.CDLL
+
+    def watched(name, *arguments, **how):
+        opened.append(name)
+        return load(name, *arguments, **how)
+
+    monkeypatch.setattr(ctypes, "CDLL", watched)
+    pretrain(*job)
+    assert None not in opened, "libc, which has mallopt, is opened as None"

@@ -1,0 +1,35 @@
+"""The calling program's settings of PyTorch, Accelerate and Transformers, put back when a run is over."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch._dynamo.config
+import torch._functorch.config
+from accelerate.state import AcceleratorState, GradientState
+from huggingface_hub.utils.tqdm import progress_bar_states
+from transformers.utils import logging
+
+
+@contextlib.contextmanager
+def host_settings_kept() -> Iterator[None]:
+    """
+    Put back, after the block and after an error in it, what a run changes for the whole process.
+
+    These are the compiler's settings (`compiling.compile_blocks`), the state that all `Accelerator` objects share,
+    with its precision and its accumulation of gradients (`distributed.make_accelerator`), and the progress bars of
+    Transformers and huggingface_hub. PyTorch's random state is not put back: a run seeds it.
+    """
+    aggressive_recomputation = torch._functorch.config.aggressive_recomputation
+    recompile_limit = torch._dynamo.config.recompile_limit
+    shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
+    bars, hub_bars = logging.is_progress_bar_enabled(), dict(progress_bar_states)
+    try:
+        yield
+    finally:
+        torch._functorch.config.aggressive_recomputation = aggressive_recomputation
+        torch._dynamo.config.recompile_limit = recompile_limit
+        if bars:
+            logging.enable_progress_bar()  # huggingface_hub's too; they are put back next
+        for state, before in (*shared_states, (progress_bar_states, hub_bars)):
+            state.clear()
+            state.update(before)
