@@ -23,6 +23,7 @@ from d2l_bert.training.tracking import TrainingLog, plot_curves
 
 LOG_FILE = "training_log.jsonl"
 LOCK_FILE = ".lock"
+WEIGHTS_FILE = "model.safetensors"
 FINISH_FOLDER = ".model.part"
 STAGED = ".hub-"  # checkpoints on their way to the Hub
 
@@ -88,7 +89,7 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
                 f"output_dir {folder}: holds another run than the checkpoint {run.resume_from_checkpoint}; "
                 f"name a new folder"
             )
-    elif "model.safetensors" in entries and not checkpoint.checkpoints(folder):
+    elif WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder):
         raise UserError(
             f"output_dir {folder}: holds a finished run and no checkpoint to go on from; replace it with "
             f"--overwrite_output_dir, or name another folder"
@@ -146,24 +147,41 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
 
 
 def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
-    """Write the record and open the log; clear away what an earlier run left beyond the step this one starts from."""
+    """
+    Write the record and open the log; clear away what an earlier run left beyond the step this one starts from.
+
+    A finished model of this run stays, and its record with it, until `finish_folder` puts another in its place.
+    """
     for left in folder.glob(f"{STAGED}*"):
         shutil.rmtree(left)
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if checkpoint.step_of(old) > start or old.name.startswith("."):
             checkpoint.drop(old)
     if start == 0:
-        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, "model.safetensors"):
+        drop_weights(folder)
+        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE):
             (folder / name).unlink(missing_ok=True)
-    folders.write_json(folder / RUN_FILE, record)  # first of all: without it the folder is no run's
+    if not (folder / WEIGHTS_FILE).exists():
+        folders.write_json(folder / RUN_FILE, record)  # before the log: without it the folder is no run's
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
     return log
 
 
+def drop_weights(folder: Path) -> None:
+    """Delete a finished model's weights, on the disk too, before any other file of that model changes."""
+    if (folder / WEIGHTS_FILE).exists():
+        (folder / WEIGHTS_FILE).unlink()
+        folders.sync(folder)
+
+
 def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: TrainingLog, held_out) -> str:
     """
-    Write model, tokenizer, code, figures, curves and card, all of them or none; return what there is to say of them.
+    Write model, tokenizer, code, figures, curves and card; return what there is to say of them.
+
+    All is written beside first. Then an earlier model's weights are deleted, all other files are renamed into the
+    folder, and the weights come last: wherever the process is killed, weights in the folder have their own record,
+    figures, tokenizer and code beside them.
 
     Args:
         model: to publish, in one piece.
@@ -186,8 +204,13 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
         for path in partial.iterdir():
             folders.sync(path)
+        drop_weights(folder)
         for path in partial.iterdir():
-            path.replace(folder / path.name)
+            if path.name != WEIGHTS_FILE:
+                path.replace(folder / path.name)
+        folders.sync(folder)
+        (partial / WEIGHTS_FILE).replace(folder / WEIGHTS_FILE)
+        folders.sync(folder)
     except OSError as error:
         raise UserError(
             f"{folder}: the model cannot be written ({error.strerror or error}); the checkpoints are as they were: "

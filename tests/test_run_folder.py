@@ -1,0 +1,159 @@
+"""The finished model's files take their places in an order in which weights never stand beside another run's files."""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import SMALL
+
+from d2l_bert.cli import main
+from d2l_bert.training import folders, pretrain, run_folder, tracking
+
+
+WEIGHTS = "model.safetensors"
+FILES = {
+    "README.md",
+    "config.json",
+    "configuration_d2l_bert.py",
+    "metrics.json",
+    "model.safetensors",
+    "modeling_d2l_bert.py",
+    "run_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_curves.png",
+    "vocab.txt",
+}
+OPTIONS = (*SMALL, "--max_steps=2", "--save_total_limit=1", "--mixed_precision=no")
+
+# A run of another model and another tokenizer, and one that goes on where the first run ended and computes otherwise.
+REPLACED = ("--overwrite_output_dir", "--seed=1", "--hidden_size=16", "--vocab_size=150")
+RESUMED = ("--resume_from_checkpoint=latest", "--micro_batch_size=4")
+
+pytestmark = pytest.mark.usefixtures("one_thread", "same_figures")
+
+
+class Killed(BaseException):
+    """Whatever follows in the process does not happen."""
+
+
+@pytest.fixture
+def same_figures(monkeypatch):
+    """Nothing in a run's files depends on the time that it took; and curves and the machine's peak take none."""
+    speed = tracking.Meter.speed
+    monkeypatch.setattr(tracking.Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
+    monkeypatch.setattr(pretrain, "peak_of", lambda _: 1e12)
+
+    def plot(rows, path):
+        path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))
+
+    monkeypatch.setattr(run_folder, "plot_curves", plot)
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Have the process die before it renames or deletes for the n-th time in `start_folder` or `finish_folder`.
+
+    Returns:
+        A function of n that returns what is done there until then: pairs of what and the name of the file.
+    """
+    inside, done, last, dead = [], [], None, False
+
+    def counted(what, function):
+        def call(path, *arguments, **how):
+            nonlocal dead
+            if inside:
+                if dead or sum(kind != "sync" for kind, _ in done) == last:
+                    dead = True
+                    raise Killed
+                done.append((what, os.path.basename(arguments[0] if what == "rename" else path)))
+            return function(path, *arguments, **how)
+
+        return call
+
+    def watched(function):
+        def call(*arguments):
+            inside.append(function.__name__)
+            made = function(*arguments)
+            inside.clear()
+            return made
+
+        return call
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, counted("rename", getattr(os, name)))
+    for name in ("unlink", "remove", "rmdir"):
+        monkeypatch.setattr(os, name, counted("delete", getattr(os, name)))
+    monkeypatch.setattr(folders, "sync", counted("sync", folders.sync))
+    for function in (run_folder.start_folder, run_folder.finish_folder):
+        monkeypatch.setattr(pretrain, function.__name__, watched(function))
+
+    def die(number):
+        nonlocal last, dead
+        last, dead = number, False
+        inside.clear()
+        done.clear()
+        return inside, done
+
+    return die
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+
+
+@pytest.fixture
+def runs(books, tmp_path):
+    """The arguments of a run, its folder, and a copy of what a first run has left there."""
+    folder, kept = tmp_path / "model", tmp_path / "kept"
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *OPTIONS]
+    assert main(command) == 0
+    shutil.copytree(folder, kept)
+    return command, folder, kept
+
+
+@pytest.mark.parametrize("changes", [REPLACED, RESUMED])
+def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_run(runs, dying, changes):
+    command, folder, kept = runs
+    _, done = dying(None)
+    assert main([*command, *changes]) == 0
+    whole, count = {"before": contents(kept), "after": contents(folder)}, sum(kind != "sync" for kind, _ in done)
+    assert whole["before"].keys() == whole["after"].keys() == FILES and count > len(FILES)
+    assert whole["before"]["run_config.json"] != whole["after"]["run_config.json"]
+    seen = set()
+    for number in range(count):
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        inside, done = dying(number)
+        with pytest.raises(Killed):
+            main([*command, *changes])
+        (function,) = inside
+        found = contents(folder)
+        state = next((name for name in whole if found == whole[name]), "without weights")
+        assert state != "without weights" or WEIGHTS not in found, done
+        seen.add(state)
+        dying(None)
+        if function == "finish_folder":
+            assert main([*command, *changes, *resumed(changes)]) == 0
+            found = contents(folder)
+            assert found.keys() == FILES
+            assert all(found[name] == whole["after"][name] for name in FILES - {"run_config.json"})
+            assert not (folder / ".model.part").exists() and not (folder / ".lock").exists()
+    assert seen == {"before", "without weights", "after"}
+
+
+def resumed(changes):
+    """The options that go on with a run instead of replacing one."""
+    return ("--overwrite_output_dir=false", "--resume_from_checkpoint=latest") if changes == REPLACED else ()
+
+
+def test_what_is_deleted_and_what_has_come_is_on_the_disk_before_the_weights_are(runs, dying):
+    command, folder, _ = runs
+    _, done = dying(None)
+    assert main([*command, *RESUMED]) == 0
+    gone, there = done.index(("delete", WEIGHTS)), done.index(("rename", WEIGHTS))
+    assert set(done[:gone]) >= {("sync", name) for name in FILES}
+    others = [("rename", name) for name in FILES - {WEIGHTS}]
+    assert done[gone + 1] == ("sync", folder.name) and sorted(done[gone + 2 : there - 1]) == sorted(others)
+    assert done[there - 1] == done[there + 1] == ("sync", folder.name)
