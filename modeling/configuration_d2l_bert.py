@@ -2,11 +2,16 @@
 
 import dataclasses
 import difflib
+import math
 
 from transformers import PreTrainedConfig
 
 
 ACTIVATIONS = ("relu", "gelu")
+# What `initializer_range` and `layer_norm_eps` may be: float32 rounds what is smaller to 0, or to few digits. PyTorch
+# itself draws weights of 1 at most (an embedding's), and a score of attention multiplies four of them, which overflows
+# float32 from some 1e9 on.
+SMALLEST, LARGEST = 2.0**-126, 100.0
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 # Keyword arguments that every Transformers configuration takes although they are not dataclass fields.
@@ -44,7 +49,8 @@ class D2lBertConfig(PreTrainedConfig):
         max_position_embeddings: longest sequence, in tokens. The book allows 1,000.
         type_vocab_size: segment embeddings; 2 for a pair of segments.
         initializer_range: standard deviation of the normal distribution that weights start from, as in BERT.
-        layer_norm_eps: epsilon of every LayerNorm; 1e-5 is the book's, 1e-12 is BERT's.
+        layer_norm_eps: epsilon of every LayerNorm; 1e-5 is the book's, 1e-12 is BERT's. This and `initializer_range`
+            may be from 1.2e-38, the smallest number that float32 has all digits of, to 100.
         pad_token_id: token whose embedding stays zero.
 
     Raises:
@@ -111,8 +117,10 @@ class D2lBertConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {value!r}")
         for name in ("initializer_range", "layer_norm_eps"):
             value = getattr(self, name)
-            if not _is_number(value) or value <= 0:
-                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+            if not SMALLEST <= value <= LARGEST:
+                raise ValueError(f"{name} must be between {SMALLEST:.1e} and {LARGEST:g}, got {value!r}")
         for name in ("embedding_layer_norm", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

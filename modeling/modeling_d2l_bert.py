@@ -391,8 +391,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             places = (torch.arange(len(wanted), device=wanted.device), wanted)
             logits = F.linear(states[part], table, offset)  # (rows at once, V)
             gradient = logits.softmax(dim=1)
-            loss += label_losses(logits, gradient, places).where(is_known[part], 0).sum()
-            gradient[places] -= 1
+            losses, others = label_losses(logits, gradient, places)
+            loss += losses.where(is_known[part], 0).sum()
+            gradient[places] = -others.to(dtype)
             torch.mm(gradient, table, out=d_states[part])
             product = gradient.T @ states[part]
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
@@ -409,13 +410,25 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def label_losses(logits, probabilities, places):
-    """The cross-entropy of each row's label, at the `places` of `logits` (R, V), in float32 at least."""
+    """
+    The cross-entropy of each row's label, at the `places` of logits (R, V), and the probability 1 - p of all other
+    tokens, which is the gradient's size there: both (R,), in float32 at least.
+
+    They come from the label's probability p as it is rounded, unless too little of them is left in it: where p is
+    above 1/2 (bf16 has no number between 0.996 and 1) or below all normal numbers. There the scores of the other
+    tokens are summed in float32; on a GPU everywhere, as it would have to wait for the number of such rows.
+    """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    scores, chances = logits[places].to(exact), probabilities[places].to(exact)
-    if logits.device.type == "cpu" and bool((chances > 1e-30).all()):  # asking elsewhere would be waiting
-        return -chances.log()
-    # By way of the likeliest token, whose probability is not rounded to 0.
-    return logits.amax(1).to(exact) - probabilities.amax(1).to(exact).log() - scores
+    chances = probabilities[places].to(exact)
+    losses, others = -chances.log(), 1 - chances
+    rows = torch.arange(len(logits), device=logits.device)
+    if logits.device.type == "cpu":
+        rows = rows[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
+    scores, labels = logits[rows].to(exact), places[1][rows].unsqueeze(1)
+    distance = -scores.gather(1, labels).squeeze(1)
+    distance += scores.scatter_(1, labels, -torch.inf).logsumexp(dim=1)  # of log 1 - p from log p
+    losses[rows], others[rows] = F.softplus(distance), distance.sigmoid()
+    return losses, others
 
 
 def loss_over(values, num_items=None):

@@ -273,6 +273,74 @@ def test_a_score_far_below_the_highest_keeps_its_loss():
     assert loss == 300
 
 
+def scores_of_labels_at(probability, peak, dtype, rows=1000, vocab_size=2000):
+    """
+    Scores (R, V), and labels (R,) that have this probability but for the rounding of their scores.
+
+    The others' scores are random; with `peak` one other token has 99.5 % of what the label leaves.
+    """
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(rows, vocab_size, generator=generator, dtype=torch.double)
+    labels, places = torch.randint(1, vocab_size, (rows,), generator=generator), torch.arange(rows)
+    scores[places, labels] = -torch.inf
+    if peak:
+        scores[:, 0] = scores[:, 1:].logsumexp(1) + math.log(0.995 / 0.005)
+    scores[places, labels] = scores.logsumexp(1) + math.log(probability / (1 - probability))
+    return scores.to(dtype), labels
+
+
+def losses_and_gradients_of_scores(loss_of, scores, labels):
+    """The sum of losses, and the gradients of scores that are the weight itself, since each state is one-hot."""
+    states, bias = torch.eye(len(scores), dtype=scores.dtype), torch.zeros(scores.shape[1])
+    weight = scores.T.to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
+    loss = loss_of(states, weight, bias.to(weight.dtype), labels)
+    return loss.item(), torch.autograd.grad(loss, weight)[0].T.double()
+
+
+def plain_loss(states, weight, bias, labels):
+    """Cross-entropy in float32 at least, of scores in the dtype of the states."""
+    scores = nn.functional.linear(states, weight.to(states.dtype), bias.to(states.dtype))
+    return nn.functional.cross_entropy(scores.to(weight.dtype), labels, reduction="sum")
+
+
+@pytest.mark.parametrize("peak", [False, True])
+@pytest.mark.parametrize("probability", [0.02, 0.5, 0.75, 0.95, 0.99, 0.998, 0.9997])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_likely_label_has_the_gradient_and_loss_that_float32_gives_it(dtype, probability, peak):
+    scores, labels = scores_of_labels_at(probability, peak, dtype)
+    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
+    usual = losses_and_gradients_of_scores(plain_loss, scores, labels)
+    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
+    places = (torch.arange(len(labels)), labels)
+
+    def errors(gradients):
+        relative = gradients[places] / truth[1][places] - 1
+        return relative.square().mean().sqrt(), (gradients - truth[1]).norm() / truth[1].norm()
+
+    for error, usual_error in zip(errors(found[1]), errors(usual[1]), strict=True):
+        assert error < max(1.5 * usual_error, 1e-6)  # 16 units of float32's last place
+    assert found[0] == pytest.approx(truth[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_token_far_above_all_others_leaves_the_loss_and_gradient_right(dtype):
+    """The probabilities of the others are rounded to 0 then."""
+    scores, labels = torch.randn(8, 500, generator=torch.Generator().manual_seed(0)), torch.arange(8) + 480
+    scores[:, 490] = 300
+    scores[torch.arange(4), labels[:4]] = 301
+    scores = scores.to(dtype)
+    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
+    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
+    torch.testing.assert_close(found, truth, rtol=1e-2, atol=1e-6)
+
+
+def test_a_score_that_is_no_number_shows_in_the_loss():
+    """The loop leaves such a step out, and so must see it."""
+    weight = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    weight[400] = math.nan
+    assert modeling.linear_cross_entropy(torch.ones(2, 3), weight, torch.zeros(500), torch.tensor([1, 2])).isnan()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Dropout
 

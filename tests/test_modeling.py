@@ -698,7 +698,9 @@ def test_a_configuration_survives_its_file(setting, tmp_path):
         ("hidden_dropout_prob", -0.1),
         ("attention_probs_dropout_prob", 1.5),
         ("initializer_range", 0.0),
+        ("initializer_range", 101),
         ("layer_norm_eps", -1e-5),
+        ("layer_norm_eps", 1e-45),
         ("embedding_layer_norm", "yes"),
         ("tie_word_embeddings", 1),
         ("pad_token_id", 20256),
@@ -712,6 +714,38 @@ def test_a_configuration_survives_its_file(setting, tmp_path):
 def test_a_bad_value_is_refused_by_the_name_of_its_field(field, value):
     with pytest.raises(ValueError, match=field):
         D2lBertConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
+def test_a_number_that_is_not_finite_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be a finite number above 0, got {value}$"):
+        D2lBertConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("field", ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"])
+def test_a_dropout_that_is_not_finite_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be a probability of at least 0 and below 1, got {value}$"):
+        D2lBertConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [1e300, 10**400, 1e-300])
+@pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
+def test_what_float32_cannot_compute_with_is_refused(field, value):
+    with pytest.raises(ValueError) as caught:
+        D2lBertConfig(**{field: value})
+    assert str(caught.value) == f"{field} must be between 1.2e-38 and 100, got {value}"
+
+
+@every_setting
+@pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
+@pytest.mark.parametrize("value", [2.0**-126, 100])
+def test_a_model_with_the_smallest_and_the_largest_numbers_has_finite_gradients(field, value, setting):
+    torch.manual_seed(0)
+    model = D2lBertForPreTraining(make_config(setting, **{field: value}))
+    loss, found = gradients(model, padded(make_sequences()))
+    assert math.isfinite(loss) and all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_an_unknown_problem_type_is_refused():
