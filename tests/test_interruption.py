@@ -467,7 +467,7 @@ def test_steps_without_a_finite_loss_and_gradient_are_left_out(
     assert main(command(tmp_path / "expected", *LONGER)) == 0
     assert weights(tmp_path / "spoilt") == weights(tmp_path / "expected")
     for folder, skipped in ((tmp_path / "spoilt", sorted(steps)), (tmp_path / "expected", [])):
-        assert [row["step"] for row in rows(folder) if "event" in row] == skipped
+        assert [row["step"] for row in rows(folder) if row.get("event") == "skipped"] == skipped
 
 
 def test_ten_steps_in_a_row_without_a_finite_loss_end_the_run(command, spoil, tmp_path, capsys):
@@ -477,7 +477,7 @@ def test_ten_steps_in_a_row_without_a_finite_loss_end_the_run(command, spoil, tm
     line = error_line(capsys)
     assert "diverged" in line and "10 steps in a row" in line and "learning_rate" in line
     assert str(folder / "checkpoint-3") in line
-    assert [row["step"] for row in rows(folder) if "event" in row] == list(range(5, 15))
+    assert [row["step"] for row in rows(folder) if row.get("event") == "skipped"] == list(range(5, 15))
     assert {path.name for path in folder.iterdir() if "checkpoint" in path.name} == {"checkpoint-3"}
     assert main(["fill-mask", str(folder / "checkpoint-3"), "anna [MASK] to the garden ."]) == 0
     assert not any(path.name in ("model.safetensors", "metrics.json") for path in Path(folder).iterdir())

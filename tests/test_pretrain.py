@@ -25,7 +25,7 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import make_tokenizer
 from d2l_bert.training import checkpoint, data, micro_batch, prepare
-from d2l_bert.training.batching import make_phases
+from d2l_bert.training.batching import make_phases, stage_changes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
@@ -284,6 +284,33 @@ def test_a_resumed_run_with_everything_that_changes_over_the_steps_ends_with_the
     assert rates[:8] == [rates[0]] * 8 and rates[8] > rates[9], "flat, then a fall over the last fifth"
 
 
+def test_changes_of_length_and_batch_size_are_said_once_in_the_log_and_on_resuming_again(books, tmp_path, capsys):
+    out = tmp_path / "out"
+    # Batches of 2 and 4 pairs of 48 tokens, and of 8 from step 6 on; until then as many tokens in pairs of 16.
+    run(books, out, *LONG_OPTIONS, "--save_total_limit=9")
+    first = "step 4: from here on 12 pairs of 16 tokens a step"
+    second = "step 6: from here on 8 pairs of 48 tokens a step; held-out figures are always at 48"
+    said = [line for line in capsys.readouterr().err.splitlines() if "from here on" in line]
+    events = [row for row in log_rows(out) if "event" in row]
+    assert said == [first, second] == [row.pop("reason") for row in events]
+    assert events == [
+        {"step": 4, "event": "stage", "length_before": 16, "length": 16, "batch_before": 2, "batch": 4},
+        {"step": 6, "event": "stage", "length_before": 16, "length": 48, "batch_before": 4, "batch": 8},
+    ]
+    for name in ("checkpoint-8", "checkpoint-10"):
+        shutil.rmtree(out / name)
+    run(books, out, *LONG_OPTIONS, "--resume_from_checkpoint=latest")
+    assert [line for line in capsys.readouterr().err.splitlines() if "from here on" in line] == [second]
+    assert [row["step"] for row in log_rows(out) if "event" in row] == [4, 6]
+
+
+def test_sequences_without_a_task_of_pairs_are_called_so():
+    run = PretrainConfig(objective="none", max_seq_length=48, length_schedule=["16:0.5"], max_steps=10)
+    (change,) = stage_changes(run, 10).values()
+    assert change["reason"].startswith(f"step 6: from here on {run.global_batch_size} sequences of 48 tokens a step;")
+    assert stage_changes(replace(run, length_schedule=[]), 10) == {}
+
+
 def test_the_average_is_what_is_evaluated_and_published(books, tmp_path):
     """The checkpoint holds the weights themselves and, beside them, what AveragedModel makes of them."""
     out = tmp_path / "out"
@@ -380,8 +407,8 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(books, tmp_path, c
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options]) == 0
     said = capsys.readouterr()
     assert "passes over the text" in said.out and "nothing is kept" in said.out and "What it learnt" not in said.out
-    steps = [line for line in said.err.splitlines() if line.startswith("step ")]
-    assert len(steps) == 2  # one of each length
+    steps = [line for line in said.err.splitlines() if re.match(r"step \d/2 ", line)]
+    assert len(steps) == 2 and "step 2: from here on 2 pairs of" in said.err  # one of each length
     assert not list(tmp_path.iterdir())
 
 

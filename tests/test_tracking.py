@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import json
 import math
 import re
@@ -195,6 +196,47 @@ def test_curves_mark_the_steps_left_out_and_take_rows_in_any_order(tmp_path):
     assert drawn([rows[step] for step in (0, 3, 1, 4, 2)]) == whole
     rows[2] = {"step": 3, **meter_of(SKIPPED).row(0.1, 0)}
     assert drawn(rows) != whole
+
+
+STAGES = [
+    (101, (16, 32), (32, 32), "16 → 32 tokens"),  # before the first evaluation
+    (1201, (32, 128), (32, 32), "32 → 128 tokens"),
+    (1501, (128, 128), (32, 64), "batch 32 → 64"),
+    (1701, (128, 512), (64, 1024), "128 → 512 tokens, batch 64 → 1024"),
+    (2901, (512, 512), (1024, 2048), "batch 1024 → 2048"),
+]
+
+
+@pytest.mark.parametrize("count", range(len(STAGES) + 1))
+@pytest.mark.parametrize("task", [NSP, None])
+def test_curves_mark_each_stage_with_a_line_and_a_label_that_nothing_overlaps(task, count, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **how: drawn.append(figure))
+    rows = [{"step": 30 * n, **meter_of(STEP, task=task).row(0.1, 0), "mlm_loss": 9 - n / 20} for n in range(100)]
+    rows += [{"step": 300 * n, "eval_mlm_loss": 6.0, "eval_mlm_accuracy": 0.2} for n in range(1, 10)]
+    for row in rows[100:] if task else ():
+        row |= {"eval_nsp_loss": 0.6, "eval_nsp_accuracy": 0.7}
+    for step, (length_before, length), (batch_before, batch), _ in STAGES[:count]:
+        stage = {"length_before": length_before, "length": length, "batch_before": batch_before, "batch": batch}
+        rows.append({"step": step, "event": "stage", "reason": "", **stage})
+    tracking.plot_curves(rows, tmp_path / "curves.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    assert len(figure.axes) == (3 if task else 2)
+    taken = []
+    for panel in figure.axes:
+        assert [text.get_text() for text in panel.texts] == [label for *_, label in STAGES[:count]]
+        vertical = [line.get_xdata()[0] for line in panel.lines if line.get_xdata()[0] == line.get_xdata()[-1]]
+        assert vertical == [step - 1 for step, *_ in STAGES[:count]]
+        taken += [text.get_window_extent() for text in (*panel.texts, panel.title)]
+        taken.append(panel.get_legend().get_window_extent())
+        assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text in panel.texts), "above the curves"
+    for one, other in itertools.combinations(taken, 2):
+        assert not one.overlaps(other)
+    assert all(figure.bbox.containsx(x) for box in taken for x in (box.x0, box.x1))
+    assert all(figure.bbox.containsy(y) for box in taken for y in (box.y0, box.y1))
 
 
 def test_the_report_at_the_end_says_them_too(trained, monkeypatch):

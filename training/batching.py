@@ -1,6 +1,7 @@
 """A run's options as batches: the pairs of each step, how long and how many, and how they are cut."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.training import arrow, data, masking
 from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.pair_tasks import PAIR_TASKS
+from d2l_bert.training.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.training.prepare import PreparedText
 from d2l_bert.training.tracking import say
 
@@ -49,6 +50,32 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
         pairs = batch_size * (run.max_seq_length // length)
         phases.append(data.Phase(first_step, first_pair, plans, make_batch, pairs, most_tokens(run), run.packing))
     return phases
+
+
+def stage_changes(run: PretrainConfig, max_steps: int) -> dict[int, dict]:
+    """
+    The log's event for each change of length or batch size, by the first step, counted from 1, that has it.
+
+    `length` and `batch` are as in `run.stages`, tokens and pairs of full length; `length_before` and `batch_before`
+    are those of the steps before.
+    """
+    changes = {}
+    for (_, length_before, batch_before), (first_step, length, batch) in itertools.pairwise(run.stages(max_steps)):
+        step, examples = first_step + 1, unit(PAIR_TASKS.get(run.objective))
+        a_step = batch * (run.max_seq_length // length)
+        reason = f"step {step}: from here on {a_step:,} {examples} of {length} tokens a step"
+        if length != length_before:
+            reason += f"; held-out figures are always at {run.max_seq_length}"
+        changes[step] = {
+            "step": step,
+            "event": "stage",
+            "reason": reason,
+            "length_before": length_before,
+            "length": length,
+            "batch_before": batch_before,
+            "batch": batch,
+        }
+    return changes
 
 
 def make_passes(run: PretrainConfig, text: PreparedText):

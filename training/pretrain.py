@@ -27,6 +27,7 @@ from d2l_bert.training.batching import (
     make_held_out,
     make_steps,
     pairs_of,
+    stage_changes,
     warn_of_labels,
 )
 from d2l_bert.training.card_rules import check_license
@@ -226,7 +227,7 @@ def train(
     warmup_steps, decay_steps = run.schedule_steps(max_steps)
     log_every, eval_every, save_every = intervals(run, max_steps)
     with distributed.said_once():
-        steps = make_steps(run, text, max_steps, **cutting)
+        steps, changes = make_steps(run, text, max_steps, **cutting), stage_changes(run, max_steps)
     if task and accelerator.is_main_process:
         warn_of_labels(steps)
     progress = Progress(start, max_steps, visible=accelerator.is_main_process)
@@ -270,8 +271,9 @@ def train(
                 average.update(step)
             meter.add(done)
             progress.step()
-            if step - 1 in (phase.first_step for phase in steps.phases):
+            if step in changes:
                 spikes.rest()  # other lengths, other losses
+                note(changes[step], progress.show_event)
             for event, reason in what_happened(step, done, spikes):
                 note({"step": step, "event": event, "reason": reason}, progress.show_event)
             with distributed.said_once():
