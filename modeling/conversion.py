@@ -230,9 +230,11 @@ def read_vocabulary(path: str | Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except OSError as error:
-        raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror})") from None
+        raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror}); give a file of tokens") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: the vocabulary is neither JSON nor UTF-8 text") from None
+        raise ValueError(
+            f"{path}: the vocabulary is neither JSON nor UTF-8 text; save its idx_to_token with json.dump"
+        ) from None
     if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
         tokens = sorted(tokens, key=tokens.get)
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
@@ -322,7 +324,8 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         raise ValueError("it holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
-        raise ValueError(f"it is a {config.model_type} model, not a bert one")
+        ours = "; it is ours already, so take it as it is" if isinstance(config, D2lBertConfig) else ""
+        raise ValueError(f"it is a {config.model_type} model, not a bert one{ours}")
     _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
@@ -363,7 +366,8 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
-        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one")
+        theirs = "; it is stock BERT already, and from_bert makes it ours" if isinstance(config, BertConfig) else ""
+        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one{theirs}")
     model, missing, _ = load_and_compare(model_class, name)
     if model_class is D2lBertModel and lacks(model, missing, "pooler"):
         model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
@@ -527,7 +531,9 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError("a weight has another shape than its config.json says") from None
+        raise ValueError(
+            "a weight has another shape than its config.json says; put back the config.json that was saved with it"
+        ) from None
     finally:
         logging.set_verbosity(verbosity)
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
@@ -593,10 +599,12 @@ def _renamed(model, names):
 def _refuse_other_names(state, wanted, optional=None):
     for name in wanted:
         if name not in state and not (optional and re.search(optional, name)):
-            raise ValueError(f"{name} is not in the state dict: it is not one of a d2l BERTModel")
+            raise ValueError(
+                f"{name} is not in the state dict: it is not one of a d2l BERTModel; give that of its BERTModel"
+            )
     for name in state:
         if name not in wanted:
-            raise ValueError(f"{name}: a d2l BERTModel has no weight of this name")
+            raise ValueError(f"{name}: a d2l BERTModel has no weight of this name; give that of its BERTModel")
 
 
 def _with_nsp_flipped(state):

@@ -194,7 +194,7 @@ def test_a_tokenizer_that_is_not_there(fails_to_pretrain, books, tmp_path):
         ("--ema_decay=1", "ema_decay must be above 0 and below 1"),
         ("--max_minutes=1 --max_steps=3", "exactly one of"),
         ("--min_frequency=0", "min_frequency must be at least 1"),
-        ("--limit_alphabet=0", "limit_alphabet must be at least 1"),
+        ("--limit_alphabet=0", "limit_alphabet must be at least 2"),
         ("--extend_vocab=-1", "extend_vocab must be at least 0"),
         ("--extend_vocab=5", "give one, or raise vocab_size"),
         ("--strip_accents=maybe", "true or false, not 'maybe'"),

@@ -1,13 +1,17 @@
 """The numbers of one pretraining run. They stay in `run_config.json`; the architecture's travel in `config.json`."""
 
+import contextlib
 import dataclasses
 import math
+import os
 import re
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.masking import Masking
@@ -27,6 +31,21 @@ TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT, HUB = (
 
 # Where a fall over 20 % of the steps ends, a cosine ends too (Hägele et al., 2024, section 3).
 DECAY_RATIO = 0.2
+
+# Whole numbers are stored in 64 bits. A vocabulary's trainer reserves memory for each entry, a step plans every pair,
+# and steps are counted one by one: beyond these limits a run would hang or run out of memory before its first step.
+LARGEST_WHOLE = 2**63 - 1
+LARGEST = {
+    "vocab_size": 2**24,
+    "extend_vocab": 2**24,
+    "max_steps": 2**31 - 1,
+    "num_train_epochs": 1_000_000,
+    "max_minutes": 10_000_000,  # 19 years
+    "global_batch_size": 2**24,  # LAMB (You et al., 2020) trains BERT with 2**16
+}
+
+# Entries that a trained vocabulary has at least: the five special tokens and one character.
+LEAST_VOCABULARY = 6
 
 
 def option(default, help, group, *, how=False, metavar=None):
@@ -108,6 +127,7 @@ class TextConfig:
 
     def check(self) -> None:
         """Refuse what cannot be read, before anything is."""
+        check_texts(self)
         self._check_types()
         if not self.text_paths() and not self.dataset:
             raise UserError("corpus names no text; give files, folders or python-docs")
@@ -122,12 +142,14 @@ class TextConfig:
                 raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
         if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
             raise UserError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
-        whole = ["vocab_size", "min_frequency", "limit_alphabet", "max_validation_characters"]
-        for name in (*whole, "preprocessing_num_workers", "max_documents"):
+        self._check_range("vocab_size", LEAST_VOCABULARY)
+        self._check_range("limit_alphabet", 2)  # a text of one character holds nothing to learn
+        for name in ("min_frequency", "max_validation_characters", "max_documents"):
             self._check_range(name, 1)
+        self._check_processes("preprocessing_num_workers", 1)
         for name in ("min_paragraph_characters", "extend_vocab"):
             self._check_range(name, 0)
-        self._check_range("validation_fraction", 0, 1, above=True)
+        self._check_range("validation_fraction", 0, above=True, below=1)
         if self.extend_vocab and self.existing_tokenizer() is None:
             raise UserError(
                 "extend_vocab adds to a tokenizer that exists; give one, or raise vocab_size for one that is trained"
@@ -169,12 +191,32 @@ class TextConfig:
         value = getattr(self, name)
         if value is None:
             return
-        fits = value > least if above else value >= least
-        fits &= (most is None or value <= most) and (below is None or value < below)
-        if not fits:
+        # What is trained is computed in float32, where a very small number is 0 and a very large one infinite.
+        rounded = _in_float32(value) if isinstance(value, float) else value
+
+        def fits(number):
+            within = number > least if above else number >= least
+            return within and (most is None or number <= most) and (below is None or number < below)
+
+        if not math.isfinite(rounded):
+            raise UserError(f"{name} must be finite in float32 (at most 3.4e38), got {value}")
+        if not (fits(value) and fits(rounded)):
             limits = [f"{'above' if above else 'at least'} {least}"]
             limits += [f"at most {most}"] * (most is not None) + [f"below {below}"] * (below is not None)
-            raise UserError(f"{name} must be {' and '.join(limits)}, got {value}")
+            shown = f"{value}, which is {rounded:g} in float32" if fits(value) else value
+            raise UserError(f"{name} must be {' and '.join(limits)}, got {shown}")
+        largest = LARGEST.get(name, LARGEST_WHOLE if isinstance(value, int) else math.inf)
+        if value > largest:
+            raise UserError(f"{name} must be at most {largest}, got {value}")
+
+    def _check_processes(self, name, least):
+        """Refuse more processes than four a core, or 16 where that is more: they would take turns, and memory each."""
+        self._check_range(name, least)
+        value, most = getattr(self, name), max(16, 4 * cores())
+        if value is not None and value > most:
+            raise UserError(
+                f"{name}: this machine has {cores()} cores, so give at most {most} processes, got {value:,}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -342,6 +384,14 @@ class PretrainConfig(TextConfig):
         True, "keep the repository private; false makes it public when the finished model is sent", HUB, how=True
     )
 
+    def __post_init__(self):
+        """Take a number written as text, and Python's True and False, as what they say."""
+        if isinstance(self.torch_compile, bool):
+            self.torch_compile = str(self.torch_compile).lower()
+        if isinstance(self.mlm_probability, str):
+            with contextlib.suppress(ValueError):  # 0.30->0.15 stays a text
+                self.mlm_probability = float(self.mlm_probability)
+
     def check(self) -> None:
         """Refuse what cannot be run, before anything is read or written."""
         super().check()
@@ -362,8 +412,8 @@ class PretrainConfig(TextConfig):
             self._check_range(name, 1)
         for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
             self._check_range(name, 0, above=True)
-        for name in ("weight_decay", "dataloader_num_workers"):
-            self._check_range(name, 0)
+        self._check_range("weight_decay", 0)
+        self._check_processes("dataloader_num_workers", 0)
         self._check_range("seed", 0, 2**63 - 1)
         for name in ("adam_beta1", "adam_beta2"):
             self._check_range(name, 0, below=1)
@@ -380,6 +430,10 @@ class PretrainConfig(TextConfig):
         for weight in self.source_weights:
             if not re.fullmatch(r"\d*\.?\d+", weight):
                 raise UserError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
+            if not math.isfinite(float(weight)):
+                raise UserError(
+                    f"source_weights: {weight:.20}... is too large; give smaller numbers, such as 2 or 0.5"
+                )
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise UserError("source_weights are all 0; give one source at least some weight")
         self.stages(1)
@@ -468,7 +522,12 @@ class PretrainConfig(TextConfig):
 
 @dataclass(kw_only=True)
 class PublishConfig:
-    """How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`."""
+    """
+    How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`.
+
+    Raises:
+        UserError: from `check`, for a text that is empty, or a branch that git does not allow.
+    """
 
     public: bool = option(
         False,
@@ -488,6 +547,44 @@ class PublishConfig:
     )
     changed_code: bool = option(False, "the folder's code differs from the installed package's, and is meant to", HUB)
     dry_run: bool = option(False, "check everything and list what would be sent, with sizes; nothing is", HUB)
+
+    def check(self) -> None:
+        """Refuse what the Hub would refuse, before anything is read or sent."""
+        check_texts(self)
+        if self.revision is not None and NO_BRANCH.search(self.revision):
+            raise UserError(
+                f"revision {self.revision!r}: git allows no branch of this name; take letters, digits, '-' and '_'"
+            )
+
+
+# The names that `git check-ref-format --branch` refuses, and @, which git reads as HEAD.
+NO_BRANCH = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/]|/\Z|(^|/)\.|\.\Z|\.lock(/|\Z)|^@\Z|^HEAD\Z")
+
+
+def check_texts(config) -> None:
+    """
+    Refuse an option whose text is empty, as an unset shell variable leaves it, or holds a NUL character.
+
+    Args:
+        config: a dataclass of options.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not text.strip():
+                raise UserError(f"{field.name} is empty (got {text!r}); give a value, or leave it out")
+            if isinstance(text, str) and "\0" in text:
+                raise UserError(f"{field.name} {text!r}: holds a NUL character, which no name has; take it out")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_float32(value):
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
 
 
 def _value_at(step, stages):

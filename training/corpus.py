@@ -303,8 +303,10 @@ def dataset_source(
                 rows, content = _open_dataset(name, config, split, streaming)
     except StopIteration:  # what the library's JSON reader says of empty files
         raise UserError(f"dataset {name}: its files hold no rows; give one with text") from None
+    except UserError as error:
+        raise UserError(f"dataset {name}: {error}") from None
     except Exception as error:  # the library has another class of exception for every way to miss
-        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)})") from None
+        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)}); {_dataset_mend(name, error)}") from None
     if rows.features is not None:  # else a stream whose columns show when it is read
         tables.check_column(f"dataset {name}", text_column, rows.features)
         kind = rows.features[text_column]
@@ -315,6 +317,20 @@ def dataset_source(
     texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
     identity = [shown, config, split, text_column, max_documents, content]
     return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
+
+
+def _dataset_mend(name, error):
+    """What to do about a dataset that cannot be loaded."""
+    if re.search("Unknown split|Bad split|Split name", str(error)):
+        return "name a split that it has with --dataset_split"
+    if re.search("Config name is missing|BuilderConfig", str(error)):
+        return f"name a configuration that it has: {name}:CONFIG"
+    if not Path(name).exists():
+        return (
+            "no folder here has this name, and the Hub gave no dataset of it; for a private one log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        )
+    return "give a folder of save_to_disk or of data files (.jsonl, .csv, .parquet, .txt), or its texts with --corpus"
 
 
 def _open_dataset(name, config, split, streaming):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 
-from d2l_bert.errors import UserError, reading_model
+from d2l_bert.errors import UserError, another_kind, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.wordpiece import added_entries
@@ -43,7 +43,10 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     """
     config, bert = model.config, model.bert
     if config.hidden_size % 2:
-        raise UserError(f"attention_init neighbours needs an even hidden_size, got {config.hidden_size}")
+        raise UserError(
+            f"attention_init neighbours needs an even hidden_size, got {config.hidden_size}; give an even one, or "
+            f"attention_init normal"
+        )
     hidden_size, positions = config.hidden_size, bert.embeddings.position_embeddings.weight
     waves = LONGEST_WAVE ** (-torch.arange(0, hidden_size, 2) / hidden_size)  # (H / 2,)
     angles = torch.arange(len(positions))[:, None] * waves
@@ -82,8 +85,7 @@ def read_architecture(name: str) -> D2lBertConfig:
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, D2lBertConfig):
-            mend = f"; first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else ""
-            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one{mend}")
+            raise UserError(another_kind(name, config.model_type))
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
@@ -167,7 +169,7 @@ def start_from(
         fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
         others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
         if others:
-            raise UserError(f"it has no weights for {others[0]}")
+            raise UserError(f"it has no weights for {others[0]}; save the model there again with save_pretrained")
     if fresh:
         say(f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made")
     extend_embeddings(model, known, tokenizer)

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from transformers import BertTokenizer
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, why_unreadable
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, corpus, data
-from d2l_bert.training.config import TextConfig
+from d2l_bert.training.config import TextConfig, cores
 from d2l_bert.training.tracking import say
 
 
@@ -163,7 +163,7 @@ def read_sources(run: TextConfig) -> list[corpus.Source]:
 
 def usable_cores() -> int:
     """Cores that this process may use, at most 8."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    return min(cores(), 8)
 
 
 def reading_report(counts: dict[str, int]) -> Iterator[str]:
@@ -298,7 +298,7 @@ def load_tokenizer(name: str) -> BertTokenizer:
     try:
         tokenizer = conversion.stock_tokenizer(name)
     except Exception as error:  # the library has another class of exception for every way to miss
-        raise UserError(f"tokenizer {name}: cannot be loaded ({' '.join(str(error).split())})") from None
+        raise UserError(f"tokenizer {name}: cannot be loaded: {why_unreadable(name, error, 'tokenizer')}") from None
     missing = [
         token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
     ]

@@ -310,7 +310,7 @@ def train(
 
 
 def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """Refuse a model that the run's pairs do not fit into."""
+    """Refuse a model that the run's pairs do not fit into, or that does not fit into this machine's memory."""
     if architecture.type_vocab_size < 2:
         raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     if run.max_seq_length > architecture.max_position_embeddings:
@@ -318,6 +318,15 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
             f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
             f"({architecture.max_position_embeddings}); lower it"
             + (", or raise max_position_embeddings" if run.init_from is None else "")
+        )
+    hidden, tables = architecture.hidden_size, architecture.max_position_embeddings + architecture.type_vocab_size
+    block = 4 * hidden**2 + 2 * hidden * architecture.intermediate_size
+    needed, memory = 4 * (tables * hidden + architecture.num_hidden_layers * block), psutil.virtual_memory().total
+    if needed > memory:  # built all the same, it would fill the memory block by block before it fails
+        raise UserError(
+            f"the weights of this architecture take {needed / 1e9:,.0f} GB in float32, and this machine has "
+            f"{memory / 1e9:,.0f} GB of memory; lower num_hidden_layers, hidden_size, intermediate_size, "
+            f"max_position_embeddings or type_vocab_size"
         )
 
 

@@ -82,6 +82,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         UserError: the folder is not fit to be published, or the options contradict each other (nothing was sent then);
             or the Hub cannot be reached or does not allow it (the same call completes what was begun).
     """
+    config.check()
     check_repo_id(repo_id)
     if config.public and config.create_pr:
         raise UserError(

@@ -59,7 +59,9 @@ def output_folder(run: PretrainConfig):
 
 
 def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
-    """Refuse a folder that holds other things, or a run that was not asked to be resumed or replaced."""
+    """Refuse a file, or a folder that holds other things or a run that was not asked to be resumed or replaced."""
+    if not folder.is_dir():
+        raise UserError(f"output_dir {folder}: a file; name a folder")
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     start = Path(run.init_from or "").resolve()
     if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):

@@ -18,7 +18,15 @@ import typing
 from importlib.metadata import version
 from pathlib import Path
 
-from d2l_bert.errors import UserError, is_out_of_memory, launched_rank, reading_model, refusals_are_the_users
+from d2l_bert.errors import (
+    UserError,
+    another_kind,
+    is_out_of_memory,
+    launched_rank,
+    reading_model,
+    reading_tokenizer,
+    refusals_are_the_users,
+)
 
 
 DESCRIPTION = """\
@@ -168,16 +176,17 @@ def keep_freed_memory() -> None:
 
 def resolve_pretrain(arguments) -> tuple:
     """The architecture and the run that the arguments of `pretrain` ask for."""
-    from d2l_bert.training.config import TextConfig
+    from d2l_bert.training.config import TextConfig, check_texts
     from d2l_bert.training.prepare import is_prepared
     from d2l_bert.training.recipes import RECIPES, architecture_options, changed
 
     given = vars(arguments)
     architecture, run = RECIPES[arguments.recipe]()
     _refuse_what_a_tokenizer_settles(given)
+    run = changed(run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given})
+    check_texts(run)  # an empty path would be looked up as the working directory
     if "init_from" in given:
         architecture = _start_architecture(given)
-    run = changed(run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given})
     for field in dataclasses.fields(TextConfig):
         if field.name in given and field.name != "corpus" and is_prepared(run):
             raise UserError(
@@ -199,6 +208,7 @@ def prepare_command(arguments) -> None:
     run = TextConfig(
         **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
     )
+    run.check()
     with new_folder(Path(arguments.output_dir)) as folder:
         text = write_prepared(run, folder)
     print(text.summary())
@@ -268,7 +278,7 @@ def convert_command(arguments) -> None:
     logging.disable_progress_bar()
     from_d2l = arguments.source_kind == "d2l"
     if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
-        raise UserError("num_attention_heads and vocab are for --from d2l")
+        raise UserError("num_attention_heads and vocab are for --from d2l; leave them out")
     if from_d2l and not arguments.num_attention_heads:
         raise UserError("a d2l state dict does not tell its heads: give --num_attention_heads")
     source, target = arguments.source, Path(arguments.target)
@@ -361,14 +371,34 @@ def _load(model_class, name):
     with reading_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, model_class.config_class):
-            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one")
+            raise UserError(another_kind(name, config.model_type))
         model, missing, _ = conversion.load_and_compare(model_class, name)
-        tokenizer = conversion.stock_tokenizer(name)
         if missing:
-            raise UserError(f"it has no weights for {sorted(missing)[0]}, so it cannot do this")
+            raise UserError(_without(name, missing, config))
+        with reading_tokenizer(name):
+            tokenizer = conversion.stock_tokenizer(name)
         if len(tokenizer) != config.vocab_size:
-            raise UserError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+            raise UserError(
+                f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the tokenizer "
+                f"that it was trained with"
+            )
     return model, tokenizer
+
+
+def _without(name, missing, config):
+    """Why a model whose weights lack `missing` cannot do what was asked for, and what to do about it."""
+    lacking, saved_as = f"it has no weights for {min(missing)}", (config.architectures or ["D2lBertForPreTraining"])[0]
+    heads = {"mlm.": "MLM", "nsp.": "NSP"}  # both belong to D2lBertForPreTraining
+    head = next((heads[part] for part in heads if any(weight.startswith(part) for weight in missing)), None)
+    has_head = {"MLM": "ForMaskedLM", "NSP": "ForNextSentencePrediction"}
+    if head is None or saved_as.endswith(("ForPreTraining", has_head[head])):
+        return f"{lacking}, which its config.json asks for; save the model there again with save_pretrained"
+    if head == "NSP" and saved_as.endswith("ForMaskedLM"):
+        return (
+            f"{lacking}: it was trained without an NSP head (--objective none) and does fill-mask alone; "
+            f"d2l-bert pretrain --init_from {name} --objective nsp trains one"
+        )
+    return f"{lacking}: it was saved as {saved_as}, without an {head} head; give what d2l-bert pretrain has left"
 
 
 def _bar(share):
@@ -423,31 +453,37 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     prepare = command(
         "prepare", prepare_command, "tokenize a text once for many runs", "--output_dir DIR [OPTIONS]", PREPARE
     )
-    prepare.add_argument("--output_dir", required=True, metavar="DIR", help="the folder to make")
+    prepare.add_argument("--output_dir", required=True, type=_text, metavar="DIR", help="the folder to make")
     _add_options(prepare, TextConfig())
     _add_pretrain_options(
         command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
     )
     fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
-    fill.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
-    fill.add_argument("text", metavar="TEXT", nargs="+", help='such as "Paris is the [MASK] of France."')
+    fill.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
+    fill.add_argument("text", type=_text, metavar="TEXT", nargs="+", help='such as "Paris is the [MASK] of France."')
     fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for a mask (5)")
     follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another", "MODEL A B")
-    follow.add_argument("model", metavar="MODEL", help="a model folder, or an id on the Hub")
-    follow.add_argument("first", metavar="A", help="a sentence")
-    follow.add_argument("second", metavar="B", help="the sentence that may follow it")
+    follow.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
+    follow.add_argument("first", type=_text, metavar="A", help="a sentence")
+    follow.add_argument("second", type=_text, metavar="B", help="the sentence that may follow it")
     usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
     convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
-    convert.add_argument("source", metavar="SRC", help="the checkpoint: a file, a folder, an id on the Hub")
-    convert.add_argument("target", metavar="DST", help="the folder to make")
+    convert.add_argument(
+        "source", type=_text, metavar="SRC", help="the checkpoint: a file, a folder, an id on the Hub"
+    )
+    convert.add_argument("target", type=_text, metavar="DST", help="the folder to make")
     kind = convert.add_mutually_exclusive_group(required=True)
     kind.add_argument("--from", dest="source_kind", choices=("d2l", "bert"), help="what SRC is; DST will be ours")
     kind.add_argument("--to", dest="target_kind", choices=("d2l", "bert"), help="what DST shall be; SRC is ours")
     convert.add_argument("--num_attention_heads", type=_whole_number, metavar="N", help="heads of the d2l model")
-    convert.add_argument("--vocab", metavar="FILE", help="its Vocab: idx_to_token as JSON, or a token a line")
+    convert.add_argument(
+        "--vocab", type=_text, metavar="FILE", help="its Vocab: idx_to_token as JSON, or a token a line"
+    )
     publish = command("publish", publish_command, "send a model folder to the Hub", "DIR REPO_ID [OPTIONS]", PUBLISH)
-    publish.add_argument("folder", metavar="DIR", help="what pretrain left, or a folder of save_pretrained")
-    publish.add_argument("repo_id", metavar="REPO_ID", help="owner/name, or a name under your own account")
+    publish.add_argument(
+        "folder", type=_text, metavar="DIR", help="what pretrain left, or a folder of save_pretrained"
+    )
+    publish.add_argument("repo_id", type=_text, metavar="REPO_ID", help="owner/name, or a name under your own account")
     _add_options(publish, PublishConfig())
     return parser
 
@@ -521,6 +557,15 @@ def _number_or_text(number, text):
         return number(text)
     except ValueError:
         return text
+
+
+def _text(text):
+    """The type of arguments that no configuration holds; `check_texts` refuses the same in those that one does."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"it is empty (got {text!r}); give a value")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character, which no name has; take it out")
+    return text
 
 
 def _whole_number(text):

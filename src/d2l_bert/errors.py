@@ -46,19 +46,94 @@ def reading_model(name: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        unknown = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
-        if not Path(name).exists() and any(words in reason for words in unknown):
-            reason = (
-                "no folder here has this name, and the Hub gave no model of it; for a private one log in with "
-                "`hf auth login`, or set HF_TOKEN"
+        raise UserError(f"{what}{name}: cannot be loaded: {why_unreadable(name, error)}") from None
+
+
+@contextlib.contextmanager
+def reading_tokenizer(name: str) -> Iterator[None]:
+    """
+    Say what is wrong with the tokenizer of a model, in a block of `reading_model`.
+
+    Raises:
+        UserError: whatever the block raised, in one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(why_unreadable(name, error, "tokenizer")) from None
+
+
+def another_kind(name: str, kind: str) -> str:
+    """What to say of a model that is not of this package: what it is, and how to get one that is."""
+    first = f"first d2l-bert convert {name} DST --from bert"
+    mend = first if kind == "bert" else "give one of d2l-bert pretrain or convert"
+    return f"it is a {kind} model, not a d2l-bert one; {mend}"
+
+
+def why_unreadable(name: str, error: Exception, what: str = "model") -> str:
+    """
+    Why a model or a tokenizer cannot be read, and the mend.
+
+    The libraries raise what they come upon first, so that what is wrong is looked for in the folder itself. What this
+    package raises says it already.
+
+    Args:
+        name: a folder or an id on the Hub.
+        error: what reading it has raised.
+        what: "model" or "tokenizer".
+    """
+    said, folder = " ".join(str(error).split()) or type(error).__name__, Path(name)
+    if isinstance(error, UserError) or "which is never run" in said:  # from `conversion.stock_tokenizer`
+        return said
+    if "custom code which must be executed" in said:  # Transformers asks for an option that we do not have
+        return (
+            "its config.json asks for code of its own, which is never run; give a d2l-bert model, or a stock BERT for "
+            "convert --from bert"
+        )
+    not_found = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
+    if not folder.exists() and any(words in said for words in not_found):
+        return (
+            f"no folder here has this name, and the Hub gave no {what} of it; for a private one log in with "
+            f"`hf auth login`, or set HF_TOKEN"
+        )
+    if folder.is_file() and "is not a valid JSON file" in said:
+        return f"it is a file; give the folder that holds the {what}"
+    again = "save it there again with save_pretrained, or copy the file anew"
+    if "deserializing header" in said:
+        return f"{_first_unreadable(folder) or 'model.safetensors'} is damaged or cut short ({said}); {again}"
+    if "Weights only load failed" in said:
+        return f"pytorch_model.bin is damaged, or holds more than tensors, which are all that is read; {again}"
+    if "no file named model.safetensors" in said:
+        return "it has no model.safetensors; save the model there with save_pretrained, or copy the file there"
+    if "is not a valid JSON file" in said:
+        return f"its config.json is no JSON; {again}"
+    if " must be " in said and (folder / "config.json").is_file():  # from D2lBertConfig
+        return f"its config.json: {said}; put back the one that was saved with the weights"
+    if what == "model" and "Unrecognized model in" in said:
+        if (folder / "prepared.json").is_file():  # what `d2l-bert prepare` leaves
+            return f"it is a prepared text, not a model; d2l-bert pretrain --corpus {name} trains one on it"
+        return "it is no model: it has no config.json with a model_type; give a folder of pretrain or save_pretrained"
+    if what == "tokenizer" and folder.is_dir():
+        if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.txt")):
+            return (
+                "it has no tokenizer: no tokenizer.json and no vocab.txt; give a folder with one, or save one there "
+                "with save_pretrained"
             )
-        if "custom code which must be executed" in reason:  # Transformers asks for an option that we do not have
-            reason = (
-                "its config.json asks for code of its own, which is never run; give a d2l-bert model, or a stock BERT "
-                "for convert --from bert"
-            )
-        raise UserError(f"{what}{name}: cannot be loaded: {reason:.300}") from None
+        return f"its tokenizer is damaged ({said:.150}); {again}"
+    return said[:300]
+
+
+def _first_unreadable(folder):
+    """The first file of weights in a folder that cannot be opened; None if all can, or the model is on the Hub."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return file.name
+    return None
 
 
 def launched_rank() -> int:
