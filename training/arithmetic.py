@@ -58,8 +58,9 @@ def block_weights(config: D2lBertConfig) -> int:
 
 
 def encoder_weights(config: D2lBertConfig) -> int:
-    """The numbers in the encoder's matrices and position table: what is there whatever the vocabulary."""
-    return block_weights(config) + config.max_position_embeddings * config.hidden_size
+    """The numbers in the encoder's matrices and tables, but for the table of tokens."""
+    tables = config.max_position_embeddings + config.type_vocab_size
+    return block_weights(config) + tables * config.hidden_size
 
 
 def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:

@@ -310,7 +310,7 @@ def train(
 
 
 def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """Refuse a model that the run's pairs do not fit into, or that does not fit into this machine's memory."""
+    """Refuse a model that the run's pairs do not fit into."""
     if architecture.type_vocab_size < 2:
         raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     if run.max_seq_length > architecture.max_position_embeddings:
@@ -319,15 +319,6 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
             f"({architecture.max_position_embeddings}); lower it"
             + (", or raise max_position_embeddings" if run.init_from is None else "")
         )
-    hidden, tables = architecture.hidden_size, architecture.max_position_embeddings + architecture.type_vocab_size
-    block = 4 * hidden**2 + 2 * hidden * architecture.intermediate_size
-    needed, memory = 4 * (tables * hidden + architecture.num_hidden_layers * block), psutil.virtual_memory().total
-    if needed > memory:  # built all the same, it would fill the memory block by block before it fails
-        raise UserError(
-            f"the weights of this architecture take {needed / 1e9:,.0f} GB in float32, and this machine has "
-            f"{memory / 1e9:,.0f} GB of memory; lower num_hidden_layers, hidden_size, intermediate_size, "
-            f"max_position_embeddings or type_vocab_size"
-        )
 
 
 def check_device(architecture: D2lBertConfig, run: PretrainConfig, accelerator: Accelerator) -> None:
@@ -335,15 +326,16 @@ def check_device(architecture: D2lBertConfig, run: PretrainConfig, accelerator: 
     device = accelerator.device
     if run.attn_implementation == "flex_attention" and device.type == "cpu":
         raise UserError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
-    # Weights, gradients and AdamW's two moments, in float32. FSDP shares them out.
-    needed = 16 * encoder_weights(architecture) // (accelerator.num_processes if accelerator.is_fsdp2 else 1)
+    # Weights, gradients and a moment at least, in float32; FSDP shares them out. Built all the same, the model would
+    # fill the memory block by block before it fails.
+    needed = 12 * encoder_weights(architecture) // (accelerator.num_processes if accelerator.is_fsdp2 else 1)
     there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
     if needed > there:
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "type_vocab_size")
         sizes = ", ".join(f"{name} ({getattr(architecture, name):,})" for name in names)
         raise UserError(
-            f"out of memory: the encoder alone, with gradients and the optimizer's moments, takes "
-            f"{needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f}; lower one of {sizes}"
+            f"out of memory: the encoder's weights, gradients and optimizer state take {needed / 1e9:,.0f} GB at "
+            f"least, and this machine has {there / 1e9:,.0f} GB; lower one of {sizes}"
         )
 
 
