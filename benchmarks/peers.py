@@ -9,6 +9,7 @@ This file is run by its path, with the Python of an environment that has the pee
 import copy
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,6 +64,17 @@ def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
 # Contestants
 
 
+def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of random tokens without padding, as large as any of the run."""
+    from d2l_bert.training.batching import micro_batch_pairs
+
+    rows, length, slots = micro_batch_pairs(run), run.max_seq_length, math.ceil(0.15 * run.max_seq_length)
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+    batch |= {"masked_positions": torch.arange(slots).expand(rows, slots), "labels": ids[:, :slots].clone()}
+    return {**batch, "next_sentence_label": ids[:, 0] % 2}
+
+
 class Ours:
     """The step of `d2l-bert pretrain`, as the command and `pretrain.train` put it together."""
 
@@ -88,7 +100,7 @@ class Ours:
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         self.model.train()
         if run.torch_compile == "true":
-            kinds = compiling.micro_batches_of_every_kind(run, model.config.vocab_size)
+            kinds = compiling.micro_batches_of_every_kind(full_batch(run, model.config.vocab_size))
             if error := compiling.compile_now(model, lambda: self.step(kinds, 0.0)):
                 raise RuntimeError(error)
         compiled = "compiled" if run.torch_compile == "true" else "not compiled"

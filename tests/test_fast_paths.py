@@ -20,7 +20,6 @@ from d2l_bert.training import compiling
 from d2l_bert.training.compiling import is_long, micro_batches_of_every_kind
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
-from d2l_bert.training.micro_batch import full_batch
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -445,10 +444,8 @@ def test_no_kind_of_micro_batch_is_left_as_written(model_class, objective, compi
 
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_is(function, backend=backend, **how))
     model = make_model(model_class, num_hidden_layers=2, dropout=0.1)
-    run = PretrainConfig(max_seq_length=LENGTH, micro_batch_size=8, objective=objective)
-    assert (
-        compiling.compile_now(model, lambda: [model(**kind) for kind in micro_batches_of_every_kind(run, 40)]) is None
-    )
+    kinds = micro_batches_of_every_kind(full_batch(objective))
+    assert compiling.compile_now(model, lambda: [model(**kind) for kind in kinds]) is None
     calls = len(compiled)
     for rows, slots, padding, training in itertools.product((8, 3, 1), (5, 1), (0, 4), (True, False)):
         ids = torch.arange(rows * 12).view(rows, 12) % 40
@@ -517,12 +514,22 @@ def test_a_compiler_that_was_asked_for_and_fails_is_one_line(books, tmp_path, ca
     assert "torch_compile: No working C++ compiler found; give --torch_compile false" in line
 
 
+def full_batch(objective="nsp", rows=8):
+    """A micro-batch without padding."""
+    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % 40
+    batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+    batch |= {"masked_positions": torch.arange(3).expand(rows, 3), "labels": ids[:, :3]}
+    return batch if objective == "none" else {**batch, "next_sentence_label": ids[:, 0] % 2}
+
+
 def test_programs_are_made_of_large_and_small_micro_batches_with_padding_and_without():
-    run = PretrainConfig(max_seq_length=16, micro_batch_size=8)
-    kinds = micro_batches_of_every_kind(run, 100)
-    assert [tuple(kind["input_ids"].shape) for kind in kinds] == [(8, 16), (8, 16), (2, 16), (2, 16)]
-    assert [bool(kind["attention_mask"].all()) for kind in kinds] == [True, False, True, False]
-    assert torch.equal(kinds[0]["labels"], full_batch(run, 100, 8)["labels"])
+    kinds = micro_batches_of_every_kind(full_batch())
+    assert [len(kind["input_ids"]) for kind in kinds] == [8, 8, 2, 2, 1, 1]
+    assert [bool(kind["attention_mask"].all()) for kind in kinds] == [True, False] * 3
+    kinds = micro_batches_of_every_kind(full_batch("none", rows=1))
+    assert [kind["labels"].shape for kind in kinds] == [
+        (rows, slots) for slots in (3, 1) for rows in (1, 1, 2, 2, 1, 1)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run's options as batches: the pairs of each step, how long and how many, and how they are cut."""
 
+import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ from d2l_bert.training.prepare import PreparedText
 from d2l_bert.training.tracking import say
 
 
+# Steps among which trials look for the largest micro-batches.
+TRIED_STEPS = 8
+
 # Most pairs computed at once by default: enough to keep a processor busy, few enough for its memory.
 DEFAULT_MICRO_BATCH = 64
 
@@ -26,6 +30,22 @@ def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **cuttin
     first, last = run.mlm_probabilities()
     share_at = functools.partial(masking.share_at, first=first, last=last, max_steps=max_steps)
     return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **cutting)
+
+
+def trial_micro_batches(run: PretrainConfig, text: PreparedText, pairs: int, **cutting) -> list[dict]:
+    """
+    The largest micro-batches that the run has where `pairs` of full length are computed at once: the one of most
+    tokens, and the one of the longest rows if that is another. Memory and time of trials are then the run's own.
+
+    They are those of the first steps of its last stage, with the largest share to predict.
+    """
+    changes = {"length_schedule": [], "batch_size_schedule": [], "mlm_probability": max(run.mlm_probabilities())}
+    steps = make_steps(dataclasses.replace(run, micro_batch_size=pairs, **changes), text, TRIED_STEPS, **cutting)
+    made = [micro_batch for step in range(TRIED_STEPS) for micro_batch in steps[step]]
+    shapes = [micro_batch["input_ids"].shape for micro_batch in made]
+    largest = max(range(len(made)), key=lambda number: shapes[number].numel())
+    longest = max(range(len(made)), key=lambda number: shapes[number].numel() * shapes[number][1])
+    return [made[number] for number in dict.fromkeys((largest, longest))]
 
 
 def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list[data.Phase]:

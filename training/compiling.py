@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch._dynamo.config
 import torch._functorch.config
+import torch.fx.experimental._config
 from accelerate import Accelerator
 from torch import nn
 
@@ -16,9 +17,15 @@ from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
-from d2l_bert.training.batching import counts_of_full_pairs, make_steps, micro_batch_pairs, pairs_of
+from d2l_bert.training.batching import (
+    counts_of_full_pairs,
+    make_batch_maker,
+    make_steps,
+    micro_batch_pairs,
+    pairs_of,
+    trial_micro_batches,
+)
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.micro_batch import full_batch
 from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.prepare import PreparedText
 from d2l_bert.training.run_length import decide_steps
@@ -44,7 +51,10 @@ def settle_compiling(
     wanted = wanted or run.torch_compile
 
     def try_step():
-        train_on(micro_batches_of_every_kind(run, len(text.tokenizer)), 0.0)
+        kinds = micro_batches_of_every_kind(trial_micro_batches(run, text, micro_batch_pairs(run), **cutting)[-1])
+        if cutting["world_size"] > 1:  # a process may have a row less than the others
+            kinds.append(make_batch_maker(run, text, run.max_seq_length).empty())
+        train_on(kinds, 0.0)
 
     if wanted == "auto":
         wanted = "false"
@@ -74,14 +84,24 @@ def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText
     return arithmetic / float(peak) > LEAST_SECONDS
 
 
-def micro_batches_of_every_kind(run: PretrainConfig, vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """A large and a small micro-batch, without padding and with some: what gets programs of its own."""
+def micro_batches_of_every_kind(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """
+    A micro-batch, some of its rows and one of them, with padding and without, and one of a single prediction: whatever
+    gets programs of its own. The compiler makes one for each size of 1.
+
+    Args:
+        batch: the model's arguments, as large as any of the run; its rows (B, T) may be packed.
+    """
     kinds = []
-    for pairs in (micro_batch_pairs(run), 2):
-        for padding in (0, 1):
-            batch = full_batch(run, vocab_size, pairs)
-            batch["attention_mask"][:, batch["attention_mask"].shape[1] - padding :] = 0
-            kinds.append(batch)
+    for rows in (list(range(len(batch["input_ids"]))), [0, 0], [0]):
+        part = {name: tensor[rows] for name, tensor in batch.items()}
+        for padding in (0, 1) if "sequence_ids" not in batch else (0,):  # packed rows always have a mask
+            real = torch.ones_like(part["attention_mask"])
+            real[:, real.shape[1] - padding :] = 0
+            kinds.append(part if "sequence_ids" in batch else {**part, "attention_mask": real})
+    if "next_sentence_label" not in batch:  # with it [CLS] is read beside
+        slots = ("masked_positions", "labels")
+        kinds += [{**kind, **{name: kind[name][:, :1] for name in slots}} for kind in kinds]
     return kinds
 
 
@@ -90,8 +110,8 @@ def compile_blocks(model: nn.Module) -> None:
     Have PyTorch's compiler make one program for all blocks of the encoder, for rows of any number and width.
 
     Regional compilation: what is compiled is one block, so that a deep model takes no longer than a flat one. Names of
-    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Two settings of
-    the compiler are changed for the whole process.
+    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Three settings
+    of the compiler are changed for the whole process.
 
     Args:
         model: a d2l-bert with an encoder, without a distributed wrapper.
@@ -101,6 +121,8 @@ def compile_blocks(model: nn.Module) -> None:
     # Training and evaluation, blocks and the last one, rows with padding and without, single rows and queries: each
     # has a program. Past the limit, 8 by default, all others would run as written.
     torch._dynamo.config.recompile_limit = MOST_PROGRAMS
+    # Sizes that are equal by chance stay apart: a width of 128 beside a hidden size of 128 would have a program alone.
+    torch.fx.experimental._config.use_duck_shape = False
     for block in model.base_model.encoder.layer:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
 

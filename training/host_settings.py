@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch._dynamo.config
 import torch._functorch.config
+import torch.fx.experimental._config
 from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import logging
@@ -21,6 +22,7 @@ def host_settings_kept() -> Iterator[None]:
     """
     aggressive_recomputation = torch._functorch.config.aggressive_recomputation
     recompile_limit = torch._dynamo.config.recompile_limit
+    use_duck_shape = torch.fx.experimental._config.use_duck_shape
     shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
     bars, hub_bars = logging.is_progress_bar_enabled(), dict(progress_bar_states)
     try:
@@ -28,6 +30,7 @@ def host_settings_kept() -> Iterator[None]:
     finally:
         torch._functorch.config.aggressive_recomputation = aggressive_recomputation
         torch._dynamo.config.recompile_limit = recompile_limit
+        torch.fx.experimental._config.use_duck_shape = use_duck_shape
         if bars:
             logging.enable_progress_bar()  # huggingface_hub's too; they are put back next
         for state, before in (*shared_states, (progress_bar_states, hub_bars)):

@@ -132,7 +132,7 @@ def failures_explained(run: PretrainConfig):
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory (micro_batch_size {run.micro_batch_size or DEFAULT_MICRO_BATCH}); lower "
+            f"out of memory with micro-batches of {run.micro_batch_size or DEFAULT_MICRO_BATCH} pairs; lower "
             f"--micro_batch_size, or let it be found (auto), or give --gradient_checkpointing: the steps stay the "
             f"same; go on with --resume_from_checkpoint latest"
         ) from None

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 
 from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.training import checkpoint
+from d2l_bert.training.batching import trial_micro_batches
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import is_sharded, summed_later
-from d2l_bert.training.pair_tasks import PAIR_TASKS
 from d2l_bert.training.tracking import say
 
 
@@ -23,7 +23,7 @@ LEAST_GAIN = 1.05
 
 
 def settle_micro_batch(
-    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, resumed, train_on
+    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, cutting, resumed, train_on
 ) -> PretrainConfig:
     """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
     if run.micro_batch_size != "auto":
@@ -31,17 +31,25 @@ def settle_micro_batch(
     if resumed:
         found = resumed.state["micro_batch_size"]
     else:
+        micro_batches = functools.partial(trial_micro_batches, run, text, **cutting)
         try_step = functools.partial(train_on, rate=0.0)
-        found = find_micro_batch(run, len(text.tokenizer), learner.accelerator, step_model, try_step)
+        most = -(-run.global_batch_size // learner.accelerator.num_processes)
+        found = find_micro_batch(micro_batches, most, learner.accelerator, step_model, try_step)
+        if learner.accelerator.is_main_process:
+            say(f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
         learner.forget_moments()
     return dataclasses.replace(run, micro_batch_size=found)
 
 
-def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelerator, model, try_step: Callable) -> int:
+def find_micro_batch(
+    micro_batches: Callable[[int], list[dict]], most: int, accelerator: Accelerator, model, try_step: Callable
+) -> int:
     """
     The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
 
     Args:
+        micro_batches: of a number of pairs computed at once, what the run then has of largest ones.
+        most: pairs that a process has in a step.
         model: as Accelerate prepared it. Under FSDP2 its forward pass is the work of all processes, and memory that
             runs out in one alone leaves the others waiting.
         try_step: takes a list of micro-batches through an optimizer step; it is called once, so that the optimizer's
@@ -52,31 +60,30 @@ def find_micro_batch(run: PretrainConfig, vocab_size: int, accelerator: Accelera
     """
 
     def speed(size):
-        seconds = math.inf
-        batch = full_batch(run, vocab_size, size)
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+        seconds, tokens = math.inf, 0
         try:
+            tried = micro_batches(size)
+            tokens = sum(int(batch["attention_mask"].sum()) for batch in tried)
+            tried = [{name: tensor.to(accelerator.device) for name, tensor in batch.items()} for batch in tried]
             for _ in range(3):  # the first one allocates
                 start = time.monotonic()
-                with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
-                    with accelerator.autocast():
-                        loss = model(**batch, skip_logits=not is_sharded(model)).loss
-                    accelerator.backward(loss)
-                loss.item()
+                for batch in tried:
+                    with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
+                        with accelerator.autocast():
+                            loss = model(**batch, skip_logits=not is_sharded(model)).loss
+                        accelerator.backward(loss)
+                    loss.item()
                 seconds = min(seconds, time.monotonic() - start)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             seconds = math.inf
         model.zero_grad()
-        speeds = accelerator.gather(torch.tensor(size / seconds, device=accelerator.device))
+        speeds = accelerator.gather(torch.tensor(tokens / seconds, device=accelerator.device))
         return float(speeds.min())
 
-    try_step([full_batch(run, vocab_size, 1)])
-    best = fastest(speed, -(-run.global_batch_size // accelerator.num_processes))
-    if accelerator.is_main_process:
-        say(f"micro-batches of {best} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
-    return best
+    try_step(micro_batches(1)[:1])
+    return fastest(speed, most)
 
 
 def fastest(speed: Callable[[int], float], most: int) -> int:
@@ -101,18 +108,3 @@ def fastest(speed: Callable[[int], float], most: int) -> int:
     if not best:
         raise UserError("out of memory with a single pair; lower --max_seq_length, or take a smaller model")
     return best
-
-
-def full_batch(run: PretrainConfig, vocab_size: int, size: int) -> dict[str, torch.Tensor]:
-    """A micro-batch that asks for as much memory as any of `size` pairs does: random tokens, no padding."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (size, run.max_seq_length), generator=generator)
-    slots = math.ceil(max(run.mlm_probabilities()) * run.max_seq_length)
-    batch = {
-        "input_ids": ids,
-        "token_type_ids": torch.zeros_like(ids),
-        "attention_mask": torch.ones_like(ids),
-        "masked_positions": torch.arange(slots).expand(size, slots),
-        "labels": ids[:, :slots].clone(),
-    }
-    return {**batch, "next_sentence_label": ids[:, 0] % 2} if run.objective in PAIR_TASKS else batch

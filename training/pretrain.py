@@ -193,7 +193,7 @@ def train(
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
-    run = settle_micro_batch(run, learner, step_model, text, resumed, train_on)
+    run = settle_micro_batch(run, learner, step_model, text, cutting, resumed, train_on)
     run = settle_compiling(run, architecture, learner, text, cutting, resumed, train_on)
     with distributed.said_once():
         held_out = make_held_out(run, text, **cutting)

@@ -1,0 +1,97 @@
+"""What is tried before a run is what the run does: the memory of its micro-batches, and every program it needs."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import SMALL
+from torch.profiler import ProfilerActivity, profile
+
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.cli import main
+from d2l_bert.training import batching, micro_batch, pretrain
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import make_accelerator
+from d2l_bert.training.optim import make_adamw
+from d2l_bert.training.prepare import prepare
+from d2l_bert.training.step import train_step
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def most_allocated(function):
+    """Bytes that PyTorch's allocator held at most while the function ran, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("options", [{"packing": True}, {"packing": True, "objective": "none"}, {"packing": False}])
+def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, monkeypatch):
+    run = PretrainConfig(
+        corpus=[str(books)], vocab_size=400, max_seq_length=128, max_steps=50, global_batch_size=64, **options
+    )
+    run = replace(run, mixed_precision="no", attn_implementation="eager")
+    text = prepare(run)
+    architecture = D2lBertConfig(vocab_size=len(text.tokenizer), hidden_size=32, num_hidden_layers=2)
+    torch.manual_seed(0)
+    kind = D2lBertForMaskedLM if run.objective == "none" else D2lBertForPreTraining
+    model = kind._from_config(architecture, attn_implementation="eager").train()
+    accelerator, optimizer = make_accelerator("no"), make_adamw(model, 1e-3, 0.01, (0.9, 0.98), 1e-6)
+    cutting = batching.how_to_cut(architecture, run)
+    step = functools.partial(train_step, accelerator, model, [optimizer], learning_rate=0.0, max_grad_norm=1.0)
+    tried = []
+
+    def fastest(speed, most):
+        tried.append(most_allocated(lambda: speed(8)) if most == 64 else None)
+        return 8
+
+    monkeypatch.setattr(micro_batch, "fastest", fastest)
+    micro_batches = functools.partial(batching.trial_micro_batches, run, text, **cutting)
+    micro_batch.find_micro_batch(micro_batches, 64, accelerator, model, step)
+    steps = batching.make_steps(replace(run, micro_batch_size=8), text, 50, **cutting)
+    made = [steps[number] for number in range(50)]
+    largest = max(most_allocated(functools.partial(step, micro_batches)) for micro_batches in made)
+    assert tried == [pytest.approx(largest, rel=0.1)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--max_seq_length=32", "--length_schedule", "16:0.5"],
+        ["--max_seq_length=32", "--length_schedule", "16:0.5", "--packing=true"],
+        ["--objective=none", "--packing=true", "--gradient_checkpointing"],
+        ["--objective=none", "--micro_batch_size=2", "--hidden_dropout_prob=0.1"],
+        ["--objective=sop", "--attn_implementation=sdpa", "--batch_size_schedule", "3:0.5"],
+    ],
+    ids=" ".join,
+)
+def test_no_program_is_compiled_in_a_step_of_the_run(books, tmp_path, monkeypatch, options):
+    """A width of 32 is that of the hidden states, too, which must not tie the program to it."""
+    compile_as_is, graphs, compiled_in_steps = torch.compile, [], []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def step(*arguments):
+        before, rate = len(graphs), arguments[4]
+        figures = train_step(*arguments)
+        if rate:
+            compiled_in_steps.append(len(graphs) - before)
+        return figures
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_is(function, backend=backend, **how))
+    monkeypatch.setattr(pretrain, "train_step", step)
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=20"]
+    assert main([*command, "--warmup_ratio=0", "--torch_compile=true", *options]) == 0
+    torch.compiler.reset()
+    assert len(graphs) >= 2 and compiled_in_steps == [0] * 20
