@@ -66,7 +66,7 @@ class Dropout(nn.Dropout):
 
     def kept(self, device, *shapes):
         """For each shape a mask, 1 for what is kept (uint8); Nones where nothing is dropped or PyTorch's serve."""
-        if not (self.training and 0 < self.p < 1 and device.type == "cpu"):
+        if not (self.training and 0 < round(self.p * 2**16) < 2**16 and device.type == "cpu"):
             return [None] * len(shapes)
         sizes = [math.prod(shape) for shape in shapes]
         seed = torch.randint(2**63 - 1, ()).item()
