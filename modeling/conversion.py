@@ -197,7 +197,10 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"d2l's BERTModel cannot express this model: {reason}")
+            raise ValueError(
+                f"d2l's BERTModel cannot express this model: {reason}; train one of --recipe d2l for it, or convert "
+                f"this one --to bert"
+            )
     state = _with_nsp_flipped(model.state_dict())
     theirs = {D2L_POSITIONS: state[OUR_POSITIONS].unsqueeze(0)}
     for our_module, their_module in _names(D2L_NAMES, config.num_hidden_layers).items():

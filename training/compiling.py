@@ -43,7 +43,14 @@ TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
 
 
 def settle_compiling(
-    run: PretrainConfig, architecture: D2lBertConfig, learner: checkpoint.Learner, text, cutting, resumed, train_on
+    run: PretrainConfig,
+    architecture: D2lBertConfig,
+    learner: checkpoint.Learner,
+    step_model,
+    text,
+    cutting,
+    resumed,
+    train_on,
 ) -> PretrainConfig:
     """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
     accelerator, model = learner.accelerator, learner.model
@@ -54,7 +61,15 @@ def settle_compiling(
         kinds = micro_batches_of_every_kind(trial_micro_batches(run, text, micro_batch_pairs(run), **cutting)[-1])
         if cutting["world_size"] > 1:  # a process may have a row less than the others
             kinds.append(make_batch_maker(run, text, run.max_seq_length).empty())
-        train_on(kinds, 0.0)
+        try:
+            for batch in kinds:
+                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+                with distributed.summed_later(accelerator, step_model, is_last=False):  # a process may fail here alone
+                    with accelerator.autocast():
+                        loss = step_model(**batch, skip_logits=not distributed.is_sharded(step_model)).loss
+                    accelerator.backward(loss)
+        finally:
+            step_model.zero_grad()
 
     if wanted == "auto":
         wanted = "false"
@@ -135,11 +150,11 @@ def leave_as_written(model: nn.Module) -> None:
 
 def compile_now(model: nn.Module, try_step: Callable[[], object]) -> str | None:
     """
-    Compile the blocks by taking a step.
+    Compile the blocks by computing with them.
 
     Args:
-        try_step: takes a step that learns nothing, with micro-batches of every kind that gets a program of its own, so
-            that all programs are made here: always of the same shapes, and so alike in a resumed run.
+        try_step: takes micro-batches of every kind that gets a program of its own forward and back, in this process
+            alone, so that all programs are made here.
 
     Returns:
         What went wrong, in a line, and then nothing is compiled; or None.

@@ -84,7 +84,15 @@ def check_engine(accelerator: Accelerator) -> None:
 
 
 def refuse_other_engines() -> None:
-    """Refuse what Accelerate could start and this package does not train with."""
+    """Refuse what Accelerate could start and this package does not train with, and half of what a launcher sets."""
+    of_a_launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [variable for variable in of_a_launcher if variable not in os.environ]
+    if missing and (os.environ.get("WORLD_SIZE", "1") != "1" or "LOCAL_RANK" in os.environ):
+        there = [variable for variable in of_a_launcher if variable in os.environ]
+        raise UserError(
+            f"the environment has {' and '.join(there)} and no {missing[0]}: start the processes by torchrun or "
+            f"accelerate launch, or unset what is left of one"
+        )
     for variable, name in OTHER_ENGINES.items():
         if is_set(variable):
             raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.errors import UserError, is_out_of_memory
-from d2l_bert.training.batching import DEFAULT_MICRO_BATCH
+from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.tracking import StepFigures, say
@@ -124,15 +124,18 @@ def failures_explained(run: PretrainConfig):
         yield
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())
-        if isinstance(error, torch.distributed.DistError) or re.search("gloo|NCCL|Connection .* by peer", reason):
+        is_of_peers = isinstance(error, torch.distributed.DistError) or bool(
+            re.search("gloo|NCCL|Connection .* by peer", reason)
+        )
+        if is_of_peers and torch.distributed.is_initialized():
             raise UserError(
                 f"another process of this run is gone, or cannot be reached ({reason[:80]}...): look at what it said; "
                 f"go on with --resume_from_checkpoint latest"
             ) from None
         if not is_out_of_memory(error):
             raise
+        tried = "" if run.micro_batch_size == "auto" else f" with micro-batches of {micro_batch_pairs(run)} pairs"
         raise UserError(
-            f"out of memory with micro-batches of {run.micro_batch_size or DEFAULT_MICRO_BATCH} pairs; lower "
-            f"--micro_batch_size, or let it be found (auto), or give --gradient_checkpointing: the steps stay the "
-            f"same; go on with --resume_from_checkpoint latest"
+            f"out of memory{tried}; lower --micro_batch_size, or let it be found (auto), or give "
+            f"--gradient_checkpointing: the steps stay the same; go on with --resume_from_checkpoint latest"
         ) from None

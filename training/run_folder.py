@@ -54,7 +54,7 @@ def output_folder(run: PretrainConfig):
     finally:
         lock.release()
         (folder / LOCK_FILE).unlink(missing_ok=True)
-        if not existed and not any(folder.iterdir()):
+        if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -19,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from d2l_bert.errors import (
+    ENVIRONMENT,
     UserError,
     another_kind,
     is_out_of_memory,
@@ -28,6 +30,9 @@ from d2l_bert.errors import (
     refusals_are_the_users,
 )
 
+
+# From a signal to the end of a process that does not come to answer it.
+SECONDS_TO_ANSWER = 5
 
 DESCRIPTION = """\
 Raw text in, a BERT out.
@@ -81,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another, and no error
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")
+    if bare := next((option for option in argv if re.fullmatch(r"--[^=]+=--", option)), None):
+        print(f"d2l-bert: error: {bare} gives no value; write one behind the =", file=sys.stderr)
+        return 2
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         arguments.parser.refuse(unknown[0].partition("=")[0])
@@ -115,7 +123,7 @@ def _failed(command, error):
     line = " ".join(str(error).split())
     if is_out_of_memory(error):
         line = f"out of memory ({line:.200}); ask for less at once, or take a machine with more"
-    elif not isinstance(error, UserError) and getattr(error, "errno", None) is None:
+    elif not isinstance(error, UserError) and getattr(error, "errno", None) not in ENVIRONMENT:
         traceback.print_exception(error)
         print(
             f"d2l-bert {command}: this is a bug of d2l-bert {version('d2l-bert')}, not of what you gave it: please "
@@ -139,11 +147,39 @@ def _terminated_cleanly():
     if threading.current_thread() is not threading.main_thread():  # Python has no handlers elsewhere
         yield
         return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
     before = signal.signal(signal.SIGTERM, _terminate)
+    told_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_if_unanswered, args=(ours,), daemon=True).start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(told_before)
         signal.signal(signal.SIGTERM, before)
+        theirs.close()
+
+
+def _end_if_unanswered(told):
+    """
+    End the process some seconds after a signal, if it is still there.
+
+    Python answers a signal when its main thread comes back from whatever library it is in, and that may be waiting
+    for a process that never comes. `told` gets the number of each signal, and ends with the command.
+    """
+    with told:
+        while number := told.recv(1):
+            # In training signals have handlers of their own, which wait for the end of a step.
+            if signal.getsignal(number[0]) not in (_terminate, signal.default_int_handler):
+                continue
+            told.settimeout(SECONDS_TO_ANSWER)
+            try:
+                while told.recv(1):
+                    pass
+            except TimeoutError:
+                os.write(2, b"d2l-bert: terminated\n")
+                os._exit(128 + number[0])
+            return
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,8 +353,11 @@ def _convert_from_bert(source, folder):
 
     with reading_model(source):
         bert, unplaced = conversion.read_bert(source)
-        model, tokenizer = conversion.from_bert(bert), conversion.read_tokenizer(source, bert.config)
-        folders.export_model(model, tokenizer, folder)
+        tokenizer = conversion.read_tokenizer(source, bert.config)
+    with refusals_are_the_users(f"{source}: cannot be converted: "):
+        model = conversion.from_bert(bert)
+    folders.export_model(model, tokenizer, folder)
+    with reading_model(source):
         conversion.copy_sentence_transformer(source, folder)
     if unplaced:
         print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")

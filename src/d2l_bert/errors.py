@@ -1,6 +1,7 @@
 """What a person can mend: the one class of errors that the command line shows as a line."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,21 @@ class UserError(ValueError):
     """
 
 
+# What the operating system refuses for reasons that lie outside of this package: space, rights, memory, the network.
+ENVIRONMENT = {
+    getattr(errno, name)
+    for name in (
+        *("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE"),
+        *("EPIPE", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
+    )
+    if hasattr(errno, name)  # Windows lacks some
+}
+
+
 @contextlib.contextmanager
-def refusals_are_the_users() -> Iterator[None]:
+def refusals_are_the_users(what: str = "") -> Iterator[None]:
     """
-    Raise a `ValueError` of the block as `UserError`.
+    Raise a `ValueError` of the block as `UserError`, with `what` before its message.
 
     For blocks that hand a person's values to `modeling`, which refuses them with a plain `ValueError`: its files are
     published, and import nothing else of this package.
@@ -28,7 +40,7 @@ def refusals_are_the_users() -> Iterator[None]:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{what}{error}") from error
 
 
 @contextlib.contextmanager
