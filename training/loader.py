@@ -1,4 +1,4 @@
-"""Steps made ahead of whoever takes them, by a thread of this process or by processes beside it."""
+"""Batches made ahead of the optimizer step that needs them, by a thread of this process or by worker processes."""
 
 import contextlib
 import multiprocessing
@@ -148,7 +148,7 @@ def _work(connection: Connection, steps, numbers) -> None:
         for number in numbers:
             arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in steps[number]]
             connection.send((arrays, None))
-    except BrokenPipeError:  # nobody takes them any more
+    except BrokenPipeError:  # the run has closed its end of the pipe
         return
     except Exception as error:
         error.add_note(f"In a process that makes batches:\n{traceback.format_exc()}")
@@ -166,7 +166,7 @@ def _as_it_arrives(error):
 def _end_with_the_parent():
     """Leave when the process that started this one is gone, whatever this one is doing."""
     started_by, parent = os.getppid(), multiprocessing.parent_process()
-    # A fork server, where there is one, stands between: its end alone does not change who it was started by.
+    # Under forkserver the system's parent is the server: there the sentinel tells that the run itself is gone.
     while os.getppid() == started_by and not wait([parent.sentinel], 1):
         pass
     os._exit(1)

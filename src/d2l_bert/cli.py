@@ -157,6 +157,7 @@ def _terminated_cleanly():
     finally:
         signal.set_wakeup_fd(told_before)
         signal.signal(signal.SIGTERM, before)
+        theirs.shutdown(socket.SHUT_RDWR)  # closing would not end it while a forked process has a copy
         theirs.close()
 
 
