@@ -49,6 +49,21 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 
+# The files of a finished model; beside them stand the log and the checkpoints.
+MODEL_FILES = {
+    "README.md",
+    "config.json",
+    "configuration_d2l_bert.py",
+    "metrics.json",
+    "model.safetensors",
+    "modeling_d2l_bert.py",
+    "run_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_curves.png",
+    "vocab.txt",
+}
+
 # A model small enough to train in a second or two.
 SMALL = (
     "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 "

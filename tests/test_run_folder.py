@@ -5,26 +5,13 @@ import os
 import shutil
 
 import pytest
-from conftest import SMALL
+from conftest import MODEL_FILES, SMALL
 
 from d2l_bert.cli import main
 from d2l_bert.training import folders, pretrain, run_folder, tracking
 
 
 WEIGHTS = "model.safetensors"
-FILES = {
-    "README.md",
-    "config.json",
-    "configuration_d2l_bert.py",
-    "metrics.json",
-    "model.safetensors",
-    "modeling_d2l_bert.py",
-    "run_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "training_curves.png",
-    "vocab.txt",
-}
 OPTIONS = (*SMALL, "--max_steps=2", "--save_total_limit=1", "--mixed_precision=no")
 
 # A run of another model and another tokenizer, and one that goes on where the first run ended and computes otherwise.
@@ -100,7 +87,7 @@ def dying(monkeypatch):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in MODEL_FILES}
 
 
 @pytest.fixture
@@ -119,7 +106,7 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
     _, done = dying(None)
     assert main([*command, *changes]) == 0
     whole, count = {"before": contents(kept), "after": contents(folder)}, sum(kind != "sync" for kind, _ in done)
-    assert whole["before"].keys() == whole["after"].keys() == FILES and count > len(FILES)
+    assert whole["before"].keys() == whole["after"].keys() == MODEL_FILES and count > len(MODEL_FILES)
     assert whole["before"]["run_config.json"] != whole["after"]["run_config.json"]
     seen = set()
     for number in range(count):
@@ -137,8 +124,8 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
         if function == "finish_folder":
             assert main([*command, *changes, *resumed(changes)]) == 0
             found = contents(folder)
-            assert found.keys() == FILES
-            assert all(found[name] == whole["after"][name] for name in FILES - {"run_config.json"})
+            assert found.keys() == MODEL_FILES
+            assert all(found[name] == whole["after"][name] for name in MODEL_FILES - {"run_config.json"})
             assert not (folder / ".model.part").exists() and not (folder / ".lock").exists()
     assert seen == {"before", "without weights", "after"}
 
@@ -153,7 +140,7 @@ def test_what_is_deleted_and_what_has_come_is_on_the_disk_before_the_weights_are
     _, done = dying(None)
     assert main([*command, *RESUMED]) == 0
     gone, there = done.index(("delete", WEIGHTS)), done.index(("rename", WEIGHTS))
-    assert set(done[:gone]) >= {("sync", name) for name in FILES}
-    others = [("rename", name) for name in FILES - {WEIGHTS}]
+    assert set(done[:gone]) >= {("sync", name) for name in MODEL_FILES}
+    others = [("rename", name) for name in MODEL_FILES - {WEIGHTS}]
     assert done[gone + 1] == ("sync", folder.name) and sorted(done[gone + 2 : there - 1]) == sorted(others)
     assert done[there - 1] == done[there + 1] == ("sync", folder.name)
