@@ -4,7 +4,7 @@ Two ways: forked from a process that has imported everything, which takes a mome
 
     torchrun --nproc-per-node=2 tests/processes.py FIRST_STEP SECONDS pretrain --corpus=...
 
-Both can dawdle: from a step on, each one takes so many seconds longer.
+Both can dawdle: from step FIRST_STEP on, each step takes SECONDS longer.
 """
 
 import multiprocessing

@@ -408,7 +408,7 @@ def with_code(trained, tmp_path):
 
 
 def test_code_that_a_folder_brings_is_never_run_and_nothing_is_asked(with_code, here, books, trained, tmp_path):
-    """`y` stands on the standard input for whoever would ask; it must all be there at the end."""
+    """The standard input holds a `y` for each command; at the end all of them must be there still."""
     api = HfApi()
     for name in ("tokenizer", "model"):
         api.create_repo(f"someone/{name}")

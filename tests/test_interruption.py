@@ -165,7 +165,7 @@ def test_with_every_checkpoint_damaged_the_run_is_refused_and_nothing_is_lost(co
 
 
 def run_through(arguments, said, count):
-    """The command to its end, in so many processes."""
+    """Run the command to its end in `count` processes."""
     launched = processes.launch(arguments, said, count)
     finish(launched)
     assert [process.exitcode for process in launched] == [0] * count, said.read_text()
@@ -193,7 +193,7 @@ def undisturbed(command, tmp_path_factory):
 
 @pytest.fixture
 def start(command, tmp_path):
-    """Start a run of slow steps in so many processes, and wait until it has made some; all are gone in the end."""
+    """Start a run of slow steps in `count` processes and wait until it reaches `step`; at the end all are killed."""
     launched = []
 
     def started(*options, count=1, step=13, dawdle=(1, 0.05)):

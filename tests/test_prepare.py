@@ -165,7 +165,7 @@ def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def prepare_beside(books, tmp_path):
-    """Start processes that prepare the books, reading a book in so many seconds, in one new cache."""
+    """Start processes that prepare the books in one new cache and take `seconds` to read each book."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
     started = []

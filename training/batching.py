@@ -173,7 +173,7 @@ def most_tokens(run: PretrainConfig) -> int:
 
 
 def pairs_of(run: PretrainConfig, max_steps: int) -> int:
-    """Pairs of full length in so many steps; shorter ones count as what they take the place of."""
+    """Pairs of full length in `max_steps` steps; shorter ones count as what they take the place of."""
     stages = run.stages(max_steps)
     ends = [*(first_step for first_step, *_ in stages[1:]), max_steps]
     return sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
