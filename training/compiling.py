@@ -166,7 +166,9 @@ def compile_now(model: nn.Module, try_step: Callable[[], object]) -> str | None:
         if is_out_of_memory(error):
             raise
         leave_as_written(model)
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        # Under DDP the message begins with a line "backend='compile_fn' raised:", and the reason follows.
+        reasons = (line for line in str(error).strip().splitlines() if not line.endswith(" raised:"))
+        return next(reasons, type(error).__name__)
     return None
 
 
@@ -209,6 +211,6 @@ def pays(
     if not failed and compiled >= as_written:
         leave_as_written(model)
         outcome += ", so it is left as written"
-    if accelerator.is_main_process:
+    if accelerator.is_main_process or error:  # a rank that cannot compile says why
         say(outcome)
     return compiled < as_written
