@@ -113,9 +113,12 @@ def non_finite(figures: StepFigures) -> str:
 
 
 @contextlib.contextmanager
-def failures_explained(run: PretrainConfig):
+def failures_explained(run: PretrainConfig, micro_batch_was_found: bool = False):
     """
     Say which option to turn when memory runs out in the block, and what has happened when another process is gone.
+
+    Args:
+        micro_batch_was_found: whether `run.micro_batch_size` is what `auto` found; then `auto` is no advice.
 
     Raises:
         UserError: out of memory, or a process of those that train together is gone.
@@ -135,7 +138,10 @@ def failures_explained(run: PretrainConfig):
         if not is_out_of_memory(error):
             raise
         tried = "" if run.micro_batch_size == "auto" else f" with micro-batches of {micro_batch_pairs(run)} pairs"
+        helps = "lower --micro_batch_size, or let it be found (auto)"
+        if micro_batch_was_found or not tried:
+            helps = "give --micro_batch_size a number below the one that auto found"
         raise UserError(
-            f"out of memory{tried}; lower --micro_batch_size, or let it be found (auto), or give "
-            f"--gradient_checkpointing: the steps stay the same; go on with --resume_from_checkpoint latest"
+            f"out of memory{tried}; {helps}, or give --gradient_checkpointing: the steps stay the same; "
+            f"go on with --resume_from_checkpoint latest"
         ) from None

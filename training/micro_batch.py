@@ -21,6 +21,10 @@ from d2l_bert.training.tracking import say
 # Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
 LEAST_GAIN = 1.05
 
+NO_MEMORY_FOR_ONE = (
+    "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq_length, or take a smaller model"
+)
+
 
 def settle_micro_batch(
     run: PretrainConfig, learner: checkpoint.Learner, step_model, text, cutting, resumed, train_on
@@ -82,7 +86,12 @@ def find_micro_batch(
         speeds = accelerator.gather(torch.tensor(tokens / seconds, device=accelerator.device))
         return float(speeds.min())
 
-    try_step(micro_batches(1)[:1])
+    try:
+        try_step(micro_batches(1)[:1])
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(NO_MEMORY_FOR_ONE) from None
     return fastest(speed, most)
 
 
@@ -106,5 +115,5 @@ def fastest(speed: Callable[[int], float], most: int) -> int:
         if size == most:
             break
     if not best:
-        raise UserError("out of memory with a single pair; lower --max_seq_length, or take a smaller model")
+        raise UserError(NO_MEMORY_FOR_ONE)
     return best

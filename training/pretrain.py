@@ -193,6 +193,7 @@ def train(
     def train_on(micro_batches, rate):
         return train_step(accelerator, step_model, step_optimizers, micro_batches, rate, run.max_grad_norm)
 
+    is_auto = run.micro_batch_size == "auto"
     run = settle_micro_batch(run, learner, step_model, text, cutting, resumed, train_on)
     run = settle_compiling(run, architecture, learner, step_model, text, cutting, resumed, train_on)
     with distributed.said_once():
@@ -248,7 +249,7 @@ def train(
     step = saved_step = start
     saved, figures, rate = resumed and resumed.path, None, 0.0
     # Until here a signal ends the process at once; from here on it waits for the end of a step.
-    explained = interruption.failures_explained(run)  # with the micro-batch that was found
+    explained = interruption.failures_explained(run, micro_batch_was_found=is_auto)
     with stop, explained, contextlib.closing(progress), contextlib.ExitStack() as opened:
         loaded = load(steps, start, max_steps, run.dataloader_num_workers, lambda: stop.received or stop.agreed)
         opened.enter_context(contextlib.closing(loaded))  # its workers end before this process does
