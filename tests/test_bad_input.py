@@ -424,6 +424,17 @@ def test_a_wrong_input_is_one_line_and_nothing_is_written(refused, row):
         assert word in said
 
 
+@pytest.mark.parametrize("option", ["corpus", "output_dir", "max_steps", "learning-rate", "packing", "optim"])
+def test_two_dashes_as_the_value_of_an_option_are_refused(world, monkeypatch, capfd, option):
+    """argparse would take them for the end of the options, and the option for one without a value."""
+    monkeypatch.chdir(world)
+    before = snapshot(world)
+    assert main(["pretrain", "--corpus=books", "--output_dir=out", f"--{option}=--", "--max_steps=1", *SMALL]) == 2
+    captured, written = capfd.readouterr(), option.replace("-", "_")
+    assert captured.err == f"d2l-bert: error: --{written}=-- gives no value; write one behind the =\n"
+    assert captured.out == "" and snapshot(world) == before
+
+
 AFTER_READING = [  # what shows when the text is read, so that what was read is said before
     ("pretrain --corpus file.txt", "file.txt: too little text", "add text"),
     ("pretrain --min_paragraph_characters 9999", "books: too little text: 0 documents with sentences", "add text"),

@@ -1,5 +1,6 @@
 """Several processes as one: what is refused, who speaks, who writes, and tensors that come and go whole."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import DistributedType
+from conftest import SMALL
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
@@ -103,6 +105,46 @@ def test_a_rank_that_was_left_in_the_environment_silences_nothing(monkeypatch, t
     monkeypatch.setenv("RANK", "first")
     assert main(["pretrain"]) == 2
     assert "RANK in the environment must be a whole number, got 'first'" in capsys.readouterr().err
+
+
+LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    "given, there",
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE and no RANK"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK and no WORLD_SIZE"),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "WORLD_SIZE and LOCAL_RANK and no RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE and RANK and LOCAL_RANK and no MASTER_ADDR"),
+    ],
+    ids=str,
+)
+def test_half_of_what_a_launcher_sets_is_refused_in_one_line(monkeypatch, tmp_path, capsys, given, there):
+    for variable in LAUNCHER:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["pretrain", f"--output_dir={tmp_path / 'out'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"d2l-bert pretrain: error: the environment has {there}: start the processes by torchrun")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=str)
+def test_a_rank_or_a_world_of_one_process_makes_an_ordinary_run_of_one_process(books, tmp_path, given):
+    """In a process of its own: Accelerate reads the environment once."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}"]
+    process = subprocess.run(
+        [*command, *SMALL, "--max_steps=2", "--mixed_precision=no"],
+        capture_output=True,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", **given},
+        timeout=120,
+    )
+    assert process.returncode == 0 and "step 2/2" in process.stderr, process.stderr
+    assert json.loads((tmp_path / "out" / "run_config.json").read_text())["machine"]["processes"] == 1
 
 
 def test_a_plain_model_is_of_the_same_kind_and_weights_and_ties():
