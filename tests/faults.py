@@ -1,13 +1,16 @@
 """The command with a fault in it, in a process of its own: `FAULT=name python tests/faults.py pretrain ...`.
 
-`START_METHOD` says how it starts processes, `FAULTY_RANK` which of several has the fault.
+`START_METHOD` says how it starts processes, `FAULTY_RANK` which rank has the fault; the others run without it.
 """
 
 import errno
+import functools
 import multiprocessing
 import os
 import sys
 import time
+
+import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
@@ -51,6 +54,10 @@ def stumble():
     raise ValueError("operands could not be broadcast together")
 
 
+def miss_a_file():
+    open("nowhere/rope.txt")
+
+
 def run_out_of_memory():
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
 
@@ -60,6 +67,23 @@ def compiling_without_memory():
     compiling.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
 
 
+def stuck_before_the_first_step():
+    """Wait for a message that no rank sends, as for a peer that hangs; the peers then wait for this rank."""
+
+    def wait(*_):
+        print("waiting for a message that is never sent", file=sys.stderr, flush=True)
+        torch.distributed.recv(torch.zeros(1), src=1 - torch.distributed.get_rank())
+
+    pretrain.make_model = wait
+
+
+def without_a_compiler():
+    def fail(graph, inputs):
+        raise RuntimeError("no working C++ compiler")
+
+    torch.compile = functools.partial(compile_as_is, backend=fail)
+
+
 FAULTS = {
     "full cache": full_cache_at_the_second_epoch,
     "refusal in a worker": lambda: in_a_worker(refuse),
@@ -67,10 +91,19 @@ FAULTS = {
     "endless worker": lambda: in_a_worker(lambda: time.sleep(600)),
     "refusal": lambda: at_step(15, refuse),
     "bug": lambda: at_step(15, stumble),
+    "missing file": lambda: at_step(15, miss_a_file),
+    "stuck before the first step": stuck_before_the_first_step,
+    "no compiler": without_a_compiler,
     "out of memory": lambda: at_step(15, run_out_of_memory),
+    "out of memory at once": lambda: at_step(1, run_out_of_memory),
     "compiling without memory": compiling_without_memory,
     "none": lambda: None,
 }
+
+compile_as_is = torch.compile
+if os.environ["FAULT"] == "no compiler":  # on every rank: even a short run tries to compile, and in a moment
+    compiling.LEAST_SECONDS = 0.0
+    torch.compile = functools.partial(compile_as_is, backend="eager")
 
 if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):
     FAULTS[os.environ["FAULT"]]()

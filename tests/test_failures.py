@@ -1,5 +1,6 @@
-"""Runs in which something fails: they end soon, whoever met it says it, and nothing is left running."""
+"""Runs with an error in one of their processes: all end within seconds, with the right message and exit code."""
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ SOON = 10.0  # seconds from an error to the end of every process
 
 
 class Run:
-    """The command in so many processes, each a session of its own with whatever it starts."""
+    """The command in `processes` processes. Each leads a session, which also holds the processes that it starts."""
 
     def __init__(self, folder, options, fault, processes=1, **environment):
         self.said, self.processes = [], []
@@ -171,12 +172,12 @@ def test_who_is_told_to_stop_does_not_wait_for_a_step_in_the_making(start, tmp_p
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_bug_that_one_process_meets_is_shown_by_it(start, rank):
-    run, it, other = None, int(rank), 1 - int(rank)
+    faulty, other = int(rank), 1 - int(rank)
     run = start("bug", processes=2, FAULTY_RANK=rank)
-    run.wait_for("this is a bug", rank=it)
-    codes = run.codes(SOON)
-    assert (codes[it], codes[other]) == (1, 2)
-    assert "ValueError: operands could not be broadcast together" in run.text(it) and "in stumble" in run.text(it)
+    run.wait_for("this is a bug", rank=faulty)
+    codes, said = run.codes(SOON), run.text(faulty)
+    assert (codes[faulty], codes[other]) == (1, 2)
+    assert "ValueError: operands could not be broadcast together" in said and "in stumble" in said
     assert "another process of this run is gone" in run.errors(other)[0] and "Traceback" not in run.text(other)
 
 
@@ -185,6 +186,36 @@ def test_a_refusal_that_one_process_meets_is_said_by_it(start):
     run.wait_for(" error: ", rank=1)
     assert run.codes(SOON) == [2, 2]
     assert run.errors(1) == ["d2l-bert pretrain: error: process 1: the rope is too short; take a longer one"]
+
+
+@pytest.mark.parametrize("told", [[0, 1], [0], [1]], ids=["both are told", "rank 0 is told", "rank 1 is told"])
+def test_sigterm_ends_ranks_that_wait_for_each_other_within_seconds(start, told):
+    """Rank 1 waits for a message that is never sent, rank 0 for rank 1; Python answers no signal meanwhile."""
+    run = start("stuck before the first step", processes=2, FAULTY_RANK="1")
+    run.wait_for("never sent", rank=1)
+    time.sleep(1)  # until both wait
+    began = time.monotonic()
+    for rank in told:
+        run.processes[rank].send_signal(signal.SIGTERM)
+    codes = run.codes(8)
+    assert 4 < time.monotonic() - began
+    for rank in (0, 1):
+        assert codes[rank] == (143 if rank in told else 2) and "Traceback" not in run.text(rank)
+        assert ("d2l-bert: terminated" in run.text(rank)) is (rank in told)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_compiler_that_fails_on_one_of_two_ranks_compiles_on_neither_and_the_run_ends_well(start, tmp_path, rank):
+    run = start("no compiler", "--torch_compile=auto", processes=2, FAULTY_RANK=str(rank))
+    assert run.codes(60) == [0, 0]
+    reason, of_another = (
+        "not compiled: RuntimeError: no working C++ compiler",
+        "not compiled: another process could not",
+    )
+    said = [[line for line in run.text(each).splitlines() if "compiled" in line] for each in (0, 1)]
+    assert said == ([[reason], []] if rank == 0 else [[of_another], [reason]])
+    record = json.loads((tmp_path / "model" / "run_config.json").read_text())
+    assert record["run"]["torch_compile"] == "false"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,14 +229,22 @@ def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
     assert "in stumble" in run.text() and "CONTRIBUTING.md" in run.text().splitlines()[-1]
 
 
+def test_a_missing_file_deep_inside_a_step_is_a_bug_with_its_traceback(start):
+    """Only what the operating system refuses for space, rights, memory or the network is one line."""
+    run = start("missing file")
+    run.wait_for("this is a bug")
+    assert run.codes(SOON) == [1] and run.errors() == []
+    assert "FileNotFoundError: [Errno 2]" in run.text() and "in miss_a_file" in run.text()
+    assert "CONTRIBUTING.md" in run.text().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "fault, options, said",
     [
-        ("out of memory", [], "lower --micro_batch_size"),
+        ("out of memory", [], "with micro-batches of 64 pairs; lower --micro_batch_size, or let it be found (auto)"),
         ("compiling without memory", ["--torch_compile=true"], "lower --micro_batch_size"),
         ("none", ["--hidden_size=128000000"], "lower one of hidden_size (128,000,000)"),
         ("none", ["--max_position_embeddings=1000000000"], "max_position_embeddings (1,000,000,000)"),
-        ("none", ["--initializer_range=nan"], "initializer_range must be"),
     ],
 )
 def test_memory_that_is_gone_is_one_line_whenever_that_happens(start, fault, options, said):
@@ -213,3 +252,25 @@ def test_memory_that_is_gone_is_one_line_whenever_that_happens(start, fault, opt
     assert run.codes(60) == [2]
     (line,) = run.errors()
     assert said in line and "Traceback" not in run.text()
+
+
+NUMBER = "give --micro_batch_size a number below the one that auto found, or give --gradient_checkpointing"
+
+
+@pytest.mark.parametrize(
+    "fault, options, said",
+    [
+        ("out of memory", [], rf"out of memory with micro-batches of [1248] pairs; {NUMBER}"),
+        ("compiling without memory", ["--torch_compile=true"], f"out of memory; {NUMBER}"),
+        (
+            "out of memory at once",
+            [],
+            "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq",
+        ),
+    ],
+)
+def test_out_of_memory_with_micro_batches_that_auto_found_advises_what_helps_and_not_auto(start, fault, options, said):
+    run = start(fault, "--micro_batch_size=auto", *options)
+    assert run.codes(60) == [2]
+    (line,) = run.errors()
+    assert re.search(f"error: {said}", line) and "(auto)" not in line
