@@ -7,6 +7,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import signal
 import sys
 import time
 
@@ -109,6 +110,7 @@ if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):
     FAULTS[os.environ["FAULT"]]()
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
     if method := os.environ.get("START_METHOD"):
         multiprocessing.set_start_method(method)
     sys.exit(main(sys.argv[1:]))

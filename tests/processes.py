@@ -9,6 +9,7 @@ Both can dawdle: from step FIRST_STEP on, each step takes SECONDS longer.
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -58,6 +59,7 @@ def _command(arguments, environment, said, dawdle, method):
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
     _dawdle(*dawdle)
     sys.exit(main(arguments))
 

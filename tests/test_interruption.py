@@ -321,6 +321,66 @@ def test_a_signal_under_torchrun_reaches_all_processes(command, undisturbed, tmp
     check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
 
 
+COMMAND = str(Path(sys.executable).with_name("d2l-bert"))
+
+
+@pytest.mark.parametrize("program", [["-m", "d2l_bert"], [COMMAND]], ids=["module", "script"])
+@pytest.mark.parametrize(
+    "number, code, said", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_during_the_imports_ends_the_command_with_a_line(program, number, code, said):
+    with importing([], program) as process:
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    (line,) = [line for line in errors.splitlines() if not line.startswith("import time:")]
+    assert line == f"d2l-bert: {said}"
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored_during_the_imports():
+    with importing(["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh"], ["-m", "d2l_bert"]) as process:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        told, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and told.startswith("usage: d2l-bert")
+
+
+def importing(before, program):
+    """The help of the command, in the middle of its imports: of each one Python says when it is done."""
+    process = subprocess.Popen(
+        [*before, sys.executable, "-X", "importtime", *program, "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert any("d2l_bert.early_signals" in line for line in process.stderr)
+    return process
+
+
+@pytest.fixture
+def ignored():
+    """SIGINT and SIGTERM are ignored in this process."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_whose_caller_ignores_signals_goes_on(command, ignored, short, monkeypatch, tmp_path):
+    """As a shell without job control has it for Ctrl-C and a background command."""
+    wanted = StopSignals.wanted
+
+    def told(stop):
+        for number in ignored:
+            os.kill(os.getpid(), number)
+        return wanted(stop)
+
+    monkeypatch.setattr(StopSignals, "wanted", told)
+    assert main(command(tmp_path / "model", *SHORT)) == 0
+    assert weights(tmp_path / "model") == weights(short)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A full disk
 

@@ -24,7 +24,8 @@ class StopSignals:
     """
     SIGTERM and Ctrl-C as a wish to stop: within the block the running step is finished, and a checkpoint saved.
 
-    A second Ctrl-C ends the process at once, whatever it is doing.
+    A second Ctrl-C ends the process at once, whatever it is doing. A signal that was ignored before stays ignored:
+    a shell without job control starts its background commands so, for Ctrl-C to end the foreground alone.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -35,7 +36,10 @@ class StopSignals:
     def __enter__(self):
         # Python lets only the main thread have handlers; elsewhere whoever started the thread has to stop it.
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.before = {number: signal.signal(number, self._receive) for number in numbers}
+        self.before = {number: signal.getsignal(number) for number in numbers}
+        self.before = {number: handler for number, handler in self.before.items() if handler is not signal.SIG_IGN}
+        for number in self.before:
+            signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):

@@ -6,6 +6,10 @@ Importing it registers the model with Transformers' Auto classes, so that `AutoM
 
 from importlib import import_module
 
+from d2l_bert import early_signals  # noqa: F401  first, as the imports below take seconds
+
+
+# isort: split
 from transformers import (
     AutoConfig,
     AutoModel,

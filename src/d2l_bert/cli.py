@@ -19,6 +19,7 @@ import typing
 from importlib.metadata import version
 from pathlib import Path
 
+from d2l_bert import early_signals
 from d2l_bert.errors import (
     ENVIRONMENT,
     UserError,
@@ -143,20 +144,28 @@ def _terminate(number, frame):
 
 @contextlib.contextmanager
 def _terminated_cleanly():
-    """Have a command that gets a SIGTERM clean up as one that fails does, and leave with 143."""
+    """
+    Have a command that gets a SIGTERM clean up as one that fails does, and leave with 143. An ignored signal stays
+    ignored.
+    """
     if threading.current_thread() is not threading.main_thread():  # Python has no handlers elsewhere
         yield
         return
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {}
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is early_signals.leave:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     told_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_end_if_unanswered, args=(ours,), daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(told_before)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         theirs.shutdown(socket.SHUT_RDWR)  # closing would not end it while a forked process has a copy
         theirs.close()
 
