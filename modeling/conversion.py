@@ -31,7 +31,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 
 from . import modeling_d2l_bert
-from .configuration_d2l_bert import D2lBertConfig
+from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
 from .modeling_d2l_bert import D2lBertForMultipleChoice, D2lBertForPreTraining, D2lBertModel, D2lBertPreTrainedModel
 
 
@@ -80,6 +80,8 @@ BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
 SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 # Heads that one checkpoint may hold together, whichever of them it is named after.
 PRETRAINED = ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining")
+ANEW = "save the model there again with save_pretrained, or copy its files anew"
+OTHER_BERT = "give another BERT, or use this one with Transformers as it is"
 LAZY = "a lazy layer has no weights yet; run the net on one batch before you save its state dict"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 D2L_SPECIAL_TOKENS = {
@@ -150,7 +152,10 @@ def from_d2l(
         if is_lazy(value):
             raise ValueError(f"{name}: {LAZY}")
         if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
-            raise ValueError(f"{name}: holds no plain numbers but {value.dtype}, {value.layout}, {value.device}")
+            raise ValueError(
+                f"{name}: holds no plain numbers but {value.dtype}, {value.layout}, {value.device}; save the state "
+                f"dict of the net in float32, dense, on a processor"
+            )
     blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
     theirs_of = _names(D2L_NAMES, max(blocks, default=-1) + 1)
     without_bias = not any(re.search(r"attention\.W_.\.bias$", name) for name in state)
@@ -161,7 +166,15 @@ def from_d2l(
     type_vocab_size, _ = _sizes(state, "encoder.segment_embedding.weight", 2)
     _, max_length, _ = _sizes(state, D2L_POSITIONS, 3)
     if tokens is not None and len(tokens) != vocab_size:
-        raise ValueError(f"the vocabulary has {len(tokens)} tokens and the model {vocab_size}: it is another model's")
+        raise ValueError(
+            f"the vocabulary has {len(tokens)} tokens and the model {vocab_size}: it is another model's; give the one "
+            f"that this model was trained with"
+        )
+    if num_attention_heads > 0 and hidden_size % num_attention_heads:
+        raise ValueError(
+            f"its hidden size of {hidden_size} is no multiple of {num_attention_heads} heads; give as "
+            f"num_attention_heads the number that the net was made with"
+        )
     config = D2lBertConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -241,12 +254,22 @@ def read_vocabulary(path: str | Path) -> list[str]:
     if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
         tokens = sorted(tokens, key=tokens.get)
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
-        raise ValueError(f"{path}: a vocabulary is a list of tokens in the order of their ids, none of them empty")
-    if any("\ud800" <= character <= "\udfff" for token in tokens for character in token):
-        raise ValueError(f"{path}: a token holds half of a character (a surrogate)")
+        raise ValueError(
+            f"{path}: a vocabulary is a list of tokens in the order of their ids, none of them empty; save its "
+            f"idx_to_token with json.dump"
+        )
+    for index, token in enumerate(tokens):
+        if any("\ud800" <= character <= "\udfff" for character in token):
+            raise ValueError(
+                f"{path}: token {index}, {ascii(token)}, holds half of a character (a surrogate); write the whole "
+                f"character there"
+            )
     twice = [token for token, count in Counter(tokens).items() if count > 1]
     if twice:
-        raise ValueError(f"{path}: the token {twice[0]!r} stands in the vocabulary twice")
+        raise ValueError(
+            f"{path}: the token {twice[0]!r} stands in the vocabulary twice; save the idx_to_token of the model's own "
+            f"Vocab, which has each token once"
+        )
     return tokens
 
 
@@ -297,7 +320,8 @@ def d2l_vocabulary(tokenizer) -> list[str]:
     tokens = [renamed.get(token, token) for token in sorted(ids, key=ids.get)]
     if len(set(tokens)) < len(tokens):
         raise ValueError(
-            f"the vocabulary has an ordinary token with one of d2l's names, {', '.join(renamed.values())}"
+            f"the vocabulary has an ordinary token with one of d2l's names, {', '.join(renamed.values())}; rename it "
+            f"in tokenizer.json, or convert the model --to bert"
         )
     return tokens
 
@@ -324,11 +348,14 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     if folder.is_file():
         raise ValueError("it is a file; give the folder that holds it and its config.json")
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ValueError("it holds no model.safetensors and no pytorch_model.bin; TensorFlow weights are not read")
+        raise ValueError(
+            "it holds no model.safetensors and no pytorch_model.bin, and TensorFlow weights are not read; save the "
+            "model there from PyTorch with save_pretrained"
+        )
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
-        ours = "; it is ours already, so take it as it is" if isinstance(config, D2lBertConfig) else ""
-        raise ValueError(f"it is a {config.model_type} model, not a bert one{ours}")
+        mend = "it is ours already, so take it as it is" if isinstance(config, D2lBertConfig) else "give a stock BERT"
+        raise ValueError(f"it is a {config.model_type} model, not a bert one; {mend}")
     _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
@@ -348,10 +375,13 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         predictions.bias = predictions.decoder.bias = kept
         missing -= BIASES
     if missing:
-        raise ValueError(f"it has no weights for {sorted(missing)[0]}")
+        raise ValueError(f"it has no weights for {sorted(missing)[0]}; {ANEW}")
     for key in sorted(unexpected):
         if re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", key):
-            raise ValueError(f"its config.json has no place for {key}: it is another model's")
+            raise ValueError(
+                f"its config.json has no place for {key}: it is another model's; put back the one that was saved with "
+                f"the weights"
+            )
     return model, sorted(unexpected)
 
 
@@ -369,13 +399,20 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
-        theirs = "; it is stock BERT already, and from_bert makes it ours" if isinstance(config, BertConfig) else ""
-        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one{theirs}")
+        mend = "give a model of d2l-bert"
+        if isinstance(config, BertConfig):
+            mend = "it is stock BERT already, and --from bert makes it ours"
+        if isinstance(config, D2lBertConfig):
+            raise ValueError(
+                f"its config.json names a class that d2l-bert has not, {config.architectures[0]}; put back the one "
+                f"that was saved with the weights"
+            )
+        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one; {mend}")
     model, missing, _ = load_and_compare(model_class, name)
     if model_class is D2lBertModel and lacks(model, missing, "pooler"):
         model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
     if missing:
-        raise ValueError(f"it has no weights for {sorted(missing)[0]}")
+        raise ValueError(f"it has no weights for {sorted(missing)[0]}; {ANEW}")
     return model
 
 
@@ -419,9 +456,14 @@ def read_tokenizer(name: str, config):
     try:
         tokenizer = stock_tokenizer(name)
     except Exception as error:  # each kind of damage has a class of its own
-        raise ValueError(f"its tokenizer cannot be read ({error})") from None
+        raise ValueError(
+            f"its tokenizer cannot be read ({str(error):.150}); put back the model's own, or take it out"
+        ) from None
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}")
+        raise ValueError(
+            f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
+            f"or take it out"
+        )
     return tokenizer
 
 
@@ -438,10 +480,16 @@ def copy_sentence_transformer(name: str, folder: Path) -> None:
     try:
         parts = [module["path"] for module in json.loads(Path(listed).read_text(encoding="utf-8")) if module["path"]]
     except (ValueError, TypeError, KeyError):
-        raise ValueError("its modules.json is no list of sentence-transformers modules") from None
+        raise ValueError(
+            "its modules.json is no list of sentence-transformers modules; put back the one that was saved, or take "
+            "it out"
+        ) from None
     for part in parts:
         if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", part):
-            raise ValueError(f"its modules.json names {part!r}, which is no folder below it")
+            raise ValueError(
+                f"its modules.json names {part!r}, which is no folder below it; put back the one that was saved, or "
+                f"take it out"
+            )
     patterns = [*SENTENCE_TRANSFORMER_FILES, *(f"{part}/*" for part in parts)]
     source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     for file in SENTENCE_TRANSFORMER_FILES:
@@ -461,7 +509,7 @@ def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
     """
     our_class = _our_class(type(model))
     if our_class is None:
-        raise ValueError(f"{type(model).__name__} is none of the BERTs that d2l-bert has")
+        raise ValueError(f"{type(model).__name__} is none of the BERTs that d2l-bert has; {OTHER_BERT}")
     config = D2lBertConfig(
         **{**_bert_numbers(model.config), "tie_word_embeddings": _is_tied(model)},
         embedding_layer_norm=True,
@@ -511,12 +559,21 @@ def _our_class(bert_class):
 def _bert_numbers(config):
     """The fields of ours that a BertConfig has too, if ours mean the same."""
     if config.is_decoder or config.add_cross_attention:
-        raise ValueError("this BERT is a decoder (is_decoder, add_cross_attention); d2l-bert has encoders only")
+        raise ValueError(
+            f"this BERT is a decoder (is_decoder, add_cross_attention), and d2l-bert has encoders only; {OTHER_BERT}"
+        )
     positions = getattr(config, "position_embedding_type", None) or "absolute"
     if positions != "absolute":
-        raise ValueError(f"this BERT has {positions} position embeddings; d2l-bert has absolute ones only")
+        raise ValueError(
+            f"this BERT has {positions} position embeddings, and d2l-bert has absolute ones only; {OTHER_BERT}"
+        )
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(
+            f"this BERT has hidden_act {config.hidden_act}, and d2l-bert has {', '.join(ACTIVATIONS)} only; "
+            f"{OTHER_BERT}"
+        )
     numbers = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
-    D2lBertConfig(**numbers)  # refuses other activations, by name
+    D2lBertConfig(**numbers)  # refuses numbers that no BERT has
     return numbers
 
 
@@ -595,7 +652,7 @@ def _renamed(model, names):
         if module in names:
             state[f"{prefix}{names[module]}.{leaf}"] = value
         elif name != "cls.predictions.bias":  # the decoder's bias, once more
-            raise ValueError(f"{name}: no weight of this name is known")
+            raise ValueError(f"{name}: d2l-bert knows no weight of this name; take it out, and save the model again")
     return state
 
 
@@ -617,7 +674,10 @@ def _with_nsp_flipped(state):
 def _sizes(state, name, dimensions):
     shape = tuple(state[name].shape)
     if len(shape) != dimensions:
-        raise ValueError(f"{name}: has shape {shape}; in a d2l BERTModel it has {dimensions} dimensions")
+        raise ValueError(
+            f"{name}: has shape {shape}, and in a d2l BERTModel {dimensions} dimensions; give the state dict of its "
+            f"BERTModel"
+        )
     return shape
 
 
@@ -625,7 +685,10 @@ def _filled(model, state):
     """`model` with the weights of `state`, in its precision; every weight, and no other."""
     for name, value in model.state_dict().items():
         if name in state and state[name].shape != value.shape:
-            raise ValueError(f"{name}: has shape {tuple(state[name].shape)}, where {tuple(value.shape)} is wanted")
+            raise ValueError(
+                f"{name}: has shape {tuple(state[name].shape)}, where {tuple(value.shape)} is wanted by the other "
+                f"weights; save all of one model again"
+            )
     model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
     model.load_state_dict(state, strict=True)
     for name, value in model.state_dict().items():

@@ -425,6 +425,7 @@ def refusal(capsys, *arguments):
     assert main(["convert", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and "Traceback" not in printed.err, printed.err
+    assert "; " in printed.err, "the mend"
     return printed.err
 
 
@@ -619,7 +620,7 @@ def test_a_setting_that_the_other_model_lacks_is_refused(tmp_path, trained, caps
 def test_wrong_options_and_folders_in_use_are_refused(tmp_path, capsys):
     torch.save(book_state(), tmp_path / "state.pt")
     assert "--num_attention_heads" in refusal(capsys, tmp_path / "state.pt", tmp_path / "out", "--from=d2l")
-    assert "multiple of" in refusal(
+    assert "no multiple of 5 heads" in refusal(
         capsys, tmp_path / "state.pt", tmp_path / "o", "--from=d2l", "--num_attention_heads=5"
     )
     assert "--from d2l" in refusal(capsys, tmp_path, tmp_path / "out", "--from=bert", "--num_attention_heads=3")

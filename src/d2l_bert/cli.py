@@ -326,7 +326,7 @@ def convert_command(arguments) -> None:
     if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
         raise UserError("num_attention_heads and vocab are for --from d2l; leave them out")
     if from_d2l and not arguments.num_attention_heads:
-        raise UserError("a d2l state dict does not tell its heads: give --num_attention_heads")
+        raise UserError("a d2l state dict does not tell its heads; give --num_attention_heads")
     source, target = arguments.source, Path(arguments.target)
     with folders.new_folder(target) as folder:
         if from_d2l:
