@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from d2l_bert.training import corpus, tables
+from d2l_bert.errors import UserError
+from d2l_bert.training import arrow, corpus, tables
 
 
 def texts(source):
@@ -215,6 +216,19 @@ def test_no_more_documents_are_read_than_asked_for(tmp_path):
         assert [line for _, paragraphs in texts(source) for line in paragraphs] == found
         assert source.identity != whole
     assert len(texts(corpus.file_source("python-docs", max_documents=3))) == 3
+
+
+def test_a_file_that_is_gone_before_it_is_read_is_named_and_not_the_cache(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "books" / f"{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "books" / f"{name}.txt").write_text("Some text.")
+    source = corpus.file_source(tmp_path / "books")
+    (tmp_path / "books" / "b.txt").unlink()
+    with pytest.raises(UserError) as refusal:
+        arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path / "cache")
+    reason = "cannot be read (No such file or directory); put it back or leave it out"
+    assert str(refusal.value) == f"{tmp_path / 'books' / 'b.txt'}: {reason}"
+    assert not list((tmp_path / "cache").glob("[!.]*"))
 
 
 def test_sources_are_read_one_after_the_other_with_their_numbers(tmp_path):

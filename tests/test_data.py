@@ -1,8 +1,10 @@
 """Documents to batches: what a step holds depends on the run alone, and a batch is what one would build by hand."""
 
+import errno
 import functools
 import itertools
 import math
+import os
 import pickle
 import threading
 from collections import Counter
@@ -12,10 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import arrow, batching, corpus, data, masking, packing, pairs, prepare
 from d2l_bert.training.config import PretrainConfig
@@ -655,6 +659,45 @@ def test_writing_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError):
         arrow.written_whole(tmp_path / "x", "writing", write)
     assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "(No space left on device); free some space, or set HF_HOME to another folder"),
+        (errno.EROFS, "(Read-only file system); make it writable, or set HF_HOME to another folder"),
+        (errno.EACCES, "(Permission denied); make it writable, or set HF_HOME to another folder"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_said_with_the_mend_that_fits(text, tmp_path, monkeypatch, number, words):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError) as refusal:
+        arrow.written_whole(tmp_path / "x", "writing", fail)
+    assert str(refusal.value) == f"cache {tmp_path}: cannot be written {words}"
+    plans = make_steps(text, tmp_path).phases[0].plans
+    monkeypatch.setattr(data.EpochPlans, "_lay_out", fail)
+    with pytest.raises(UserError) as refusal:
+        plans.epoch(0)
+    assert str(refusal.value) == f"cache {plans.folder}: cannot be written {words}"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(text, tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    plans = make_steps(text, tmp_path).phases[0].plans
+    plans.folder.mkdir(parents=True)
+    with FileLock(plans.folder / ".lock"):
+        waiting = threading.Thread(target=plans.epoch, args=(3,))
+        waiting.start()
+        waiting.join(arrow.SILENT_SECONDS + 1)
+        assert waiting.is_alive()
+    waiting.join(60)
+    assert 3 in plans._open
+    line = f"waiting for another process that is laying out epoch 4 (cache {plans.folder})"
+    assert capsys.readouterr().err.splitlines().count(line) == (rank == "0")
 
 
 def test_what_a_killed_process_left_half_written_goes_when_it_is_written_again(tmp_path):

@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training.interruption import NonFiniteGuard, StopSignals
+from d2l_bert.errors import UserError
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.interruption import NonFiniteGuard, StopSignals, failures_explained
 from d2l_bert.training.tracking import StepFigures
 
 
@@ -319,6 +321,43 @@ def test_a_signal_under_torchrun_reaches_all_processes(command, undisturbed, tmp
             process.kill()
     stop = check_stopped(tmp_path / "model", said)
     check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3107",
+            "Connection closed by peer [127.0.0.1]:3107",
+        ),
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled system error",
+            "NCCL error in: unhandled system error",
+        ),
+    ],
+)
+def test_of_what_gloo_and_nccl_say_the_places_in_their_code_are_left_out(monkeypatch, reason, words):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UserError) as refusal:
+        with failures_explained(PretrainConfig()):
+            raise RuntimeError(reason)
+    assert str(refusal.value) == (
+        f"another process of this run is gone, or cannot be reached ({words}): look at what it said; "
+        f"go on with --resume_from_checkpoint latest"
+    )
+
+
+def test_a_dry_run_without_memory_names_the_options_that_help_and_no_run_to_go_on_with(
+    command, tmp_path, monkeypatch, capsys
+):
+    def fail(*_):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("d2l_bert.training.pretrain.train_step", fail)
+    assert main(command(tmp_path / "model", *SHORT, "--dry_run")) == 2
+    assert error_line(capsys).endswith("or give --gradient_checkpointing: the steps stay the same")
+    assert main(command(tmp_path / "model", *SHORT)) == 2
+    assert error_line(capsys).endswith("the steps stay the same; go on with --resume_from_checkpoint latest")
 
 
 COMMAND = str(Path(sys.executable).with_name("d2l-bert"))

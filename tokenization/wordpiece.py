@@ -220,8 +220,12 @@ def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def fingerprint(tokenizer: BertTokenizer) -> str:
-    """A short name for what decides a text's tokens: the entries with their numbers, and how text is normalised. It is
-    the same under every version of the libraries."""
+    """
+    A short name for a tokenizer's vocabulary: the entries with their ids, the class of its normaliser, and whether
+    that folds case and strips accents. Other settings, such as the pre-tokenizer, are not in it.
+
+    It depends on no library's file format, so an upgrade that leaves these as they are leaves it too.
+    """
     normalizer = tokenizer.backend_tokenizer.normalizer
     settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
     content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]

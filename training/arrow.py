@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import ENVIRONMENT, UserError, launched_rank, why_unwritable
 from d2l_bert.training import corpus, tables
 from d2l_bert.training.tracking import say, watched
 
@@ -41,6 +41,7 @@ TOKENIZED_AT_ONCE = 64  # blocks
 MOST_KNOWN_WORDS = 200_000  # whose tokens a process remembers: those that come first, and so the common ones
 
 SILENT_SECONDS = 1.0  # that a process waits for another one before it says so
+ANOTHER_CACHE = ", or set HF_HOME to another folder"
 
 
 def cache_folder() -> Path:
@@ -67,46 +68,66 @@ def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> Non
 
     Args:
         what: what `write` does, such as "reading books", for processes that wait to say.
-        write: takes an empty folder. It is not called if `path` is there.
+        write: takes an empty folder. It is not called if `path` is there. An `OSError` of it is one of the cache:
+            what it reads must raise others.
 
     Raises:
         UserError: the cache cannot be written.
     """
-    temporary, lock = path.with_name(f".{path.name}.part"), FileLock(path.with_name(f".{path.name}.lock"))
+    temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=SILENT_SECONDS)
-        except Timeout:
-            say(f"waiting for another process that is {what} (cache {path.parent})")
-            lock.acquire()
+        with waited_for(path.with_name(f".{path.name}.lock"), what):
+            if path.exists():  # the process that had the lock before has written it
+                return
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
+            try:
+                temporary.mkdir()
+                write(temporary)
+                temporary.rename(path)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        raise UserError(
-            f"cache {path.parent}: cannot be written ({error.strerror}); set HF_HOME to a folder"
-        ) from None
+        raise UserError(f"cache {path.parent}: {why_unwritable(error, ANOTHER_CACHE)}") from None
+
+
+@contextmanager
+def waited_for(lock: Path, what: str) -> Iterator[None]:
+    """
+    Hold a lock file. Waiting for another process to release it is said after a moment, of several ranks by the first.
+
+    Args:
+        what: what a process does that holds it, such as "reading books".
+    """
+    lock = FileLock(lock)
     try:
-        if path.exists():  # the process that had the lock before has written it
-            return
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
-        temporary.mkdir()
-        write(temporary)
-        temporary.rename(path)
-    except OSError as error:
-        raise UserError(
-            f"cache {path.parent}: cannot be written ({error.strerror}); free some space, or set HF_HOME to another "
-            f"folder"
-        ) from None
+        lock.acquire(timeout=SILENT_SECONDS)
+    except Timeout:
+        if launched_rank() == 0:
+            say(f"waiting for another process that is {what} (cache {Path(lock.lock_file).parent})")
+        lock.acquire()
+    try:
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         lock.release()
 
 
 @contextmanager
 def undamaged(folder: Path) -> Iterator[None]:
-    """Name the folder of the cache, and the mend, if what was written there cannot be read."""
+    """
+    Name the folder of the cache, and the mend, if what was written there cannot be read.
+
+    For one call of a library: what a damaged file makes NumPy and PyArrow raise is of any class.
+    """
     try:
         yield
-    except Exception as error:  # each kind of file has a class of its own
+    except MemoryError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) in ENVIRONMENT:
+            raise UserError(
+                f"cache {folder}: cannot be read ({error.strerror}); see that it can, or delete it"
+            ) from None
         reason = " ".join(str(error).split())
         raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
 
@@ -279,7 +300,7 @@ def in_order(function: Callable, items: Iterable, processes: int, initializer: C
         initializer, arguments: called once in each process before the first item.
 
     Raises:
-        UserError: a process was killed.
+        UserError: a process was killed, or the system starts none.
     """
     if processes <= 1:
         initializer(*arguments)
@@ -298,6 +319,11 @@ def in_order(function: Callable, items: Iterable, processes: int, initializer: C
             raise UserError(
                 f"one of {processes} processes was killed, perhaps for want of memory; "
                 f"lower --preprocessing_num_workers"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{processes} processes cannot be started ({error.strerror or error}); lower "
+                f"--preprocessing_num_workers"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -445,10 +471,10 @@ class TokenizedCorpus:
 
     def fingerprint(self) -> str:
         """`content_fingerprint` of this corpus, as it was written beside the tokens."""
-        try:
-            return json.loads((self.path / _CONTENT_FILE).read_text())["fingerprint"]
-        except FileNotFoundError:  # a prepared folder of before
+        if not (self.path / _CONTENT_FILE).exists():  # a prepared folder of before
             return content_fingerprint(self.path)
+        with undamaged(self.path):
+            return json.loads((self.path / _CONTENT_FILE).read_text())["fingerprint"]
 
     def sizes(self) -> np.ndarray:
         """Tokens in each document (documents,)."""

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.training import folders
 from d2l_bert.training.distributed import on_main, plain_model, spread, whole
 from d2l_bert.training.optim import MovingAverage
@@ -178,8 +178,7 @@ def _write(final, model, tokenizer, tensors, state, keep):
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"{final}: cannot be written ({error.strerror or error}); earlier checkpoints are as they were: free some "
-            f"space, and go on with --resume_from_checkpoint latest"
+            f"{final}: {why_unwritable(error, f', and {GO_ON}')}; earlier checkpoints are as they were"
         ) from None
     for old in checkpoints(final.parent)[:-keep]:
         try:

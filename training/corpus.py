@@ -78,10 +78,21 @@ class Source:
 
 
 def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
-    """The documents of all sources, one source after the other, each with the number of its source."""
+    """
+    The documents of all sources, one source after the other, each with the number of its source.
+
+    Raises:
+        UserError: a source cannot be read.
+    """
     for number, source in enumerate(sources):
-        for document in source.documents:
-            yield dataclasses.replace(document, source=number)
+        try:
+            for document in source.documents:
+                yield dataclasses.replace(document, source=number)
+        except OSError as error:  # a file that is gone since the folder was searched
+            what = error.filename or source.name
+            raise UserError(
+                f"{what}: cannot be read ({error.strerror or error}); put it back or leave it out"
+            ) from None
 
 
 def file_source(path: str | Path, text_column: str = "text", max_documents: int | None = None) -> Source:

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from tqdm.auto import tqdm
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, why_unwritable
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing, pairs
-from d2l_bert.training.arrow import TokenizedCorpus, code_of, fingerprint
+from d2l_bert.training.arrow import ANOTHER_CACHE, TokenizedCorpus, code_of, fingerprint, undamaged, waited_for
 
 
 # Goes into every checkpoint: one that was made with another order is refused. Raise it by hand whenever the same run
@@ -179,15 +178,14 @@ class EpochPlans:
         try:
             if not path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with FileLock(self.folder / ".lock"):  # of a loader's workers one lays it out, the others wait
+                # Of a loader's workers one lays it out, the others wait.
+                with waited_for(self.folder / ".lock", f"laying out epoch {number + 1}"):
                     if not path.exists() and (small := self._lay_out(number, path)) is not None:
                         return small
-            return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
         except OSError as error:
-            raise UserError(
-                f"cache {self.folder}: cannot be written ({error.strerror or error}); free some space, or set HF_HOME "
-                f"to another folder"
-            ) from None
+            raise UserError(f"cache {self.folder}: {why_unwritable(error, ANOTHER_CACHE)}") from None
+        with undamaged(self.folder):
+            return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
 
     def _lay_out(self, number, path):
         """Write an epoch's pairs to `path`, whole or not at all; or return them, if they are few."""

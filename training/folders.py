@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, why_unwritable
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -68,8 +68,9 @@ def new_folder(folder: Path):
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     except OSError as error:
-        reason = error.strerror or error.args[0][0][-1]  # shutil's own has a list of them
-        raise UserError(f"{folder}: cannot be written ({reason}); free some space, or name another folder") from None
+        if error.errno is None:  # shutil's own has a list of them, each with its reason
+            error.strerror = error.args[0][0][-1]
+        raise UserError(f"{folder}: {why_unwritable(error, ', or name another folder')}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

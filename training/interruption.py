@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from d2l_bert.errors import UserError, is_out_of_memory
+from d2l_bert.errors import GO_ON, UserError, is_out_of_memory
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
@@ -136,8 +136,8 @@ def failures_explained(run: PretrainConfig, micro_batch_was_found: bool = False)
         )
         if is_of_peers and torch.distributed.is_initialized():
             raise UserError(
-                f"another process of this run is gone, or cannot be reached ({reason[:80]}...): look at what it said; "
-                f"go on with --resume_from_checkpoint latest"
+                f"another process of this run is gone, or cannot be reached ({without_source_lines(reason):.80}): "
+                f"look at what it said; {GO_ON}"
             ) from None
         if not is_out_of_memory(error):
             raise
@@ -146,6 +146,10 @@ def failures_explained(run: PretrainConfig, micro_batch_was_found: bool = False)
         if micro_batch_was_found or not tried:
             helps = "give --micro_batch_size a number below the one that auto found"
         raise UserError(
-            f"out of memory{tried}; {helps}, or give --gradient_checkpointing: the steps stay the same; "
-            f"go on with --resume_from_checkpoint latest"
+            f"out of memory{tried}; {helps}, or give --gradient_checkpointing: the steps stay the same; {GO_ON}"
         ) from None
+
+
+def without_source_lines(reason: str) -> str:
+    """What gloo or NCCL says, without the places in their C++ code."""
+    return re.sub(r"\[?[^\s\[]*\.(cc|cpp|cu|h|hpp):\d+[\],]?\s*", "", reason)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import GO_ON, UserError
 
 
 # Seconds from one look at a signal to the next, while a step is waited for.
@@ -117,7 +117,7 @@ class _Worker:
             self.process.join()
             raise UserError(
                 f"a process that makes batches has ended ({_how_it_ended(self.process.exitcode)}), perhaps for want "
-                f"of memory; --dataloader_num_workers 0 does without; go on with --resume_from_checkpoint latest"
+                f"of memory; --dataloader_num_workers 0 does without; {GO_ON}"
             ) from None
         if error is not None:
             raise error

@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from transformers.utils import logging
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import wordpiece
@@ -149,8 +150,11 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
             **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": max(2, len(lengths))},
             **dict.fromkeys(("save_steps", "eval_steps"), max(2, len(lengths))),
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # what it has learnt is nothing
-            made = pretrain(architecture, short)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # what it has learnt is nothing
+                made = pretrain(architecture, short)
+        except UserError as error:  # there is nothing to go on with
+            raise UserError(re.sub(f"(;|, and) {GO_ON}", "", str(error))) from None
         if distributed.launched_rank():
             return
         record = json.loads((made / RUN_FILE).read_text())
@@ -234,7 +238,7 @@ def train(
     progress = Progress(start, max_steps, visible=accelerator.is_main_process)
 
     def note(row, show):
-        """A row for the log, the trackers and whoever watches."""
+        """Write a row to the log and to the trackers, and show it on stderr."""
         distributed.on_main(accelerator, log.write, row)
         report(accelerator, row)
         show(row)

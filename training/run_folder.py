@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.training import arrow, checkpoint, evaluate, folders
@@ -215,8 +215,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         folders.sync(folder)
     except OSError as error:
         raise UserError(
-            f"{folder}: the model cannot be written ({error.strerror or error}); the checkpoints are as they were: "
-            f"free some space, and go on with --resume_from_checkpoint latest"
+            f"{folder}: the model {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are as they were"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,7 +1,6 @@
 """What a person sees of a run: a bar or lines while it goes on, the log, trackers such as TensorBoard, the curves."""
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from tqdm.auto import tqdm
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.training.pair_tasks import PairTask, pair_task, unit
 
 
@@ -387,12 +386,7 @@ class TrainingLog:
         try:
             yield
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            mend = "free some space" if full else "make it writable"
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); {mend}, and go on with "
-                f"--resume_from_checkpoint latest"
-            ) from None
+            raise UserError(f"{self.path}: {why_unwritable(error, f', and {GO_ON}')}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

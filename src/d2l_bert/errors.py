@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+# What to do after most failures of a run.
+GO_ON = "go on with --resume_from_checkpoint latest"
+
+
 class UserError(ValueError):
     """
     Something that whoever started the command can mend: an option, a file, a full disk.
@@ -25,6 +29,19 @@ ENVIRONMENT = {
     )
     if hasattr(errno, name)  # Windows lacks some
 }
+
+NO_SPACE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
+
+
+def why_unwritable(error: OSError, mend: str) -> str:
+    """
+    Why a file or a folder cannot be written, and what to do about that: it takes space, or the right to write.
+
+    Args:
+        mend: what comes behind that, such as ", or name another folder".
+    """
+    first = "free some space" if error.errno in NO_SPACE else "make it writable"
+    return f"cannot be written ({error.strerror or error}); {first}{mend}"
 
 
 @contextlib.contextmanager
