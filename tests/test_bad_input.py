@@ -134,7 +134,7 @@ def arguments_of(line):
         beside += [] if "--output_dir" in given else ["--output_dir=out"]
     if command == "pretrain":
         settled = ("--vocab_size", "--hidden", "--num", "--inter", "--max_pos") if "--init_from" in given else ()
-        settled += ("--vocab_size",) if "--tokenizer" in given else ()
+        settled += ("--vocab_size",) if "--tokenizer" in given or "tokens" in options else ()
         beside += [] if given & {"--num_train_epochs", "--max_minutes"} else ["--max_steps=1"]
         beside += [option for option in SMALL if not option.startswith(settled)]
     return [command, *beside, *options]  # of an option that is given twice the last counts
@@ -255,6 +255,8 @@ AT_ONCE = [  # the command line, and what its one line says: the value, where it
     ("pretrain --max_seq_length 7", "max_seq_length must be at least 8, got 7"),
     ("pretrain --micro_batch_size 1.5", "micro_batch_size must be a whole number or auto, got '1.5'"),
     (f"pretrain --source_weights {'9' * 400}", "source_weights: 99999", "is too large; give smaller numbers"),
+    ("pretrain --source_weights 1 2", "source_weights: 2 of them for 1 source; give one for each"),
+    ("pretrain --source_weights 1 2 --dry_run", "source_weights: 2 of them for 1 source; give one for each"),
     ("pretrain --length_schedule 32:nan", "length_schedule takes LENGTH:SHARE such as 16:0.4, got '32:nan'"),
     ("pretrain --hidden_dropout_prob 1", "hidden_dropout_prob must be", "below 1, got 1.0"),
     ("pretrain --num_attention_heads 3", "hidden_size (32) must be a multiple of num_attention_heads (3)"),
@@ -336,6 +338,10 @@ AT_ONCE = [  # the command line, and what its one line says: the value, where it
     ("pretrain --init_from gpt2", "it is a gpt2 model, not a d2l-bert one; give one of d2l-bert pretrain"),
     ("pretrain --init_from negative", "its config.json: hidden_size must be", "got -1; put back the one"),
     ("pretrain --init_from torn", "init_from torn: cannot be loaded: its config.json is no JSON; save it there again"),
+    ("pretrain --init_from cut", "init_from cut: cannot be loaded: model.safetensors is damaged", "copy the file"),
+    ("pretrain --init_from cut --dry_run", "init_from cut: cannot be loaded: model.safetensors is damaged"),
+    ("pretrain --init_from weightless", "init_from weightless: cannot be loaded: it has no model.safetensors"),
+    ("pretrain --init_from wider", "another shape than its config.json says; put back the config.json"),
     ("pretrain --init_from mute", "tokenizer mute: cannot be loaded: its tokenizer is damaged"),
     # Checkpoints and output folders.
     ("pretrain --resume_from_checkpoint run", "run: not a checkpoint (no manifest.json); give a checkpoint-<step>"),
@@ -447,15 +453,10 @@ AFTER_READING = [  # what shows when the text is read, so that what was read is 
     ("pretrain --corpus file.txt", "file.txt: too little text", "add text"),
     ("pretrain --min_paragraph_characters 9999", "books: too little text: 0 documents with sentences", "add text"),
     ("pretrain --dataset parts --dataset_split dev", "dataset parts: cannot be loaded", "with --dataset_split"),
+    ("pretrain --corpus tokens --source_weights 1 2", "source_weights: 2 of them for 1 source; give one for each"),
     ("pretrain --dataset run", "dataset run: cannot be loaded", "give a folder of save_to_disk or of data files"),
     ("pretrain --vocab_size 20", "vocab_size 20 is below the alphabet", "raise vocab_size"),
     ("pretrain --hidden_size 31 --num_attention_heads 1", "got 31; give an even one, or attention_init normal"),
-    (
-        "pretrain --init_from cut",
-        "init_from cut: cannot be loaded: model.safetensors is damaged",
-        "copy the file anew",
-    ),
-    ("pretrain --init_from wider", "another shape than its config.json says; put back the config.json"),
     ("pretrain --resume_from_checkpoint run/checkpoint-1", "max_steps was 2, and is 1 now; go on with what it was"),
 ]
 

@@ -98,13 +98,21 @@ def stage_changes(run: PretrainConfig, max_steps: int) -> dict[int, dict]:
     return changes
 
 
+def check_source_weights(run: PretrainConfig, sources: int) -> None:
+    """Refuse more or fewer weights than sources."""
+    if run.source_weights and len(run.source_weights) != sources:
+        raise UserError(
+            f"source_weights: {len(run.source_weights)} of them for {sources} source{'s' * (sources != 1)}; give one "
+            f"for each"
+        )
+
+
 def make_passes(run: PretrainConfig, text: PreparedText):
     """How often an epoch visits the documents of each source; None if every one once."""
     if not run.source_weights:
         return None
     count = int(text.document_sources.max()) + 1
-    if count != len(run.source_weights):
-        raise UserError(f"source_weights: {len(run.source_weights)} of them for {count} sources; give one for each")
+    check_source_weights(run, count)
     sources = text.document_sources[text.train_documents]
     sizes = np.bincount(sources, text.tokens.sizes()[text.train_documents], minlength=count)
     return data.source_passes(sizes, [float(weight) for weight in run.source_weights])

@@ -136,6 +136,35 @@ def check_start(name: str, architecture: D2lBertConfig, given: str | None = None
     read_start_tokenizer(name, given)
 
 
+def check_weights(model_class: type[PreTrainedModel], name: str, architecture: D2lBertConfig) -> None:
+    """
+    Refuse, before any text is read, a saved model whose weights `start_from` could not load. They are loaded for that,
+    and let go.
+
+    Args:
+        model_class, name, architecture: as in `start_from`.
+
+    Raises:
+        UserError: weights that are damaged, of another shape, or not there.
+    """
+    config = copy.deepcopy(architecture)
+    config.vocab_size = read_architecture(name).vocab_size
+    _load(model_class, name, config)
+
+
+def _load(model_class, name, config, attn_implementation=None):
+    """A saved model, and the names of the heads that it lacks."""
+    with reading_model(name, "init_from "):
+        model, missing, _ = conversion.load_and_compare(
+            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
+        fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
+        others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
+        if others:
+            raise UserError(f"it has no weights for {others[0]}; save the model there again with save_pretrained")
+    return model, fresh
+
+
 def start_from(
     model_class: type[PreTrainedModel],
     name: str,
@@ -162,14 +191,7 @@ def start_from(
     _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
-    with reading_model(name, "init_from "):
-        model, missing, _ = conversion.load_and_compare(
-            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
-        )
-        fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
-        others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
-        if others:
-            raise UserError(f"it has no weights for {others[0]}; save the model there again with save_pretrained")
+    model, fresh = _load(model_class, name, config, attn_implementation)
     if fresh:
         say(f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made")
     extend_embeddings(model, known, tokenizer)

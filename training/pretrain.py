@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from d2l_bert.errors import GO_ON, UserError
@@ -24,8 +25,10 @@ from d2l_bert.tokenization import wordpiece
 from d2l_bert.training import checkpoint, data, distributed, evaluate, interruption
 from d2l_bert.training.arithmetic import encoder_weights, peak_of, training_arithmetic
 from d2l_bert.training.batching import (
+    check_source_weights,
     how_to_cut,
     make_held_out,
+    make_passes,
     make_steps,
     pairs_of,
     stage_changes,
@@ -36,12 +39,12 @@ from d2l_bert.training.compiling import settle_compiling
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.host_settings import host_settings_kept
-from d2l_bert.training.initialize import check_start, look_at_neighbours, start_from
+from d2l_bert.training.initialize import check_start, check_weights, look_at_neighbours, start_from
 from d2l_bert.training.loader import load
 from d2l_bert.training.micro_batch import settle_micro_batch
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
 from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.prepare import PreparedText, prepare, split_fingerprint
+from d2l_bert.training.prepare import PreparedText, is_prepared, prepare, split_fingerprint
 from d2l_bert.training.push import Pusher, check_push
 from d2l_bert.training.run_folder import (
     RUN_FILE,
@@ -94,6 +97,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     architecture = copy.deepcopy(architecture)
     with distributed.said_once():
         check_architecture(architecture, run)
+        if not is_prepared(run):  # what a prepared folder holds shows when it is read
+            check_source_weights(run, len(run.text_paths()) + len(run.named_datasets()))
         trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
         accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
         device = accelerator.device.type
@@ -109,12 +114,16 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             distributed.on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
         folder = distributed.on_main(accelerator, lambda: held.enter_context(output_folder(run)))
         resumed = distributed.on_main(accelerator, find_start, run, folder)
+        if run.init_from is not None and not resumed:
+            distributed.on_main(accelerator, check_weights, model_class_of(run), run.init_from, architecture)
         if run.push_to_hub:
             distributed.on_main(accelerator, check_push, run, folder)
         # The first process reads and tokenizes, the others find what it left; on another machine, perhaps, which may
         # not see what the first one sees.
         text = distributed.on_main(accelerator, prepare, run, shared=False) or prepare(run)
         run = dataclasses.replace(run, **text.settled)
+        with distributed.said_once():
+            make_passes(run, text)  # refuses weights that do not fit the text, before anything is written
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         train(architecture, run, text, accelerator, folder, resumed)
@@ -226,7 +235,7 @@ def train(
     record = make_record(run, max_steps, architecture, text, accelerator)
     log = distributed.on_main(accelerator, start_folder, folder, record, start)
     distributed.on_main(accelerator, start_trackers, accelerator, folder, record, start, shared=False)
-    pusher = Pusher(run, folder) if run.push_to_hub and accelerator.is_main_process else None
+    pusher = Pusher(run, folder, record) if run.push_to_hub and accelerator.is_main_process else None
     meter = make_meter(run, architecture, accelerator, state)
     guard, spikes = interruption.NonFiniteGuard(folder, state), SpikeWatch(state.get("spikes"))
     warmup_steps, decay_steps = run.schedule_steps(max_steps)
@@ -350,10 +359,15 @@ def find_start(run: PretrainConfig, folder: Path) -> checkpoint.Checkpoint | Non
     return run.resume_from_checkpoint and checkpoint.find_checkpoint(run.resume_from_checkpoint, folder)
 
 
+def model_class_of(run: PretrainConfig) -> type[PreTrainedModel]:
+    """The class with the heads that the run trains."""
+    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
+    return D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
+
+
 def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: checkpoint.Checkpoint | None):
     """The model at its start; on resuming, any of its shape, as the checkpoint has the weights."""
-    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
-    model_class = D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
+    model_class = model_class_of(run)
     if run.init_from is not None and not resumed:
         model = start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
     else:

@@ -64,8 +64,9 @@ class Pusher:
     and the run goes on.
     """
 
-    def __init__(self, run: PretrainConfig, folder: Path):
+    def __init__(self, run: PretrainConfig, folder: Path, record: dict):
         self.folder, self.strategy = folder, run.hub_strategy
+        self.record = record  # the run's: while it goes on, the folder may still hold that of a finished run
         self.repo_id = run.hub_model_id or folder.resolve().name
         self.public = not run.hub_private_repo
         self.waiting = queue.Queue()
@@ -94,7 +95,7 @@ class Pusher:
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
         for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
-        record = {**folders.read_json(self.folder / RUN_FILE), "checkpoint_step": step_of(checkpoint)}
+        record = {**self.record, "checkpoint_step": step_of(checkpoint)}
         folders.write_json(Path(staged.name, RUN_FILE), record)
         card = render_card(Path(staged.name), self.folder.resolve().name)
         Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
