@@ -3,12 +3,17 @@
 import json
 import os
 import shutil
+import threading
+import time
 
 import pytest
 from conftest import MODEL_FILES, SMALL
+from filelock import FileLock, Timeout
 
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
 from d2l_bert.training import folders, pretrain, run_folder, tracking
+from d2l_bert.training.config import PretrainConfig
 
 
 WEIGHTS = "model.safetensors"
@@ -144,3 +149,39 @@ def test_what_is_deleted_and_what_has_come_is_on_the_disk_before_the_weights_are
     others = [("rename", name) for name in MODEL_FILES - {WEIGHTS}]
     assert done[gone + 1] == ("sync", folder.name) and sorted(done[gone + 2 : there - 1]) == sorted(others)
     assert done[there - 1] == done[there + 1] == ("sync", folder.name)
+
+
+def test_no_two_runs_hold_a_folder_while_a_third_leaves_it(books, tmp_path, monkeypatch):
+    """Another run tries at the very moment when the first has let go of the lock."""
+    run = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "model"), max_steps=1)
+    lock_file, held = tmp_path / "model" / run_folder.LOCK_FILE, []
+
+    class AnotherTries(FileLock):
+        def release(self, force=False):
+            super().release(force)
+            if not held:
+                held.append(FileLock(lock_file))
+                held[0].acquire(timeout=5)
+
+    monkeypatch.setattr(run_folder, "FileLock", AnotherTries)
+    with run_folder.output_folder(run):
+        pass
+    with pytest.raises(UserError, match="another run is writing there"):
+        with run_folder.output_folder(run):
+            pass
+    held[0].release()
+
+
+def test_a_run_that_waited_for_a_lock_file_that_was_deleted_locks_the_new_one(tmp_path):
+    """What the folder's lock relies on in filelock."""
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    first.acquire()
+    waiting = threading.Thread(target=second.acquire, kwargs={"timeout": 20, "poll_interval": 0.01})
+    waiting.start()
+    time.sleep(0.1)
+    (tmp_path / "lock").unlink()
+    first.release()
+    waiting.join(20)
+    assert (tmp_path / "lock").exists()
+    with pytest.raises(Timeout):
+        FileLock(tmp_path / "lock").acquire(timeout=0)

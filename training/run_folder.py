@@ -52,8 +52,13 @@ def output_folder(run: PretrainConfig):
         refuse_what_is_there(run, folder)
         yield folder
     finally:
-        lock.release()
-        (folder / LOCK_FILE).unlink(missing_ok=True)
+        # Deleted while it is held: after the release another run may hold this very file, and a third would make and
+        # lock one of its own. A run that has opened the file before sees, once it has the lock, that its name is gone.
+        try:
+            with contextlib.suppress(PermissionError):  # Windows keeps an open file, and filelock deletes it there
+                (folder / LOCK_FILE).unlink(missing_ok=True)
+        finally:
+            lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
