@@ -117,6 +117,28 @@ def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, cap
     assert os.listdir(tmp_path) == ["tokens"]
 
 
+def test_a_bug_while_a_prepared_folder_is_read_is_shown_as_one(prepared, tmp_path, monkeypatch, capsys):
+    def fail(*_, **how):
+        raise KeyError("of ours")
+
+    monkeypatch.setattr("d2l_bert.training.arrow.TokenizedCorpus", fail)
+    code = main(["pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")])
+    assert code == 1 and "this is a bug of d2l-bert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("entry", ["counts", "files", "tokens", "fingerprint"])
+def test_a_record_of_a_prepared_folder_that_lacks_an_entry_is_refused(prepared, tmp_path, capsys, entry):
+    folder = tmp_path / "tokens"
+    shutil.copytree(prepared, folder)
+    record = json.loads((folder / "prepared.json").read_text())
+    without = {name: value for name, value in record.items() if name != entry}
+    for damaged in (without, [], without | {"files": {}}):
+        (folder / "prepared.json").write_text(json.dumps(damaged))
+        out = f"--output_dir={tmp_path / 'out'}"
+        said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
+        assert f"corpus {folder}: a damaged prepared folder" in said and "prepare the text again" in said
+
+
 def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, capsys):
     files = [path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file()]
     assert len(files) >= 10

@@ -615,11 +615,11 @@ BROKEN = {
     ),
     "figures that are words": (
         lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"),
-        "do not hold what was written",
+        "metrics.json: eval_mlm_loss (MLM loss) is 'low', no number; put back what was measured",
     ),
     "a record of another shape": (
         lambda f: change_json(f / "run_config.json", local_paths={"/x": 3}),
-        "do not hold what was written",
+        "run_config.json: local_paths has 3 for /x; put back what the run wrote",
     ),
     "a record without data": (
         lambda f: change_json(f / "run_config.json", data=None),
@@ -644,12 +644,31 @@ BROKEN = {
         lambda f: (f / "LICENSE").write_text(f"As in {Path.home()}/x"),
         "LICENSE: names a folder of this machine",
     ),
+    "an index of weights without weights": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json: has no weight_map",
+    ),
+    "labels that are a number": (lambda f: change_json(f / "config.json", id2label=3), "mend config.json"),
     "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
     "a path in the text": (
         lambda f: (f / "README.md").open("a").write(f"Trained on {Path.home()}/secret.\n"),
         "README.md: names a folder of this machine",
     ),
 }
+
+
+def test_a_bug_while_a_folder_is_checked_is_shown_as_one(here, folder, monkeypatch, capsys):
+    def fail(*_, **how):
+        raise KeyError("of ours")
+
+    for where in ("check_folder", "outgoing"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"d2l_bert.training.publish.{where}", fail)
+            assert main(["publish", str(folder), "someone/bert"]) == 1
+        assert "this is a bug of d2l-bert" in capsys.readouterr().err
+    monkeypatch.setattr("d2l_bert.modeling.conversion.load_and_compare", fail)
+    assert main(["publish", str(folder), "someone/bert"]) == 1
+    assert "this is a bug of d2l-bert" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -16,6 +16,7 @@ from test_publish import SENT, published
 
 from d2l_bert import RECIPES, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.training import push
 from d2l_bert.training.push import Pusher
 
 
@@ -130,6 +131,51 @@ def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_pat
     here.start()
     assert main(["publish", str(out), "bert", "--public"]) == 0 and not here.is_private("someone/bert")
     assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_is_sent_with_the_runs_own_record_whatever_the_folder_holds(here, books, tmp_path, monkeypatch):
+    folder, files, seen = tmp_path / "bert", push.published_files, []
+
+    def damage_and_list(checkpoint):
+        (folder / "run_config.json").write_text("{")
+        return files(checkpoint)
+
+    def see(staged, config):
+        seen.append(json.loads((staged / "run_config.json").read_text()))
+        raise OSError("seen enough")
+
+    monkeypatch.setattr(push, "published_files", damage_and_list)
+    monkeypatch.setattr(push, "outgoing", see)
+    options = [
+        *SMALL,
+        "--max_steps=4",
+        "--save_steps=2",
+        "--license=mit",
+        "--push_to_hub",
+        "--hub_strategy=every_save",
+    ]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]) == 0
+    assert [(record["checkpoint_step"], record["run"]["max_steps"]) for record in seen] == [(2, 4)]
+
+
+def test_a_bug_in_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_goes_on(
+    here, books, tmp_path, monkeypatch, capsys
+):
+    def fail(*_):
+        raise KeyError("of ours")
+
+    monkeypatch.setattr("d2l_bert.training.push.outgoing", fail)
+    options = [
+        *SMALL,
+        "--max_steps=4",
+        "--save_steps=2",
+        "--license=mit",
+        "--push_to_hub",
+        "--hub_strategy=every_save",
+    ]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'bert'}", *options]) == 0
+    said = capsys.readouterr().err
+    assert "checkpoint-2 was not sent: this is a bug of d2l-bert (KeyError)" in said and "in fail" in said
 
 
 def test_a_run_makes_its_repository_public_when_the_finished_model_is_there(here, books, tmp_path):

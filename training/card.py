@@ -138,7 +138,7 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
         raise UserError(f"{path}: cannot be read ({error}); write it anew in UTF-8, or delete it") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except (KeyError, TypeError, UndefinedError) as error:
+    except (ValueError, AttributeError, LookupError, TypeError, UndefinedError) as error:
         raise UserError(
             f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE} ({type(error).__name__}: {error}); put "
             f"back what the run wrote, or take them out"

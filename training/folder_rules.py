@@ -29,6 +29,8 @@ STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFa
 # What may be another in a model than in the run that it is from; the vocabulary is compared with the tokenizer.
 CHANGEABLE = (*FREE_FIELDS, "vocab_size", "pad_token_id")
 
+INDEX_FILE = "model.safetensors.index.json"
+
 # Of the figures that only a run measures.
 NAMES = {"MLM loss", "MLM perplexity", "MLM accuracy"}
 
@@ -55,11 +57,26 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
 
 
 def check_record(folder: Path) -> None:
-    """Refuse a run_config.json whose parts are no objects."""
+    """Refuse a run_config.json or a metrics.json whose parts are not of the kind that a run writes."""
     record = folders.read_json(folder / RUN_FILE)
     for part in ("run", "architecture", "data", "local_paths", "machine", "versions"):
         if not isinstance(record.get(part, {}), dict):
             raise UserError(f"{folder / RUN_FILE}: {part} is {record[part]!r:.50}; put back what the run wrote")
+    for path, told in record.get("local_paths", {}).items():
+        if not isinstance(told, dict) or not isinstance(told.get("name"), str) or "fingerprint" not in told:
+            raise UserError(
+                f"{folder / RUN_FILE}: local_paths has {told!r:.50} for {path}; put back what the run wrote"
+            )
+    known = record.get("data", {}).get("hub_datasets", [])
+    if not isinstance(known, list):
+        raise UserError(f"{folder / RUN_FILE}: hub_datasets is {known!r:.50}; put back what the run wrote")
+    measured = folders.read_json(folder / METRICS_FILE)
+    for name, key, *_ in figures(measured):
+        if isinstance(measured[key], bool) or not isinstance(measured[key], (int, float)):
+            raise UserError(
+                f"{folder / METRICS_FILE}: {key} ({name}) is {measured[key]!r:.50}, no number; put back what was "
+                f"measured"
+            )
 
 
 def check_config(folder: Path) -> D2lBertConfig:
@@ -75,7 +92,9 @@ def check_config(folder: Path) -> D2lBertConfig:
             f"{folder}/config.json: architectures is {classes}, and should name the class that was saved; save the "
             f"model again with save_pretrained"
         )
-    with refused(folder, "mend config.json, or save the model again with save_pretrained"):
+    mend = "mend config.json, or save the model again with save_pretrained"
+    # Transformers meets entries of another kind with AttributeError, IndexError, TypeError or ValueError.
+    with refused(folder, mend, Exception):
         config = D2lBertConfig.from_pretrained(folder)
     for name, trained in folders.read_json(folder / RUN_FILE).get("architecture", {}).items():
         if name not in CHANGEABLE and getattr(config, name) != trained:
@@ -106,7 +125,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
             f"{f' (the run was made with {made_with})' if made_with else ''}; put that one back, or say with "
             f"--changed_code that the difference is meant"
         )
-    with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code"):  # whatever it raises
+    with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code", Exception, SystemExit):
         for reference in folders.AUTO_MAP.values():
             get_class_from_dynamic_module(reference, str(folder))
         return get_class_from_dynamic_module(f"modeling_d2l_bert.{class_name}", str(folder))
@@ -127,7 +146,7 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
             f"{folder}/tokenizer_config.json: auto_map asks for code of its own, which is never sent; take auto_map "
             f"out"
         )
-    with refused(folder, f"its tokenizer cannot be loaded; {mend}"):
+    with refused(folder, f"its tokenizer cannot be loaded; {mend}", Exception):  # tokenizers raises just that
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
@@ -156,6 +175,10 @@ def check_weights(folder: Path, model_class) -> None:
     mend = "save the model there again with save_pretrained, or copy the file anew"
     if not files:
         raise UserError(f"{folder}: model.safetensors is missing, and nothing but safetensors is published; {mend}")
+    if (index := folder / INDEX_FILE).is_file():
+        places = folders.read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+            raise UserError(f"{index}: has no weight_map that names a file for each weight; {mend}")
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
@@ -164,7 +187,13 @@ def check_weights(folder: Path, model_class) -> None:
             raise UserError(f"{file}: damaged or cut short ({error}); {mend}") from None
         if bad:
             raise UserError(f"{file}: {bad} holds numbers that are not finite; publish an earlier checkpoint")
-    with refused(folder, mend):
+    # The folder's own code may raise anything, and the installed code what `load_and_compare` raises.
+    kinds = (
+        (ValueError, OSError, SafetensorError)
+        if model_class.__module__ == modeling_d2l_bert.__name__
+        else (Exception,)
+    )
+    with refused(folder, mend, *kinds):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
     if missing:
         raise UserError(f"{folder}: its weights lack {sorted(missing)[0]}, which config.json asks for; {mend}")
@@ -215,9 +244,14 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
 
 
 @contextlib.contextmanager
-def refused(folder: Path, mend: str):
-    """Raise whatever the libraries say of a folder as one line; they have another exception for every way to fail."""
+def refused(folder: Path, mend: str, *kinds: type[BaseException]):
+    """
+    Raise what is said of a folder as one line.
+
+    Args:
+        kinds: of exceptions; others are bugs of this package, and pass.
+    """
     try:
         yield
-    except (Exception, SystemExit) as error:  # a folder's code may even leave
+    except kinds as error:
         raise UserError(f"{folder}: {' '.join(str(error).split()):.300}; {mend}") from None

@@ -262,26 +262,36 @@ def read_prepared(folder: Path) -> PreparedText:
         UserError: it is damaged.
     """
     try:
-        record = json.loads((folder / PREPARED_FILE).read_text())
-        for name, content in record["files"].items():
-            if corpus.content_hash(folder / name) != content:
-                raise UserError(f"{name} is not what was written")
+        told, tokens = _read_record(folder)
         text = PreparedText(
-            record["settled"],
-            record["corpus_name"],
-            record["hub_datasets"],
-            [record["fingerprint"]],
-            record["reading"],
-            load_tokenizer(str(folder)),
-            record["counts"]["tokenizer"],
-            arrow.TokenizedCorpus(folder / record["tokens"]),
+            **told,
+            tokenizer=load_tokenizer(str(folder)),
+            tokens=arrow.TokenizedCorpus(folder / tokens),
             **{name: np.load(folder / f"{name}.npy") for name in TABLES},
         )
-    except Exception as error:  # each part of it has a class of its own
-        reason = " ".join(str(error).split())
-        raise UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
+    except UserError as error:
+        raise UserError(f"corpus {folder}: a damaged prepared folder ({error}); prepare the text again") from None
     say(text.summary())
     return text
+
+
+def _read_record(folder):
+    """
+    What a prepared folder's record says, and the name of its tokens; every file is the one that was written.
+
+    Raises:
+        UserError: the record or a file is damaged.
+    """
+    try:
+        record = json.loads((folder / PREPARED_FILE).read_text())
+        told = {name: record[name] for name in ("settled", "corpus_name", "hub_datasets", "reading")}
+        told |= {"source_fingerprints": [record["fingerprint"]], "tokenizer_report": record["counts"]["tokenizer"]}
+        for name in {*record["files"], *(f"{table}.npy" for table in TABLES), f"{record['tokens']}/data.arrow"}:
+            if corpus.content_hash(folder / name) != record["files"][name]:
+                raise UserError(f"{name} is not what was written")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(" ".join(str(error).split())) from None
+    return told, record["tokens"]
 
 
 def _files(folder):

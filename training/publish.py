@@ -88,12 +88,8 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         raise UserError(
             "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
         )
-    try:
-        check_folder(folder, config.changed_code, config.license)
-        files, tag = outgoing(folder, config)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder}: its JSON files do not hold what was written ({what}); put them back") from None
+    check_folder(folder, config.changed_code, config.license)
+    files, tag = outgoing(folder, config)
     name = folder.resolve().name
     if config.dry_run:
         if config.public:

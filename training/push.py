@@ -5,6 +5,7 @@ import shlex
 import shutil
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -82,7 +83,7 @@ class Pusher:
         try:
             staged = self._stage(checkpoint)
         except Exception as error:  # whatever it is, the run goes on
-            say(f"{self.repo_id}: {checkpoint.name} is not sent: {error}")
+            self._not_sent(checkpoint.name, error)
             return
         branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
         self.waiting.put((staged, branch, checkpoint.name))
@@ -109,10 +110,17 @@ class Pusher:
                 files, _ = outgoing(Path(staged.name), config)
                 send(files, None, self.folder.resolve().name, self.repo_id, config)
             except Exception as error:  # whatever it is, the run goes on
-                say(f"{self.repo_id}: {name} was not sent: {error}")
+                self._not_sent(name, error)
             finally:
                 staged.cleanup()
                 self.waiting.task_done()
+
+    def _not_sent(self, name, error):
+        """Say why a checkpoint was not sent; a bug of this package is shown with its traceback."""
+        if not isinstance(error, (UserError, OSError)):
+            say("".join(traceback.format_exception(error)).rstrip())
+            error = f"this is a bug of d2l-bert ({type(error).__name__}): please report it with the lines above"
+        say(f"{self.repo_id}: {name} was not sent: {error}")
 
     def finish(self) -> str:
         """
