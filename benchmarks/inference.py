@@ -28,8 +28,8 @@ from transformers.utils import logging
 from benchmarks.mlm_head import SIZES, heading, positive
 from benchmarks.throughput import spread
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, PretrainConfig
-from d2l_bert.modeling.conversion import to_bert
-from d2l_bert.training.prepare import prepare
+from d2l_bert.modeling.bert_checkpoints import to_bert
+from d2l_bert.tokenization.prepare import prepare
 
 
 BERT = {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}

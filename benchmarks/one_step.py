@@ -170,9 +170,9 @@ def peer(folder: Path, corpus: list[str]):
 
 def stock_bert(corpus):
     """A stock BERT with our start, and the pairs of our run, in its order, with labels as stock BERT wants them."""
-    from d2l_bert.modeling.conversion import to_bert
+    from d2l_bert.modeling.bert_checkpoints import to_bert
+    from d2l_bert.tokenization.prepare import prepare
     from d2l_bert.training import batching, pretrain
-    from d2l_bert.training.prepare import prepare
 
     architecture, run = as_in_options(corpus)
     text = prepare(run)

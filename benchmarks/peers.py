@@ -82,10 +82,11 @@ class Ours:
         from dataclasses import replace
 
         from d2l_bert import D2lBertConfig, PretrainConfig
-        from d2l_bert.cli import keep_freed_memory
-        from d2l_bert.training import compiling, distributed, pretrain
+        from d2l_bert.commands import keep_freed_memory
+        from d2l_bert.training import distributed, pretrain
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
+        from d2l_bert.training.trials import compile_now, micro_batches_of_every_kind
 
         keep_freed_memory()
         self.train_step = train_step
@@ -100,8 +101,8 @@ class Ours:
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         self.model.train()
         if run.torch_compile == "true":
-            kinds = compiling.micro_batches_of_every_kind(full_batch(run, model.config.vocab_size))
-            if error := compiling.compile_now(model, lambda: self.step(kinds, 0.0)):
+            kinds = micro_batches_of_every_kind(full_batch(run, model.config.vocab_size))
+            if error := compile_now(model, lambda: self.step(kinds, 0.0)):
                 raise RuntimeError(error)
         compiled = "compiled" if run.torch_compile == "true" else "not compiled"
         self.is_ours = f"{self.run.mixed_precision}, attention {attention}, {compiled}"

@@ -35,10 +35,10 @@ import torch
 
 from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
-from d2l_bert.cli import keep_freed_memory
+from d2l_bert.commands import keep_freed_memory
+from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching, data, pretrain
 from d2l_bert.training.loader import load
-from d2l_bert.training.prepare import prepare
 
 
 def main() -> None:

@@ -55,13 +55,13 @@ from benchmarks.mlm_head import SIZES as ARCHITECTURES
 from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
 from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
+from d2l_bert.model_cards.card import METRICS_FILE
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching
 from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
-from d2l_bert.training.card import METRICS_FILE
 from d2l_bert.training.evaluate import held_out_figures
 from d2l_bert.training.optim import learning_rate_share
-from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.prepare import prepare
 from d2l_bert.training.recipes import architecture_options
 from d2l_bert.training.step import counts_of
 from d2l_bert.training.tracking import TrainingLog

@@ -15,7 +15,7 @@ import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import compiling, data, pretrain
+from d2l_bert.training import data, pretrain, trials
 
 
 def full_cache_at_the_second_epoch():
@@ -64,8 +64,8 @@ def run_out_of_memory():
 
 
 def compiling_without_memory():
-    compiling.compile_blocks = lambda model: None
-    compiling.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
+    trials.compile_blocks = lambda model: None
+    trials.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
 
 
 def stuck_before_the_first_step():
@@ -103,7 +103,7 @@ FAULTS = {
 
 compile_as_is = torch.compile
 if os.environ["FAULT"] == "no compiler":  # on every rank: even a short run tries to compile, and in a moment
-    compiling.LEAST_SECONDS = 0.0
+    trials.LEAST_SECONDS = 0.0
     torch.compile = functools.partial(compile_as_is, backend="eager")
 
 if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):

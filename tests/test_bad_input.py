@@ -14,10 +14,14 @@ from transformers import AutoTokenizer, BertConfig, BertForPreTraining, GPT2Conf
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForSequenceClassification
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training.config import PretrainConfig, PublishConfig, TextConfig, cores
-from d2l_bert.training.folders import export_model
-from d2l_bert.training.prepare import load_tokenizer
-from d2l_bert.training.publish import publish
+from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.publish import publish
+from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.options import cores
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.existing import load_tokenizer
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.config import PretrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,8 @@ def make_models(folder):
     }.items():
         (folder / name).mkdir()
         if name in ("mlm", "classifier"):
-            export_model(model, tokenizer, folder / name)
+            save_with_code(model, folder / name)
+            save_tokenizer(tokenizer, folder / name)
         else:
             model.save_pretrained(folder / name)
     for name, source, file, damage in [
@@ -516,7 +521,7 @@ def test_python_says_true_and_a_number_as_text_is_a_number():
 
 def test_the_most_processes_are_four_a_core_and_at_least_16(monkeypatch):
     for here, most in ((1, 16), (2, 16), (4, 16), (5, 20), (64, 256)):
-        monkeypatch.setattr("d2l_bert.training.config.cores", lambda here=here: here)
+        monkeypatch.setattr("d2l_bert.options.cores", lambda here=here: here)
         length(dataloader_num_workers=most, preprocessing_num_workers=most).check()
         for name in ("dataloader_num_workers", "preprocessing_num_workers"):
             with pytest.raises(UserError, match=f"{name}: this machine has {here} cores, so give at most {most} "):

@@ -22,8 +22,8 @@ import torch
 from benchmarks import inference, mlm_head, peers, start_up, throughput
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.cli import main as command_line
-from d2l_bert.training import batching, compiling
-from d2l_bert.training.prepare import prepare
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training import batching, trials
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -301,7 +301,7 @@ def test_a_whole_run_is_compared_with_the_bare_step_that_works_while_it_is_stopp
     monkeypatch.setattr(throughput, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": begin}))
     monkeypatch.setattr(throughput, "os", SimpleNamespace(killpg=signal_group))
     monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(compiling, "compile_now", lambda model, work: None)
+    monkeypatch.setattr(trials, "compile_now", lambda model, work: None)
     lines, (ours,) = bench("--end_to_end=6", "--repetitions=7", f"--torch_compile={compiled}")
     record = runs[0].record
     decided = ("corpus", "recipe", "pairing", "max_seq_length", "mlm_probability", "global_batch_size")

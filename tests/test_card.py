@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.training.card import card_of, count_parameters, render_card
-from d2l_bert.training.card_rules import check_metadata, read_metadata
-from d2l_bert.training.folders import read_json
+from d2l_bert.folders import read_json
+from d2l_bert.model_cards.card import card_of, count_parameters, render_card
+from d2l_bert.model_cards.metadata import check_metadata, read_metadata
 
 
 REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card that they should give

@@ -6,7 +6,7 @@ import os
 import pytest
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from d2l_bert.training.card_rules import LICENSES, TASKS, check_license, check_metadata, read_metadata
+from d2l_bert.model_cards.metadata import LICENSES, TASKS, check_license, check_metadata, read_metadata
 
 
 # google-bert/bert-base-uncased, answerdotai/ModernBERT-base, coqui/XTTS-v1 and 01-ai/Yi-34B as the Hub's documentation

@@ -17,7 +17,9 @@ from transformers import AutoTokenizer, BertConfig, BertTokenizer, pipeline
 import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
 from d2l_bert.cli import main
-from d2l_bert.modeling.conversion import d2l_tokenizer, from_bert, from_d2l, read_bert, read_ours, to_bert, to_d2l
+from d2l_bert.modeling.bert_checkpoints import from_bert, read_bert, to_bert
+from d2l_bert.modeling.conversion import read_ours
+from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, from_d2l, to_d2l
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization import wordpiece
-from d2l_bert.training import arrow, batching, corpus, data, masking, packing, pairs, prepare
+from d2l_bert.tokenization import arrow, prepare, wordpiece
+from d2l_bert.tokenization.cache import SILENT_SECONDS, cache_folder, written_whole
+from d2l_bert.tokenization.documents import Document
+from d2l_bert.tokenization.sentences import Cleaning
+from d2l_bert.tokenization.sources import Source, file_source
+from d2l_bert.tokenization.split import split_documents
+from d2l_bert.training import batching, data, masking, packing, pairs
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.loader import load
 
@@ -371,7 +376,7 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_same_pairs_unpacked
 
 
 def test_tokens_on_disk_are_the_tokenizers(text, books, tmp_path):
-    path = arrow.prepare_text([corpus.file_source(books)], "en", corpus.Cleaning(), arrow.cache_folder())
+    path = arrow.prepare_text([file_source(books)], "en", Cleaning(), cache_folder())
     rows, ends = arrow.read_arrow(path), np.load(path / "document_ends.npy")
     several = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path, processes=2))
     for document in (0, 5, len(text.tokens) - 1):
@@ -415,8 +420,8 @@ def test_only_so_many_words_are_remembered(monkeypatch):
 
 def test_the_blocks_of_a_lone_book_count_as_documents(text, tmp_path):
     paragraphs = [f"Anna has {number} apples. Boris has none. Nobody sold the {number}." for number in range(1000)]
-    source = corpus.Source("book", ["z"], iter([corpus.Document("book", paragraphs)]), Counter())
-    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    source = Source("book", ["z"], iter([Document("book", paragraphs)]), Counter())
+    path = arrow.prepare_text([source], "en", Cleaning(), tmp_path)
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
     assert len(tokens) == len(arrow.read_arrow(path)) == 46  # 22 paragraphs are the first that reach 64 sentences
     assert np.load(path / "document_characters.npy").sum() == sum(len(text.replace(". ", ".")) for text in paragraphs)
@@ -436,9 +441,9 @@ def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, 
         ]
         for document in documents
     ]
-    documents = (corpus.Document(f"d{n}", iter(found)) for n, found in enumerate(paragraphs))
-    source = corpus.Source("x", ["x"], documents, Counter())
-    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    documents = (Document(f"d{n}", iter(found)) for n, found in enumerate(paragraphs))
+    source = Source("x", ["x"], documents, Counter())
+    path = arrow.prepare_text([source], "en", Cleaning(), tmp_path)
     assert len(arrow.read_arrow(path)) > 40
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
     assert len(tokens) == 25 and tokens.sizes().sum() == len(np.concatenate([tokens.tokens(d) for d in range(25)]))
@@ -453,9 +458,9 @@ def test_documents_reach_over_blocks_and_batches_of_them(tmp_path, monkeypatch, 
 def test_parts_of_a_text_that_leave_no_token(tmp_path, monkeypatch, text, bare):
     monkeypatch.setattr(arrow, "TOKENIZED_AT_ONCE", 1)
     found = [["\ue000\ue001"] if number in bare else [f"Anna has {number} apples."] for number in range(3)]
-    documents = (corpus.Document(f"d{number}", paragraphs) for number, paragraphs in enumerate(found))
-    source = corpus.Source("x", ["y"], documents, Counter())
-    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    documents = (Document(f"d{number}", paragraphs) for number, paragraphs in enumerate(found))
+    source = Source("x", ["y"], documents, Counter())
+    path = arrow.prepare_text([source], "en", Cleaning(), tmp_path)
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
     ids = [text.tokenizer(paragraph, add_special_tokens=False)["input_ids"] for (paragraph,) in found]
     assert [tokens.tokens(number).tolist() for number in range(3)] == ids and [] in ids
@@ -464,8 +469,8 @@ def test_parts_of_a_text_that_leave_no_token(tmp_path, monkeypatch, text, bare):
 
 
 def test_a_text_without_a_token_is_refused(tmp_path, text):
-    documents = iter([corpus.Document("d", ["\ue000\ue001"])] * 4)
-    path = arrow.prepare_text([corpus.Source("x", ["y"], documents, Counter())], "en", corpus.Cleaning(), tmp_path)
+    documents = iter([Document("d", ["\ue000\ue001"])] * 4)
+    path = arrow.prepare_text([Source("x", ["y"], documents, Counter())], "en", Cleaning(), tmp_path)
     tokens = arrow.prepare_tokens(path, text.tokenizer, tmp_path)
     with pytest.raises(ValueError, match="no token in the text"):
         arrow.TokenizedCorpus(tokens)
@@ -473,8 +478,8 @@ def test_a_text_without_a_token_is_refused(tmp_path, text):
 
 def test_special_tokens_in_the_text_are_text_and_sentences_without_tokens_are_none(text, tmp_path):
     paragraphs = ["The [MASK] was [SEP] red.", "\u200b", "Yes."]
-    source = corpus.Source("x", ["y"], iter([corpus.Document("d", paragraphs)] * 25), Counter())
-    path = arrow.prepare_text([source], "en", corpus.Cleaning(), tmp_path)
+    source = Source("x", ["y"], iter([Document("d", paragraphs)] * 25), Counter())
+    path = arrow.prepare_text([source], "en", Cleaning(), tmp_path)
     tokens = arrow.TokenizedCorpus(arrow.prepare_tokens(path, text.tokenizer, tmp_path))
     for document in (0, 24):
         assert not set(tokens.tokens(document).tolist()) & {0, 2, 3, 4}
@@ -483,7 +488,7 @@ def test_special_tokens_in_the_text_are_text_and_sentences_without_tokens_are_no
 
 
 def test_a_sample_of_sentences_is_even_bounded_and_can_be_gone_through_again(books, text):
-    path = arrow.prepare_text([corpus.file_source(books)], "en", corpus.Cleaning(), arrow.cache_folder())
+    path = arrow.prepare_text([file_source(books)], "en", Cleaning(), cache_folder())
     everything = arrow.SentenceSample(path, np.arange(24))
     assert list(everything) == list(everything) and len(list(everything)) == 24 * 30
     half = arrow.SentenceSample(path, np.arange(24), sum(map(len, everything)) // 2)
@@ -582,22 +587,22 @@ def test_cuts_are_where_padding_and_overhead_together_are_least(most_tokens, mic
 
 def test_held_out_documents_are_no_training_documents_and_the_same_for_every_seed():
     sizes = np.random.default_rng(0).integers(50, 500, 300)
-    train, held_out = data.split_documents(sizes, 0.1, 10**9)
+    train, held_out = split_documents(sizes, 0.1, 10**9)
     assert sorted([*train, *held_out]) == list(range(300))
     assert 0.1 * sizes.sum() <= sizes[held_out].sum() < 0.1 * sizes.sum() + 500
-    assert sizes[data.split_documents(sizes, 0.1, 2000)[1]].sum() < 2500
-    train, held_out = data.split_documents(np.array([5, 5, 5, 5]), 0.9, 10**9)
+    assert sizes[split_documents(sizes, 0.1, 2000)[1]].sum() < 2500
+    train, held_out = split_documents(np.array([5, 5, 5, 5]), 0.9, 10**9)
     assert len(train) == len(held_out) == 2
     with pytest.raises(ValueError, match="too little text"):
-        data.split_documents(np.array([5, 5, 5]), 0.1, 10**9)
+        split_documents(np.array([5, 5, 5]), 0.1, 10**9)
 
 
 def test_a_document_that_is_more_than_the_held_out_part_is_not_held_out():
     sizes = np.array([100] * 40 + [90_000])
     for fraction, most in ((0.05, 10**9), (0.9, 300)):
-        train, held_out = data.split_documents(sizes, fraction, most)
+        train, held_out = split_documents(sizes, fraction, most)
         assert 40 in train and len(held_out) >= 2
-    train, held_out = data.split_documents(np.array([900, 1000, 800, 700]), 0.05, 10**9)
+    train, held_out = split_documents(np.array([900, 1000, 800, 700]), 0.05, 10**9)
     assert held_out.tolist() == [2, 3]  # there are no others: the smallest
 
 
@@ -623,10 +628,10 @@ def test_a_micro_batch_that_counts_for_nothing_has_no_loss_and_no_gradient(text,
 
 
 def test_preparing_twice_writes_once(books, text):
-    before = {path: path.stat().st_mtime_ns for path in arrow.cache_folder().rglob("data.arrow")}
+    before = {path: path.stat().st_mtime_ns for path in cache_folder().rglob("data.arrow")}
     again = prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=400, max_steps=1))
     assert again.tokens.path == text.tokens.path
-    assert {path: path.stat().st_mtime_ns for path in arrow.cache_folder().rglob("data.arrow")} == before
+    assert {path: path.stat().st_mtime_ns for path in cache_folder().rglob("data.arrow")} == before
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
@@ -657,7 +662,7 @@ def test_writing_that_fails_leaves_nothing(tmp_path):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        arrow.written_whole(tmp_path / "x", "writing", write)
+        written_whole(tmp_path / "x", "writing", write)
     assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
 
 
@@ -674,7 +679,7 @@ def test_a_cache_that_cannot_be_written_is_said_with_the_mend_that_fits(text, tm
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(UserError) as refusal:
-        arrow.written_whole(tmp_path / "x", "writing", fail)
+        written_whole(tmp_path / "x", "writing", fail)
     assert str(refusal.value) == f"cache {tmp_path}: cannot be written {words}"
     plans = make_steps(text, tmp_path).phases[0].plans
     monkeypatch.setattr(data.EpochPlans, "_lay_out", fail)
@@ -692,7 +697,7 @@ def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(text
     with FileLock(plans.folder / ".lock"):
         waiting = threading.Thread(target=plans.epoch, args=(3,))
         waiting.start()
-        waiting.join(arrow.SILENT_SECONDS + 1)
+        waiting.join(SILENT_SECONDS + 1)
         assert waiting.is_alive()
     waiting.join(60)
     assert 3 in plans._open
@@ -703,7 +708,7 @@ def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(text
 def test_what_a_killed_process_left_half_written_goes_when_it_is_written_again(tmp_path):
     (tmp_path / ".x.part").mkdir()
     (tmp_path / ".x.part" / "half").touch()
-    arrow.written_whole(tmp_path / "x", "writing", lambda folder: (folder / "whole").touch())
+    written_whole(tmp_path / "x", "writing", lambda folder: (folder / "whole").touch())
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["whole"]
     assert {path.name for path in tmp_path.iterdir()} == {"x", ".x.lock"}
 

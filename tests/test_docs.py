@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import d2l_bert
-from d2l_bert.cli import make_parser
+from d2l_bert.flags import make_parser
 
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
 from d2l_bert.cli import main
 from d2l_bert.modeling import modeling_d2l_bert as modeling
-from d2l_bert.training import compiling
-from d2l_bert.training.compiling import is_long, micro_batches_of_every_kind
+from d2l_bert.training import trials
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
+from d2l_bert.training.trials import (
+    compile_blocks,
+    compile_now,
+    is_long,
+    leave_as_written,
+    micro_batches_of_every_kind,
+    pays,
+    time,
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -416,18 +424,18 @@ def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, com
         return [loss_and_gradients(model, **batch, skip_logits=True) for batch in batches]
 
     as_written, names = steps(), list(model.state_dict())
-    compiling.compile_blocks(model)
+    compile_blocks(model)
     for found, expected in zip(steps(), as_written, strict=True):
         assert_same(found, expected, rtol=1e-4, atol=1e-6)
     assert list(model.state_dict()) == names
-    compiling.leave_as_written(model)
+    leave_as_written(model)
     for found, expected in zip(steps(), as_written, strict=True):
         assert_same(found, expected, rtol=0, atol=0)
 
 
 def test_all_blocks_share_a_program(compiled_anew):
     model = make_model(D2lBertModel, num_hidden_layers=6)
-    compiling.compile_blocks(model)
+    compile_blocks(model)
     torch._dynamo.utils.counters.clear()
     for rows in (4, 7, 5):
         model(torch.arange(rows * 12).view(rows, 12) % 40).last_hidden_state.sum().backward()
@@ -445,7 +453,7 @@ def test_no_kind_of_micro_batch_is_left_as_written(model_class, objective, compi
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_is(function, backend=backend, **how))
     model = make_model(model_class, num_hidden_layers=2, dropout=0.1)
     kinds = micro_batches_of_every_kind(full_batch(objective))
-    assert compiling.compile_now(model, lambda: [model(**kind) for kind in kinds]) is None
+    assert compile_now(model, lambda: [model(**kind) for kind in kinds]) is None
     calls = len(compiled)
     for rows, slots, padding, training in itertools.product((8, 3, 1), (5, 1), (0, 4), (True, False)):
         ids = torch.arange(rows * 12).view(rows, 12) % 40
@@ -464,7 +472,7 @@ class Clock:
 
     def __init__(self, monkeypatch, model, as_written, compiled):
         self.now, self.model, self.costs = 0.0, model, {False: as_written, True: compiled}
-        monkeypatch.setattr(compiling.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def step(self):
         self.now += self.costs["compute" in vars(self.model.base_model.encoder.layer[0])]
@@ -474,7 +482,7 @@ class Clock:
 def test_what_is_compiled_stays_so_if_it_is_faster(compiled, kept, monkeypatch, capsys):
     model, accelerator = make_model(), make_accelerator("no")
     clock = Clock(monkeypatch, model, 1.0, compiled)
-    assert compiling.pays(accelerator, model, clock.step, [clock.step] * 3) is kept
+    assert pays(accelerator, model, clock.step, [clock.step] * 3) is kept
     assert ("compute" in vars(model.bert.encoder.layer[0])) is kept
     said = capsys.readouterr().err
     assert f"a step takes {compiled} s instead of 1" in said and ("left as written" in said) is not kept
@@ -485,10 +493,10 @@ def test_without_a_compiler_a_run_goes_on_as_written(monkeypatch, capsys):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nand more")
 
     model, accelerator = make_model(), make_accelerator("no")
-    assert compiling.pays(accelerator, model, fail, [lambda: None]) is False
+    assert pays(accelerator, model, fail, [lambda: None]) is False
     assert "not compiled: InvalidCxxCompiler: No working C++ compiler found\n" in capsys.readouterr().err
     assert "compute" not in vars(model.bert.encoder.layer[0])
-    assert compiling.compile_now(model, fail) == "InvalidCxxCompiler: No working C++ compiler found"
+    assert compile_now(model, fail) == "InvalidCxxCompiler: No working C++ compiler found"
 
 
 def test_a_compiled_run_goes_on_bit_for_bit(books, tmp_path, capsys, compiled_anew):
@@ -507,7 +515,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(books, tmp_path, capsys, compiled_an
 
 
 def test_a_compiler_that_was_asked_for_and_fails_is_one_line(books, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compiling, "compile_now", lambda *_: "No working C++ compiler found")
+    monkeypatch.setattr(trials, "compile_now", lambda *_: "No working C++ compiler found")
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *conftest.SMALL, "--max_steps=2"]
     assert main([*command, "--torch_compile=true"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]

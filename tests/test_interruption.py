@@ -24,7 +24,7 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.interruption import NonFiniteGuard, StopSignals, failures_explained
-from d2l_bert.training.tracking import StepFigures
+from d2l_bert.training.meter import StepFigures
 
 
 FILES = (

@@ -18,14 +18,15 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training import data, evaluate, prepare
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization import prepare
+from d2l_bert.training import data, evaluate
 from d2l_bert.training.batching import make_phases
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.initialize import look_at_neighbours
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pair_tasks import PAIR_TASKS, count_examples
-from d2l_bert.training.step import train_step
+from d2l_bert.training.step import count_examples, train_step
 
 
 OPTIONS = ("--max_steps=6", "--save_steps=3", "--save_total_limit=9", "--mixed_precision=no")
@@ -110,7 +111,8 @@ def test_figures_and_card_are_named_by_the_objective(pretrained, objective):
 def test_curves_have_a_panel_for_each_loss_and_one_for_accuracy(pretrained, monkeypatch, objective, panels):
     from matplotlib.figure import Figure
 
-    from d2l_bert.training.tracking import TrainingLog, plot_curves
+    from d2l_bert.training.curves import plot_curves
+    from d2l_bert.training.tracking import TrainingLog
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))

@@ -14,9 +14,10 @@ from conftest import SMALL
 from huggingface_hub import ModelCard, constants
 
 from d2l_bert.cli import main
-from d2l_bert.training import arrow, corpus
-from d2l_bert.training.config import PretrainConfig, TextConfig
-from d2l_bert.training.prepare import prepare
+from d2l_bert.tokenization import arrow
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.run_folder import default_output_dir
 
 
@@ -121,7 +122,7 @@ def test_a_bug_while_a_prepared_folder_is_read_is_shown_as_one(prepared, tmp_pat
     def fail(*_, **how):
         raise KeyError("of ours")
 
-    monkeypatch.setattr("d2l_bert.training.arrow.TokenizedCorpus", fail)
+    monkeypatch.setattr("d2l_bert.tokenization.arrow.TokenizedCorpus", fail)
     code = main(["pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")])
     assert code == 1 and "this is a bug of d2l-bert" in capsys.readouterr().err
 
@@ -160,7 +161,7 @@ def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, c
 
 
 def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(arrow, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     (tmp_path / "book.txt").write_text("\n\n".join(f"Anna has {n} apples. Boris sold them." for n in range(200)))
     command = ["prepare", f"--corpus={tmp_path / 'book.txt'}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=300"]
     assert main(command) == 0
@@ -172,7 +173,7 @@ def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
         ("tokens", "paragraph_ends.npy"),
     ):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        (file,) = (tmp_path / "cache").glob(f"{kind}-*/{name}")
+        (file,) = (tmp_path / "home" / "d2l_bert").glob(f"{kind}-*/{name}")
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
         said = refused(capsys, *command)
@@ -209,14 +210,14 @@ def _prepare(books, home, said, seconds):
     """Runs in a process of its own; what it says goes to a file."""
     constants.HF_HOME = str(home)
     sys.stderr = said.open("w", buffering=1)
-    all_documents = corpus.all_documents
+    all_documents = arrow.all_documents
 
     def slowly(sources):
         for document in all_documents(sources):
             time.sleep(seconds)
             yield document
 
-    corpus.all_documents = slowly
+    arrow.all_documents = slowly
     prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
 
 

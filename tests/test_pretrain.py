@@ -23,16 +23,17 @@ from transformers import AutoTokenizer
 import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.tokenization import prepare
 from d2l_bert.tokenization.wordpiece import make_tokenizer
-from d2l_bert.training import checkpoint, data, micro_batch, prepare
+from d2l_bert.training import checkpoint, data, trials
 from d2l_bert.training.batching import make_phases, stage_changes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pretrain import expectation, faster_attention, pretrain, processes_that_load
 from d2l_bert.training.run_folder import start_folder
-from d2l_bert.training.run_length import steps_in
 from d2l_bert.training.step import train_step
+from d2l_bert.training.trials import steps_in
 
 
 def run(books, folder, *options):
@@ -429,7 +430,7 @@ def test_a_micro_batch_is_found_once_and_kept(books, tmp_path, monkeypatch):
         tried.append((most, speed(2) > 0))
         return 2
 
-    monkeypatch.setattr(micro_batch, "fastest", fastest)
+    monkeypatch.setattr(trials, "fastest", fastest)
     options = ("--max_steps=4", "--save_steps=2", "--mixed_precision=no")
     found = run(books, tmp_path / "found", *options, "--micro_batch_size=auto")
     assert tried == [(8, True)]
@@ -442,11 +443,11 @@ def test_a_micro_batch_is_found_once_and_kept(books, tmp_path, monkeypatch):
 
 
 def test_a_micro_batch_grows_as_long_as_that_pays():
-    assert micro_batch.fastest(lambda size: min(size, 8), 100) == 8
-    assert micro_batch.fastest(lambda size: size, 24) == 24
-    assert micro_batch.fastest(lambda size: size if size < 5 else 0, 24) == 4, "memory ran out"
+    assert trials.fastest(lambda size: min(size, 8), 100) == 8
+    assert trials.fastest(lambda size: size, 24) == 24
+    assert trials.fastest(lambda size: size if size < 5 else 0, 24) == 4, "memory ran out"
     with pytest.raises(ValueError, match="out of memory with a single pair"):
-        micro_batch.fastest(lambda size: 0, 24)
+        trials.fastest(lambda size: 0, 24)
 
 
 def test_out_of_memory_names_the_options_that_help(books, tmp_path, capsys, monkeypatch):
@@ -494,7 +495,7 @@ def test_glibc_keeps_what_is_freed_however_much_it_is():
 
 def test_memory_is_kept_from_before_the_text_is_read(books, tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr("d2l_bert.cli.keep_freed_memory", lambda: done.append("kept"))
+    monkeypatch.setattr("d2l_bert.commands.keep_freed_memory", lambda: done.append("kept"))
     monkeypatch.setattr("d2l_bert.training.pretrain.prepare", lambda run: done.append("read") or prepare.prepare(run))
     run(books, tmp_path / "model", "--max_steps=1")
     assert done == ["kept", "read"]

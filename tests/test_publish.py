@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.cli import main
-from d2l_bert.training.folders import AUTO_MAP
-from d2l_bert.training.publish import hub_errors, without_paths
+from d2l_bert.model_cards.publish import hub_errors, without_paths
+from d2l_bert.modeling.saving import AUTO_MAP
 
 
 SENT = {
@@ -663,7 +663,7 @@ def test_a_bug_while_a_folder_is_checked_is_shown_as_one(here, folder, monkeypat
 
     for where in ("check_folder", "outgoing"):
         with monkeypatch.context() as patched:
-            patched.setattr(f"d2l_bert.training.publish.{where}", fail)
+            patched.setattr(f"d2l_bert.model_cards.publish.{where}", fail)
             assert main(["publish", str(folder), "someone/bert"]) == 1
         assert "this is a bug of d2l-bert" in capsys.readouterr().err
     monkeypatch.setattr("d2l_bert.modeling.conversion.load_and_compare", fail)

@@ -16,8 +16,8 @@ from test_publish import SENT, published
 
 from d2l_bert import RECIPES, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training import push
-from d2l_bert.training.push import Pusher
+from d2l_bert.model_cards import push
+from d2l_bert.model_cards.push import Pusher
 
 
 CHECKPOINT = SENT - {"metrics.json", "training_curves.png"}
@@ -67,9 +67,9 @@ def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypat
 
     saved = Pusher.saved
 
-    def keep(self, checkpoint):
+    def keep(self, checkpoint, step):
         shutil.copytree(checkpoint, kept / checkpoint.name)
-        saved(self, checkpoint)
+        saved(self, checkpoint, step)
         self.waiting.join()  # so that none is passed over
 
     monkeypatch.setattr(Pusher, "saved", keep)
@@ -164,7 +164,7 @@ def test_a_bug_in_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_g
     def fail(*_):
         raise KeyError("of ours")
 
-    monkeypatch.setattr("d2l_bert.training.push.outgoing", fail)
+    monkeypatch.setattr("d2l_bert.model_cards.push.outgoing", fail)
     options = [
         *SMALL,
         "--max_steps=4",
@@ -249,10 +249,10 @@ def test_a_dry_run_sends_nothing(here, books, tmp_path):
 def test_a_run_that_is_told_to_stop_does_not_begin_to_send(here, books, tmp_path, monkeypatch, capsys):
     sent, saved = [], Pusher.saved
 
-    def stop(self, checkpoint):
+    def stop(self, checkpoint, step):
         sent.append(checkpoint.name)
         os.kill(os.getpid(), signal.SIGTERM)
-        saved(self, checkpoint)
+        saved(self, checkpoint, step)
 
     monkeypatch.setattr(Pusher, "saved", stop)
     with pytest.raises(SystemExit) as left:

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertForPreTraining
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.cli import main, make_parser, resolve_pretrain
-from d2l_bert.training import batching, prepare, pretrain
+from d2l_bert.cli import main
+from d2l_bert.commands import resolve_pretrain
+from d2l_bert.flags import make_parser
+from d2l_bert.folders import base_name
+from d2l_bert.tokenization import prepare
+from d2l_bert.training import batching, pretrain
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.folders import base_name
 from d2l_bert.training.recipes import PLACES, RECIPES, command_line
 from d2l_bert.training.run_folder import architecture_numbers
 

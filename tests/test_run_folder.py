@@ -10,10 +10,12 @@ import pytest
 from conftest import MODEL_FILES, SMALL
 from filelock import FileLock, Timeout
 
+from d2l_bert import folders
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import folders, pretrain, run_folder, tracking
+from d2l_bert.training import pretrain, run_folder
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.meter import Meter
 
 
 WEIGHTS = "model.safetensors"
@@ -33,8 +35,8 @@ class Killed(BaseException):
 @pytest.fixture
 def same_figures(monkeypatch):
     """Nothing in a run's files depends on the time that it took; and curves and the machine's peak take none."""
-    speed = tracking.Meter.speed
-    monkeypatch.setattr(tracking.Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
+    speed = Meter.speed
+    monkeypatch.setattr(Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
     monkeypatch.setattr(pretrain, "peak_of", lambda _: 1e12)
 
     def plot(rows, path):

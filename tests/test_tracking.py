@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import evaluate, tracking
-from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.tracking import Meter, Progress, SpikeWatch, StepFigures, TrainingLog
+from d2l_bert.training.curves import plot_curves
+from d2l_bert.training.meter import Meter, SpikeWatch, StepFigures, used_memory
+from d2l_bert.training.tracking import Progress, TrainingLog
 
 
 NSP, CPU = PAIR_TASKS["nsp"], torch.device("cpu")
@@ -155,11 +157,11 @@ def test_memory_is_what_the_process_holds_without_the_files_it_maps(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_memory_of_a_gpu_is_the_most_since_the_last_row():
     device = torch.device("cuda")
-    tracking.used_memory(device)
-    before = tracking.used_memory(device)
+    used_memory(device)
+    before = used_memory(device)
     torch.empty(64_000_000, dtype=torch.uint8, device=device)  # let go of at once
-    assert tracking.used_memory(device) == pytest.approx(before + 64, abs=1)
-    assert tracking.used_memory(device) == pytest.approx(before, abs=1)
+    assert used_memory(device) == pytest.approx(before + 64, abs=1)
+    assert used_memory(device) == pytest.approx(before, abs=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_the_bar_shows_the_share_of_the_peak_and_copes_with_rows_without_a_loss(
 
 def test_curves_mark_the_steps_left_out_and_take_rows_in_any_order(tmp_path):
     def drawn(rows):
-        tracking.plot_curves(rows, tmp_path / "curves.png")
+        plot_curves(rows, tmp_path / "curves.png")
         return (tmp_path / "curves.png").read_bytes()
 
     rows = [{"step": step, **meter_of(STEP._replace(mlm_loss=9.0 - step)).row(0.1, 0)} for step in range(1, 6)]
@@ -221,7 +223,7 @@ def test_curves_mark_each_stage_with_a_line_and_a_label_that_nothing_overlaps(ta
     for step, (length_before, length), (batch_before, batch), _ in STAGES[:count]:
         stage = {"length_before": length_before, "length": length, "batch_before": batch_before, "batch": batch}
         rows.append({"step": step, "event": "stage", "reason": "", **stage})
-    tracking.plot_curves(rows, tmp_path / "curves.png")
+    plot_curves(rows, tmp_path / "curves.png")
     (figure,) = drawn
     figure.draw_without_rendering()
     assert len(figure.axes) == (3 if task else 2)

@@ -10,12 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training import batching, micro_batch, pretrain
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training import batching, pretrain, trials
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.prepare import prepare
 from d2l_bert.training.step import train_step
+from d2l_bert.training.trials import find_micro_batch
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,9 +54,9 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, mon
         tried.append(most_allocated(lambda: speed(8)) if most == 64 else None)
         return 8
 
-    monkeypatch.setattr(micro_batch, "fastest", fastest)
+    monkeypatch.setattr(trials, "fastest", fastest)
     micro_batches = functools.partial(batching.trial_micro_batches, run, text, **cutting)
-    micro_batch.find_micro_batch(micro_batches, 64, accelerator, model, step)
+    find_micro_batch(micro_batches, 64, accelerator, model, step)
     steps = batching.make_steps(replace(run, micro_batch_size=8), text, 50, **cutting)
     made = [steps[number] for number in range(50)]
     largest = max(most_allocated(functools.partial(step, micro_batches)) for micro_batches in made)

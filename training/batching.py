@@ -10,12 +10,13 @@ import numpy as np
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.training import arrow, data, masking
+from d2l_bert.pair_tasks import PAIR_TASKS, unit
+from d2l_bert.progress import say
+from d2l_bert.tokenization.cache import cache_folder
+from d2l_bert.tokenization.prepare import PreparedText
+from d2l_bert.training import data, masking
 from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.pair_tasks import PAIR_TASKS, unit
-from d2l_bert.training.prepare import PreparedText
-from d2l_bert.training.tracking import say
 
 
 # Steps among which trials look for the largest micro-batches.
@@ -62,7 +63,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
         if before and before.make_batch.max_seq_length == length:
             first_pair, plans, make_batch = before.pairs_before(first_step), before.plans, before.make_batch
         else:
-            folder, how = arrow.cache_folder(), pairing(run, length)
+            folder, how = cache_folder(), pairing(run, length)
             plans = data.EpochPlans(text.tokens, text.train_documents, how, run.seed, folder, sources, passes)
             first_pair, make_batch = 0, make_batch_maker(run, text, length)
             if not len(plans.epoch(0)):

@@ -19,11 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.training import folders
+from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.progress import say
+from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import on_main, plain_model, spread, whole
 from d2l_bert.training.optim import MovingAverage
-from d2l_bert.training.tracking import say
 
 
 STATE_FILE = "training_state.json"
@@ -165,7 +167,8 @@ def _write(final, model, tokenizer, tensors, state, keep):
     try:
         partial.mkdir(parents=True)
         with folders.os_errors():
-            folders.export_model(model, tokenizer, partial)
+            save_with_code(model, partial)
+            save_tokenizer(tokenizer, partial)
             for name, named in tensors.items():
                 if named:
                     save_file(named, partial / name)

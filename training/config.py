@@ -3,220 +3,19 @@
 import contextlib
 import dataclasses
 import math
-import os
 import re
-import types
-import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from d2l_bert.errors import UserError
+from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
+from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.training.masking import Masking
 from d2l_bert.training.optim import Optim, Schedule
 
 
-TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT, HUB = (
-    "text",
-    "tokenizer",
-    "pairs and masks",
-    "length of the run (one of them)",
-    "optimizer",
-    "machine",
-    "output",
-    "the Hugging Face Hub",
-)
-
 # Where a fall over 20 % of the steps ends, a cosine ends too (Hägele et al., 2024, section 3).
 DECAY_RATIO = 0.2
-
-# Whole numbers are stored in 64 bits. A vocabulary's trainer reserves memory for each entry, a step plans every pair,
-# and steps are counted one by one: beyond these limits a run would hang or run out of memory before its first step.
-LARGEST_WHOLE = 2**63 - 1
-LARGEST = {
-    "vocab_size": 2**24,
-    "extend_vocab": 2**24,
-    "max_steps": 2**31 - 1,
-    "num_train_epochs": 1_000_000,
-    "max_minutes": 10_000_000,  # 19 years
-    "global_batch_size": 2**24,  # LAMB (You et al., 2020) trains BERT with 2**16
-}
-
-# Entries that a trained vocabulary has at least: the five special tokens and one character.
-LEAST_VOCABULARY = 6
-
-
-def option(default, help, group, *, how=False, metavar=None):
-    """
-    A field of `PretrainConfig`.
-
-    Args:
-        help: one line for `--help`.
-        group: heading in `--help`.
-        how: the option says how the run is computed, watched or kept, or where its text lies, not what it trains: it
-            may change on resuming.
-    """
-    metadata = {"help": help, "group": group, "how": how, "metavar": metavar}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclass(kw_only=True)
-class TextConfig:
-    """
-    What text, and what tokenizer. Every field is an option of `d2l-bert prepare` and of `d2l-bert pretrain`.
-
-    Raises:
-        UserError: from `check`, for a value out of its range or values that contradict each other.
-    """
-
-    corpus: list[str] | None = option(
-        None,
-        "files and folders of text (.txt, .md, .jsonl, .csv, .tsv, .parquet, packed as .gz or .zst or not), or "
-        "python-docs, the documentation installed with Python; without a dataset the default is python-docs",
-        TEXT,
-        how=True,
-        metavar="PATH",
-    )
-    dataset: list[str] = option(
-        [],
-        "datasets, Hub ids or folders (of save_to_disk too), each with its configuration behind a colon if it has "
-        "several: Salesforce/wikitext:wikitext-2-raw-v1",
-        TEXT,
-        how=True,
-        metavar="ID[:CONFIG]",
-    )
-    dataset_config: str | None = option(None, "the configuration of a single one", TEXT, how=True, metavar="NAME")
-    dataset_split: str = option("train", "the split of each", TEXT, how=True, metavar="NAME")
-    streaming: bool = option(False, "read datasets row by row, without downloading them whole", TEXT, how=True)
-    text_column: str = option("text", "column of text in datasets and tables", TEXT, how=True, metavar="NAME")
-    max_documents: int | None = option(None, "most text files and rows to read from each path and each dataset", TEXT)
-    language: str = option(
-        "en",
-        "language of the text (ISO 639, lower case), for splitting sentences; languages that sentencex has no rules "
-        "for are split as their nearest relative that it knows, or as English",
-        TEXT,
-        metavar="CODE",
-    )
-    unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
-        "none", "normal form to bring paragraphs into", TEXT
-    )
-    min_paragraph_characters: int = option(0, "drop shorter paragraphs", TEXT)
-    drop_duplicate_paragraphs: bool = option(False, "keep the first of equal paragraphs only", TEXT)
-    validation_fraction: float = option(0.05, "share of the text, by document, held out for evaluation", TEXT)
-    max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
-
-    preprocessing_num_workers: int | None = option(
-        None, "processes that tokenize; the default is one for each core, at most 8", TEXT, how=True
-    )
-
-    tokenizer: str | None = option(
-        None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True
-    )
-    vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER)
-    lowercase: bool = option(True, "fold case", TOKENIZER)
-    strip_accents: bool | None = option(None, "drop accents; the default is as lowercase", TOKENIZER)
-    min_frequency: int = option(2, "how often what is merged, or added as a word, must occur", TOKENIZER)
-    limit_alphabet: int = option(1000, "most characters to know; rarer ones become [UNK]", TOKENIZER)
-    extend_vocab: int = option(
-        0, "most whole words of the text to add to an existing tokenizer's vocabulary", TOKENIZER
-    )
-
-    def check(self) -> None:
-        """Refuse what cannot be read, before anything is."""
-        check_texts(self)
-        self._check_types()
-        if not self.text_paths() and not self.dataset:
-            raise UserError("corpus names no text; give files, folders or python-docs")
-        if self.streaming and not self.dataset:
-            raise UserError(
-                "streaming is for datasets, and none is given; leave it out, files are read in pieces anyway"
-            )
-        if self.dataset_config is not None and len(self.dataset) != 1:
-            raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
-        for name, config in self.named_datasets():
-            if not name or config == "" or (config is not None and self.dataset_config not in (None, config)):
-                raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
-        if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
-            raise UserError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
-        self._check_range("vocab_size", LEAST_VOCABULARY)
-        self._check_range("limit_alphabet", 2)  # a text of one character holds nothing to learn
-        for name in ("min_frequency", "max_validation_characters", "max_documents"):
-            self._check_range(name, 1)
-        self._check_processes("preprocessing_num_workers", 1)
-        for name in ("min_paragraph_characters", "extend_vocab"):
-            self._check_range(name, 0)
-        self._check_range("validation_fraction", 0, above=True, below=1)
-        if self.extend_vocab and self.existing_tokenizer() is None:
-            raise UserError(
-                "extend_vocab adds to a tokenizer that exists; give one, or raise vocab_size for one that is trained"
-            )
-
-    def existing_tokenizer(self) -> str | None:
-        """Folder or Hub id of the tokenizer to use instead of training one."""
-        return self.tokenizer
-
-    def text_paths(self) -> list[str]:
-        """The files and folders to read; `python-docs` if neither they nor datasets are named."""
-        if self.corpus is None:
-            return [] if self.dataset else ["python-docs"]
-        return self.corpus
-
-    def named_datasets(self) -> list[tuple[str, str | None]]:
-        """Id and configuration of each dataset; a folder may have a colon in its name."""
-        named = []
-        for dataset in self.dataset:
-            name, colon, config = dataset.rpartition(":")
-            if not colon or Path(dataset).exists():
-                name, config = dataset, self.dataset_config
-            named.append((name, config))
-        return named
-
-    def settled(self) -> dict:
-        """The options that the tokens on disk follow from."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if not f.metadata["how"]}
-
-    def _check_types(self):
-        for name, kind in typing.get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
-            if not any(_is_a(value, kind) for kind in kinds):
-                wanted = " or ".join(_in_words(kind) for kind in kinds if kind is not types.NoneType)
-                raise UserError(f"{name} must be {wanted}, got {value!r}")
-
-    def _check_range(self, name, least, most=None, above=False, below=None):
-        value = getattr(self, name)
-        if value is None:
-            return
-        # What is trained is computed in float32, where a very small number is 0 and a very large one infinite.
-        rounded = _in_float32(value) if isinstance(value, float) else value
-
-        def fits(number):
-            within = number > least if above else number >= least
-            return within and (most is None or number <= most) and (below is None or number < below)
-
-        if not math.isfinite(rounded):
-            raise UserError(f"{name} must be finite in float32 (at most 3.4e38), got {value}")
-        if not (fits(value) and fits(rounded)):
-            limits = [f"{'above' if above else 'at least'} {least}"]
-            limits += [f"at most {most}"] * (most is not None) + [f"below {below}"] * (below is not None)
-            shown = f"{value}, which is {rounded:g} in float32" if fits(value) else value
-            raise UserError(f"{name} must be {' and '.join(limits)}, got {shown}")
-        largest = LARGEST.get(name, LARGEST_WHOLE if isinstance(value, int) else math.inf)
-        if value > largest:
-            raise UserError(f"{name} must be at most {largest}, got {value}")
-
-    def _check_processes(self, name, least):
-        """Refuse more processes than four a core, or 16 where that is more: they would take turns, and memory each."""
-        self._check_range(name, least)
-        value, most = getattr(self, name), max(16, 4 * cores())
-        if value is not None and value > most:
-            raise UserError(
-                f"{name}: this machine has {cores()} cores, so give at most {most} processes, got {value:,}"
-            )
 
 
 @dataclass(kw_only=True)
@@ -270,11 +69,21 @@ class PretrainConfig(TextConfig):
     attention_init: Literal["normal", "neighbours"] = option(
         "normal", "BERT's random start, or heads that look at the tokens before and after", OPTIMIZER
     )
-    max_steps: int | None = option(None, "optimizer steps", LENGTH)
-    num_train_epochs: float | None = option(None, "passes over the training text", LENGTH)
-    max_minutes: float | None = option(None, "minutes of training; steps are timed first, then fixed", LENGTH)
+    max_steps: int | None = option(None, "optimizer steps", LENGTH, largest=2**31 - 1)
+    num_train_epochs: float | None = option(None, "passes over the training text", LENGTH, largest=1_000_000)
+    max_minutes: float | None = option(
+        None,
+        "minutes of training; steps are timed first, then fixed",
+        LENGTH,
+        largest=10_000_000,  # 19 years
+    )
 
-    global_batch_size: int = option(32, "pairs in an optimizer step, whatever the machine", OPTIMIZER)
+    global_batch_size: int = option(
+        32,
+        "pairs in an optimizer step, whatever the machine",
+        OPTIMIZER,
+        largest=2**24,  # LAMB (You et al., 2020) trains BERT with 2**16
+    )
     batch_size_schedule: list[str] = option(
         [],
         "smaller steps first: 64:0.1 has 64 pairs a step in the first 10 % of the steps; or none",
@@ -458,18 +267,19 @@ class PretrainConfig(TextConfig):
                 )
             return
         self._check_range("decay_ratio", 0, 1, above=True)
-        if self.warmup_ratio + self._decay() > 1:
+        if self.warmup_ratio + self.decay_share() > 1:
             raise UserError(
-                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self._decay()}) are more than all steps; "
+                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
                 f"lower one"
             )
 
-    def _decay(self):
+    def decay_share(self) -> float:
+        """The share of the steps in which `warmup_stable_decay` falls."""
         return DECAY_RATIO if self.decay_ratio is None else self.decay_ratio
 
     def schedule_steps(self, max_steps: int) -> tuple[int, int]:
         """Steps in which the rate rises, and those in which `warmup_stable_decay` falls."""
-        return math.ceil(self.warmup_ratio * max_steps), math.floor(self._decay() * max_steps)
+        return math.ceil(self.warmup_ratio * max_steps), math.floor(self.decay_share() * max_steps)
 
     def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
         """
@@ -520,103 +330,10 @@ class PretrainConfig(TextConfig):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
 
 
-@dataclass(kw_only=True)
-class PublishConfig:
-    """
-    How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`.
-
-    Raises:
-        UserError: from `check`, for a text that is empty, or a branch that git does not allow.
-    """
-
-    public: bool = option(
-        False,
-        "let everybody see the repository with all its commits, once all is sent; a new one is private without it",
-        HUB,
-    )
-    license: str | None = option(
-        None, "licence of the model (a Hub identifier), if its card has none or another", HUB, metavar="ID"
-    )
-    revision: str | None = option(
-        None, "branch to send it to, made if need be, or to propose it to; main without it", HUB, metavar="BRANCH"
-    )
-    create_pr: bool = option(False, "propose it as a pull request; not together with public", HUB)
-    commit_message: str | None = option(None, "summary of the commit", HUB, metavar="TEXT")
-    collection: str | None = option(
-        None, "collection to put the model into: its slug, or its title under the same owner", HUB, metavar="TITLE"
-    )
-    changed_code: bool = option(False, "the folder's code differs from the installed package's, and is meant to", HUB)
-    dry_run: bool = option(False, "check everything and list what would be sent, with sizes; nothing is", HUB)
-
-    def check(self) -> None:
-        """Refuse what the Hub would refuse, before anything is read or sent."""
-        check_texts(self)
-        if self.revision is not None and NO_BRANCH.search(self.revision):
-            raise UserError(
-                f"revision {self.revision!r}: git allows no branch of this name; take letters, digits, '-' and '_'"
-            )
-
-
-# The names that `git check-ref-format --branch` refuses, and @, which git reads as HEAD.
-NO_BRANCH = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/]|/\Z|(^|/)\.|\.\Z|\.lock(/|\Z)|^@\Z|^HEAD\Z")
-
-
-def check_texts(config) -> None:
-    """
-    Refuse an option whose text is empty, as an unset shell variable leaves it, or holds a NUL character.
-
-    Args:
-        config: a dataclass of options.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and not text.strip():
-                raise UserError(f"{field.name} is empty (got {text!r}); give a value, or leave it out")
-            if isinstance(text, str) and "\0" in text:
-                raise UserError(f"{field.name} {text!r}: holds a NUL character, which no name has; take it out")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _in_float32(value):
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
-
-
 def _value_at(step, stages):
     return next(value for start, value in reversed(stages) if start <= step)
-
-
-def _in_words(kind):
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        return "a list of texts"
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}[kind]
-
-
-def _is_a(value, kind):
-    if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
 
 
 HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
-
-# What an existing tokenizer settles.
-TOKENIZER_TRAINING_OPTIONS = ("vocab_size", "lowercase", "strip_accents", "min_frequency", "limit_alphabet")
-
-# What a run may change in the architecture of the model that it starts from.
-FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")

@@ -19,9 +19,11 @@ import torch
 from tqdm.auto import tqdm
 
 from d2l_bert.errors import UserError, why_unwritable
+from d2l_bert.tokenization.arrow import TokenizedCorpus
+from d2l_bert.tokenization.cache import ANOTHER_CACHE, code_of, fingerprint, undamaged, waited_for
+from d2l_bert.tokenization.split import HELD_OUT_SEED
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing, pairs
-from d2l_bert.training.arrow import ANOTHER_CACHE, TokenizedCorpus, code_of, fingerprint, undamaged, waited_for
 
 
 # Goes into every checkpoint: one that was made with another order is refused. Raise it by hand whenever the same run
@@ -30,45 +32,10 @@ DATA_ORDER = 2
 
 # The second entry of every random key says what it is for: keys of different lengths could otherwise collide.
 _PLAN, _MASKS, _VISITS = 1, 2, 3
-_HELD_OUT_SEED = 20_181_011  # the same held-out pairs and masks for every run on a corpus
 
 SMALL_PLAN = 65_536  # bytes
 
 PAIRS_AT_ONCE = 65_536  # written to the disk
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents
-
-
-def split_documents(sizes: np.ndarray, fraction: float, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Which documents train and which are held out; the same for every run on a corpus.
-
-    Args:
-        sizes: size of each document, in characters or tokens (documents,).
-        fraction: share of the text to hold out.
-        most: most text to hold out, in the unit of `sizes`: more would cost time and tell no more. The last document
-            may go beyond it; one that alone is more is held out only if there are no others.
-
-    Returns:
-        Document numbers to train on and to hold out, ascending; at least two of each.
-
-    Raises:
-        UserError: fewer than four documents.
-    """
-    if len(sizes) < 4:
-        raise UserError(
-            f"too little text: {len(sizes)} documents with sentences, and training and held-out part need two each; "
-            f"add text, or break one long sentence into several"
-        )
-    order = np.random.default_rng(_HELD_OUT_SEED).permutation(len(sizes))
-    wanted = min(fraction * sizes.sum(), most)
-    # Documents that are more than that alone go last, smaller ones first.
-    order = order[np.argsort(np.where(sizes[order] > wanted, sizes[order], 0), kind="stable")]
-    count = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
-    count = min(max(count, 2), len(sizes) - 2)
-    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
@@ -429,11 +396,11 @@ class HeldOutPairs:
     """Held-out micro-batches of this process: always the same pairs and masks, each once over all processes."""
 
     def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, **cutting):
-        rng = np.random.default_rng((_HELD_OUT_SEED, _PLAN, 0))
+        rng = np.random.default_rng((HELD_OUT_SEED, _PLAN, 0))
         rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=pairs.PAIR)
         rng.shuffle(rows)
         self.rows = rows[:most]
-        self.keys = masking.random_keys((_HELD_OUT_SEED, _MASKS, 0), np.arange(len(self.rows)))
+        self.keys = masking.random_keys((HELD_OUT_SEED, _MASKS, 0), np.arange(len(self.rows)))
         self.make_batch, self.most_tokens, self.cutting = make_batch, most_tokens, cutting
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.errors import UserError
-from d2l_bert.training.corpus import PYTHON_DOCS
-from d2l_bert.training.pair_tasks import PairTask, count_examples, pair_task, unit
+from d2l_bert.pair_tasks import PairTask, pair_task, unit
+from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.training.step import count_examples
 
 
 # What a newcomer can judge at a glance, for models of the embedded corpus.

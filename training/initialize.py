@@ -9,10 +9,10 @@ from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 from d2l_bert.errors import UserError, another_kind, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.saving import FREE_FIELDS
+from d2l_bert.progress import say
+from d2l_bert.tokenization.existing import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.wordpiece import added_entries
-from d2l_bert.training.config import FREE_FIELDS
-from d2l_bert.training.prepare import load_tokenizer
-from d2l_bert.training.tracking import say
 
 
 # Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
@@ -102,7 +102,7 @@ def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
     """
     what, vocab_size = f"init_from {name}", read_architecture(name).vocab_size
     with reading_model(name, "init_from "):
-        has_own = conversion.has_tokenizer(name)
+        has_own = has_tokenizer(name)
     if not has_own and given is None:
         raise UserError(f"{what}: it brings no tokenizer; give --tokenizer, or put its tokenizer.json beside it")
     tokenizer = load_tokenizer(name if has_own else given)

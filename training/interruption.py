@@ -10,10 +10,11 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.errors import GO_ON, UserError, is_out_of_memory
+from d2l_bert.progress import say
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.tracking import StepFigures, say
+from d2l_bert.training.meter import StepFigures
 
 
 # A step or two go wrong in good runs too; after ten the weights themselves are to blame.

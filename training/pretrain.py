@@ -19,9 +19,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from d2l_bert.errors import GO_ON, UserError
+from d2l_bert.model_cards.metadata import check_license
+from d2l_bert.model_cards.push import Pusher, check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.progress import say
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS
+from d2l_bert.tokenization.prepare import PreparedText, is_prepared, prepare, split_fingerprint
 from d2l_bert.training import checkpoint, data, distributed, evaluate, interruption
 from d2l_bert.training.arithmetic import encoder_weights, peak_of, training_arithmetic
 from d2l_bert.training.batching import (
@@ -34,18 +40,13 @@ from d2l_bert.training.batching import (
     stage_changes,
     warn_of_labels,
 )
-from d2l_bert.training.card_rules import check_license
-from d2l_bert.training.compiling import settle_compiling
-from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, TOKENIZER_TRAINING_OPTIONS, PretrainConfig
+from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.energy import train_energy
 from d2l_bert.training.host_settings import host_settings_kept
 from d2l_bert.training.initialize import check_start, check_weights, look_at_neighbours, start_from
 from d2l_bert.training.loader import load
-from d2l_bert.training.micro_batch import settle_micro_batch
+from d2l_bert.training.meter import Meter, SpikeWatch, StepFigures
 from d2l_bert.training.optim import MovingAverage, learning_rate_share, make_optimizers
-from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.prepare import PreparedText, is_prepared, prepare, split_fingerprint
-from d2l_bert.training.push import Pusher, check_push
 from d2l_bert.training.run_folder import (
     RUN_FILE,
     architecture_numbers,
@@ -56,18 +57,9 @@ from d2l_bert.training.run_folder import (
     refuse_what_is_there,
     start_folder,
 )
-from d2l_bert.training.run_length import decide_steps, intervals
 from d2l_bert.training.step import step_seed, train_step
-from d2l_bert.training.tracking import (
-    Meter,
-    Progress,
-    SpikeWatch,
-    StepFigures,
-    check_trackers,
-    report,
-    say,
-    start_trackers,
-)
+from d2l_bert.training.tracking import Progress, check_trackers, report, start_trackers
+from d2l_bert.training.trials import decide_steps, intervals, settle_compiling, settle_micro_batch
 
 
 @host_settings_kept()
@@ -117,7 +109,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         if run.init_from is not None and not resumed:
             distributed.on_main(accelerator, check_weights, model_class_of(run), run.init_from, architecture)
         if run.push_to_hub:
-            distributed.on_main(accelerator, check_push, run, folder)
+            hub = (repository(run, folder), run.known_license(), run.hub_private_repo)
+            distributed.on_main(accelerator, check_push, *hub, False)
         # The first process reads and tokenizes, the others find what it left; on another machine, perhaps, which may
         # not see what the first one sees.
         text = distributed.on_main(accelerator, prepare, run, shared=False) or prepare(run)
@@ -136,7 +129,7 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     if wanted.exists():
         refuse_what_is_there(run, wanted)
     if run.push_to_hub and not distributed.launched_rank():
-        check_push(run, wanted)
+        check_push(repository(run, wanted), run.known_license(), run.hub_private_repo, dry_run=True)
     lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
     beside = next(parent for parent in wanted.parents if parent.exists())
     try:
@@ -171,6 +164,11 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     print(f"dry run: {expectation(run, record['data']['train_tokens'])}")
     print(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
     print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
+
+
+def repository(run: PretrainConfig, folder: Path) -> str:
+    """The repository on the Hub that the run is sent to."""
+    return run.hub_model_id or folder.resolve().name
 
 
 def expectation(run: PretrainConfig, train_tokens: int) -> str:
@@ -302,7 +300,7 @@ def train(
             if (saves and not guard.in_a_row) or step == max_steps:
                 saved, saved_step = save(), step
                 if pusher and step < max_steps and not stop.agreed:  # who was told to stop waits for nothing
-                    pusher.saved(saved)
+                    pusher.saved(saved, step)
             if evaluates or saves:
                 meter.resume_clock()
     published, metrics = learner.plain(averaged=True), {**figures, **meter.speed()}

@@ -4,13 +4,9 @@ import dataclasses
 import shlex
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.training.config import (
-    FREE_FIELDS,
-    LENGTH_OPTIONS,
-    TOKENIZER_TRAINING_OPTIONS,
-    PretrainConfig,
-    TextConfig,
-)
+from d2l_bert.modeling.saving import FREE_FIELDS
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 
 
 # Each shortens a recipe's steps, and ends with the option beside it.

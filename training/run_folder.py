@@ -9,23 +9,29 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.push import STAGED
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
-from d2l_bert.training import arrow, checkpoint, evaluate, folders
-from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
+from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.prepare import is_prepared
+from d2l_bert.tokenization.sources import PYTHON_DOCS, content_hash
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training import checkpoint, evaluate
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.corpus import PYTHON_DOCS, content_hash
+from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.energy import describe_machine
-from d2l_bert.training.prepare import is_prepared
-from d2l_bert.training.tracking import TrainingLog, plot_curves
+from d2l_bert.training.recipes import command_line
+from d2l_bert.training.tracking import TrainingLog
 
 
 LOG_FILE = "training_log.jsonl"
 LOCK_FILE = ".lock"
 WEIGHTS_FILE = "model.safetensors"
 FINISH_FOLDER = ".model.part"
-STAGED = ".hub-"  # checkpoints on their way to the Hub
 
 
 @contextlib.contextmanager
@@ -120,7 +126,7 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
         license=run.known_license(),
     )
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
-    return {
+    record = {
         "run": dataclasses.asdict(resolved),
         "architecture": architecture_numbers(architecture),
         "corpus_is_prepared": is_prepared(run),
@@ -132,6 +138,7 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
             **{name: importlib.metadata.version(name) for name in libraries},
         },
     }
+    return {**record, "command": command_line(record), "decay_ratio": run.decay_share()}
 
 
 def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
@@ -143,7 +150,7 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
             there = [Path(path, name) for name in ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")]
-            paths[path] = arrow.fingerprint([(file.name, content_hash(file)) for file in there if file.is_file()])
+            paths[path] = fingerprint([(file.name, content_hash(file)) for file in there if file.is_file()])
     paths = {**dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint))), **paths}
     return {path: {"name": folders.base_name(path), "fingerprint": found} for path, found in paths.items()}
 
@@ -199,7 +206,8 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     try:
         partial.mkdir()
         with folders.os_errors():
-            folders.export_model(model, text.tokenizer, partial)
+            save_with_code(model, partial)
+            save_tokenizer(text.tokenizer, partial)
         plot_curves(log.rows(), partial / CURVES_FILE)
         # As a reader will load it.
         published = type(model).from_pretrained(partial)

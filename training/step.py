@@ -5,9 +5,9 @@ import math
 import torch
 from accelerate import Accelerator
 
-from d2l_bert.training import arrow, distributed
-from d2l_bert.training.pair_tasks import count_examples
-from d2l_bert.training.tracking import StepFigures
+from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.training import distributed
+from d2l_bert.training.meter import StepFigures
 
 
 def train_step(
@@ -68,4 +68,17 @@ def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of a step's dropout masks: with it nothing random needs to be kept in a checkpoint."""
-    return int(arrow.fingerprint(seed, step, rank), 16) % 2**63
+    return int(fingerprint(seed, step, rank), 16) % 2**63
+
+
+def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """
+    Pairs in a batch, or, where there is no label of pairs, sequences; 0 for a batch that counts for nothing.
+
+    Args:
+        batch: the model's arguments; its rows (B, T) may be packed.
+    """
+    if "next_sentence_label" in batch:
+        return (batch["next_sentence_label"] != -100).sum()
+    in_row = batch["sequence_ids"].amax(1) if "sequence_ids" in batch else 1  # (B,)
+    return (in_row * (batch["labels"] != -100).any(1)).sum()

@@ -1,7 +1,9 @@
-"""Compile the encoder's blocks, where a run is long enough to earn that back."""
+"""What is settled by trying before the first step: micro-batch, compiling, number of steps."""
 
 import dataclasses
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +17,9 @@ from torch import nn
 
 from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.progress import say
+from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import (
@@ -26,10 +31,108 @@ from d2l_bert.training.batching import (
     trial_micro_batches,
 )
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.pair_tasks import PAIR_TASKS
-from d2l_bert.training.prepare import PreparedText
-from d2l_bert.training.run_length import decide_steps
-from d2l_bert.training.tracking import say
+from d2l_bert.training.distributed import is_sharded, summed_later
+
+
+# Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
+LEAST_GAIN = 1.05
+
+NO_MEMORY_FOR_ONE = (
+    "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq_length, or take a smaller model"
+)
+
+
+def settle_micro_batch(
+    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, cutting, resumed, train_on
+) -> PretrainConfig:
+    """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
+    if run.micro_batch_size != "auto":
+        return run
+    if resumed:
+        found = resumed.state["micro_batch_size"]
+    else:
+        micro_batches = functools.partial(trial_micro_batches, run, text, **cutting)
+        try_step = functools.partial(train_on, rate=0.0)
+        most = -(-run.global_batch_size // learner.accelerator.num_processes)
+        found = find_micro_batch(micro_batches, most, learner.accelerator, step_model, try_step)
+        if learner.accelerator.is_main_process:
+            say(f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
+        learner.forget_moments()
+    return dataclasses.replace(run, micro_batch_size=found)
+
+
+def find_micro_batch(
+    micro_batches: Callable[[int], list[dict]], most: int, accelerator: Accelerator, model, try_step: Callable
+) -> int:
+    """
+    The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
+
+    Args:
+        micro_batches: of a number of pairs computed at once, what the run then has of largest ones.
+        most: pairs that a process has in a step.
+        model: as Accelerate prepared it. Under FSDP2 its forward pass is the work of all processes, and memory that
+            runs out in one alone leaves the others waiting.
+        try_step: takes a list of micro-batches through an optimizer step; it is called once, so that the optimizer's
+            moments have their memory.
+
+    Raises:
+        UserError: there is no memory for a single pair.
+    """
+
+    def speed(size):
+        seconds, tokens = math.inf, 0
+        try:
+            tried = micro_batches(size)
+            tokens = sum(int(batch["attention_mask"].sum()) for batch in tried)
+            tried = [{name: tensor.to(accelerator.device) for name, tensor in batch.items()} for batch in tried]
+            for _ in range(3):  # the first one allocates
+                start = time.monotonic()
+                for batch in tried:
+                    with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
+                        with accelerator.autocast():
+                            loss = model(**batch, skip_logits=not is_sharded(model)).loss
+                        accelerator.backward(loss)
+                    loss.item()
+                seconds = min(seconds, time.monotonic() - start)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            seconds = math.inf
+        model.zero_grad()
+        speeds = accelerator.gather(torch.tensor(tokens / seconds, device=accelerator.device))
+        return float(speeds.min())
+
+    try:
+        try_step(micro_batches(1)[:1])
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(NO_MEMORY_FOR_ONE) from None
+    return fastest(speed, most)
+
+
+def fastest(speed: Callable[[int], float], most: int) -> int:
+    """
+    The size that is worked off fastest, doubled from 1 until that gains next to nothing.
+
+    Args:
+        speed: of a size, per second; 0 if it is too much.
+        most: sizes above it are not tried.
+
+    Raises:
+        UserError: even 1 is too much.
+    """
+    best, highest = 0, 0.0
+    for size in (min(2**power, most) for power in itertools.count()):
+        reached = speed(size)
+        if not reached or reached < LEAST_GAIN * highest:
+            break
+        best, highest = size, reached
+        if size == most:
+            break
+    if not best:
+        raise UserError(NO_MEMORY_FOR_ONE)
+    return best
 
 
 # Seconds that a run's arithmetic alone must take at the device's peak. Compiling takes 10 to 60 and spares a tenth or
@@ -214,3 +317,68 @@ def pays(
     if accelerator.is_main_process or error:  # a rank that cannot compile says why
         say(outcome)
     return compiled < as_written
+
+
+EVALUATIONS = 10  # of a run that does not say how many
+
+# Steps of each length that `max_minutes` is worked out from.
+TIMED_STEPS = 20
+
+
+def decide_steps(run, text, cutting, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
+    """
+    The number of optimizer steps, from whichever option gives the length of the run.
+
+    For `max_minutes` some steps of every length and one evaluation are timed, at a rate of 0, which leaves the weights
+    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint,
+    so that a resumed run keeps its schedule.
+    """
+    if run.max_steps is not None:
+        return run.max_steps
+    whole = 1000  # steps that stand for the run while its length is not known
+    steps = make_steps(run, text, whole, **cutting)
+    phases = steps.phases
+    ends = [*(later.first_step for later in phases[1:]), whole]
+    if run.num_train_epochs is not None:
+        # Each length has a plan of its own, of which a step is some part.
+        passes = sum(
+            (end - phase.first_step) / whole * phase.global_batch_size / len(phase.plans.epoch(0))
+            for phase, end in zip(phases, ends, strict=True)
+        )
+        return math.ceil(run.num_train_epochs / passes)
+    return steps_in(run, *time_steps(steps, ends, learner, train_on, evaluate_now))
+
+
+def time_steps(steps, ends, learner: checkpoint.Learner, train_on, evaluate_now) -> tuple[float, float]:
+    """Seconds of an average step and of an evaluation, averaged over the processes; nothing is learnt meanwhile."""
+    step_seconds, whole = 0.0, ends[-1]
+    for phase, end in zip(steps.phases, ends, strict=True):
+        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
+        start = time.monotonic()
+        timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
+        for step in timed:
+            train_on(steps[step], 0.0)
+        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
+    start = time.monotonic()
+    evaluate_now()
+    evaluation_seconds = time.monotonic() - start
+    learner.forget_moments()
+    timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
+    return tuple(learner.accelerator.reduce(timings, "mean").tolist())
+
+
+def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
+    """Steps that `max_minutes` have room for, evaluations included."""
+    seconds = 60 * run.max_minutes
+    if run.eval_steps:
+        return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
+    return max(1, int((seconds - EVALUATIONS * evaluation_seconds) / step_seconds))
+
+
+def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
+    """Steps from one row of the log to the next, from evaluation to evaluation, and from checkpoint to checkpoint."""
+    return (
+        run.logging_steps or math.ceil(max_steps / 100),
+        run.eval_steps or math.ceil(max_steps / EVALUATIONS),
+        run.save_steps or math.ceil(max_steps / 10),
+    )

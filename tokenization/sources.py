@@ -1,32 +1,25 @@
-"""Text sources, each an iterator of documents: files and folders, datasets, installed Python documentation.
+"""Sources of text, each an iterator of documents: files and folders, and datasets.
 
 Nothing here knows of tokens.
 """
 
-import ast
 import codecs
 import contextlib
 import dataclasses
-import gc
 import hashlib
-import importlib.metadata
-import inspect
 import itertools
 import operator
 import os
 import platform
 import re
-import sysconfig
-import unicodedata
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import sentencex
-
 from d2l_bert.errors import UserError
-from d2l_bert.training import tables
+from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.documents import BLANK_LINE, Document, split_paragraphs, squeezed
+from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 
 
 PYTHON_DOCS = "python-docs"
@@ -35,30 +28,9 @@ READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 # What is held in memory at a time, of a text however long: some paragraphs of it, in pieces of at most so many bytes.
 READ_BYTES = 1 << 20
 
-# A "sentence" that is longer, in characters, is a text without full stops. Cut, none of it is lost to truncation.
-LONGEST_SENTENCE = 1000
-
-# Documents are kept in blocks of at least so many sentences.
-BLOCK_SENTENCES = 64
-
-# With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
-# their blocks then count as documents themselves.
-FEWEST_DOCUMENTS = 20
 
 # Where the rows of a table or a dataset are single lines, so many make a document.
 BLOCK_ROWS = 64
-
-
-@dataclasses.dataclass
-class Document:
-    """One text: `name` says where it comes from, `paragraphs` are strings without blank lines, to be read once.
-
-    `source` is the number of the source that it came with.
-    """
-
-    name: str
-    paragraphs: Iterable[str]
-    source: int = 0
 
 
 @dataclasses.dataclass
@@ -114,7 +86,7 @@ def file_source(path: str | Path, text_column: str = "text", max_documents: int 
     """
     counts = Counter()
     if str(path) == PYTHON_DOCS:
-        versions = {found.metadata["Name"]: found.version for found in _required_distributions("d2l-bert")}
+        versions = {found.metadata["Name"]: found.version for found in required_distributions("d2l-bert")}
         identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(), max_documents), counts)
     files = text_files(path, counts)
@@ -234,12 +206,12 @@ def text_paragraphs(file: Path) -> Iterator[str]:
     """
     pending = ""  # the paragraph that goes on
     for text in _decoded(file):
-        *whole, pending = _BLANK_LINE.split(pending + text)
+        *whole, pending = BLANK_LINE.split(pending + text)
         if len(pending) > READ_BYTES:  # a paragraph without end
             cut = pending.rfind(" ") + 1 or len(pending)
             whole, pending = [*whole, pending[:cut]], pending[cut:]
-        yield from _squeezed(whole)
-    yield from _squeezed([pending])
+        yield from squeezed(whole)
+    yield from squeezed([pending])
 
 
 def _decoded(file):
@@ -267,18 +239,6 @@ def _decoded(file):
                 ) from None
             yield text.removeprefix("" if start else "\ufeff")
             start, data = start + used, data[used:] + more
-
-
-_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
-
-
-def split_paragraphs(text: str) -> list[str]:
-    """Blocks of text between blank lines, each on one line, white space squeezed."""
-    return _squeezed(_BLANK_LINE.split(text))
-
-
-def _squeezed(blocks):
-    return [squeezed for block in blocks if (squeezed := " ".join(block.split()))]
 
 
 def dataset_source(
@@ -439,275 +399,3 @@ def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
         if not block:
             return
         yield Document(f"{name} block {number}", block)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cleaning:
-    """What to do to paragraphs before anything else; nothing by default."""
-
-    unicode_normalization: str = "none"
-    min_paragraph_characters: int = 0
-    drop_duplicate_paragraphs: bool = False
-
-
-def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
-    """
-    Documents with their paragraphs cleaned, as they are read.
-
-    Args:
-        counts: gets how many paragraphs there were, and how many each rule changed or dropped. Of duplicates the first
-            stays; those dropped are found by a hash of 8 bytes, some 70 bytes of memory for every paragraph.
-    """
-    seen = set()
-    for document in documents:
-        yield dataclasses.replace(document, paragraphs=_cleaned(document.paragraphs, cleaning, counts, seen))
-
-
-def _cleaned(paragraphs, cleaning, counts, seen):
-    for paragraph in paragraphs:
-        counts["paragraphs"] += 1
-        if cleaning.unicode_normalization != "none":
-            normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
-            counts["normalized"] += normal != paragraph
-            paragraph = normal
-        if len(paragraph) < cleaning.min_paragraph_characters:
-            counts["too_short"] += 1
-            continue
-        if cleaning.drop_duplicate_paragraphs:
-            digest = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
-            key = int.from_bytes(digest, "big")
-            if key in seen:
-                counts["duplicates"] += 1
-                continue
-            seen.add(key)
-        yield paragraph
-
-
-@dataclasses.dataclass
-class Block:
-    """
-    Some paragraphs of a document in sentences.
-
-    `document` is the document's number, from 0, `source` its source's. `paragraph_ends` holds the number of sentences
-    up to the end of each paragraph that ends in the block.
-    """
-
-    document: int
-    source: int
-    name: str
-    sentences: list[str]
-    paragraph_ends: list[int]
-
-
-def split_sentences(
-    documents: Iterable[Document], language: str = "en", counts: Counter | None = None
-) -> Iterator[Block]:
-    """
-    Documents in sentences, as `sentencex` finds them for `language` (an ISO code), a block at a time.
-
-    A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence. Documents without a
-    sentence are left out, and not counted. What is longer than `LONGEST_SENTENCE` is cut between two words; `counts`
-    gets how many there were.
-    """
-    counts = Counter() if counts is None else counts
-    number = 0
-    for document in documents:
-        found = 0
-        for sentences, paragraph_ends in _blocks(document.paragraphs, language, counts):
-            yield Block(number, document.source, document.name, sentences, paragraph_ends)
-            found = 1
-        number += found
-
-
-def _blocks(paragraphs, language, counts):
-    sentences, paragraph_ends = [], []
-    for paragraph in paragraphs:
-        for sentence in sentencex.segment(language, paragraph):
-            counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
-            for piece in _bounded(sentence.strip()):
-                if len(sentences) == 2 * BLOCK_SENTENCES:
-                    yield sentences, paragraph_ends
-                    sentences, paragraph_ends = [], []
-                sentences.append(piece)
-        paragraph_ends.append(len(sentences))
-        if len(sentences) >= BLOCK_SENTENCES:
-            yield sentences, paragraph_ends
-            sentences, paragraph_ends = [], []
-    if sentences:
-        yield sentences, paragraph_ends
-
-
-def _bounded(sentence):
-    start = 0
-    while len(sentence) - start > LONGEST_SENTENCE:
-        end = sentence.rfind(" ", start + 1, start + LONGEST_SENTENCE)
-        end = start + LONGEST_SENTENCE if end < 0 else end
-        yield sentence[start:end]
-        start = end + (sentence[end] == " ")
-    if start < len(sentence):
-        yield sentence[start:]
-
-
-def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Pass blocks on; but cut fewer than `FEWEST_DOCUMENTS` of them into about as many, for they will be documents."""
-    blocks = iter(blocks)
-    first = list(itertools.islice(blocks, FEWEST_DOCUMENTS))
-    if len(first) == FEWEST_DOCUMENTS:
-        yield from itertools.chain(first, blocks)
-        return
-    least = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)
-    number = 0
-    for block in first:
-        start, paragraph_ends = 0, set(block.paragraph_ends)
-        for end in range(1, len(block.sentences) + 1):
-            size = end - start
-            if end == len(block.sentences) or size == 2 * least or (size >= least and end in paragraph_ends):
-                inside = [stop - start for stop in block.paragraph_ends if start < stop <= end]
-                yield Block(number, block.source, block.name, block.sentences[start:end], inside)
-                start, number = end, number + 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The embedded corpus: the documentation that every Python with this package already has.
-
-
-def python_docs() -> Iterator[Document]:
-    """
-    The Python language reference and the docstrings of the standard library and of this package's dependencies.
-
-    A topic of the reference is a document, and so are the docstrings of one source file. Code, tables, markup and
-    paragraphs seen before are dropped. Sources are parsed, never imported.
-    """
-    from pydoc_data import topics
-
-    seen = set()
-    for name, text in sorted(topics.topics.items()):
-        yield from _new_prose(f"topic {name}", [text], seen)
-    for name, file in itertools.chain(_standard_library(), _dependencies()):
-        yield from _new_prose(name, docstrings(file), seen)
-
-
-def docstrings(file: Path) -> list[str]:
-    """The docstrings of a source file's module, classes and functions, in order; none if it cannot be parsed."""
-    try:
-        source = file.read_bytes()
-        if b'"""' not in source and b"'''" not in source:
-            return []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sources of others: their escape sequences are not ours to judge
-            gc.disable()  # a tree has no cycles, and looking for some takes longer than parsing: 53 s against 21 s
-            return list(_docstrings_below(ast.parse(source)))
-    except (OSError, SyntaxError, ValueError):
-        return []
-    finally:
-        gc.enable()
-
-
-def _docstrings_below(node):
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        text = ast.get_docstring(node)
-        if text:
-            yield text
-    # Statements only: walking every expression would take longer than parsing.
-    for child in itertools.chain(getattr(node, "body", ()), getattr(node, "orelse", ())):
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try)):
-            yield from _docstrings_below(child)
-
-
-def prose(text: str) -> list[str]:
-    """The paragraphs of English sentences in a docstring or an .rst text, without code, tables and markup."""
-    text = re.sub(r"```.*?(```|\Z)", "", inspect.cleandoc(text), flags=re.DOTALL)
-    paragraphs = []
-    code_depth = None  # indentation of the paragraph that announced a literal block with "::"
-    for block in re.split(r"\n[^\S\n]*\n", text):
-        lines = block.strip("\n").splitlines()
-        underlines = {number for number, line in enumerate(lines) if _UNDERLINE.match(line)}
-        lines = [line for number, line in enumerate(lines) if not underlines & {number, number + 1}]
-        if not lines:
-            continue
-        depth = min(len(line) - len(line.lstrip()) for line in lines)
-        if code_depth is not None and depth > code_depth:
-            continue
-        code_depth = depth if lines[-1].rstrip().endswith("::") else None
-        if _ARGUMENT_LIST.match(lines[0]) or any(_CODE_OR_TABLE.match(line) for line in lines):
-            continue
-        kept = (_BULLET.sub("", line.strip()) for line in lines if not _NOT_PROSE.match(line))
-        paragraph = " ".join(_strip_markup(" ".join(kept)).split())
-        if _is_prose(paragraph):
-            paragraphs.append(paragraph)
-    return paragraphs
-
-
-def _new_prose(name, texts, seen):
-    paragraphs = [p for text in texts for p in prose(text) if p not in seen and not seen.add(p)]
-    if paragraphs:
-        yield Document(name, paragraphs)
-
-
-_CODE_OR_TABLE = re.compile(r"\s*(>>>|\.\.\.|In \[|[|+#]|={3,}\s+=|-{3,}\s+-|\$ )")
-_ARGUMENT_LIST = re.compile(
-    r"\s*((Args|Arguments|Attributes|Parameters|Params|Keyword args|Inputs?)\s*:|[\w.*`]+\s*\(.*\)\s*:)", re.IGNORECASE
-)
-_UNDERLINE = re.compile(r"\s*([=\-~^\"'*#`])\1{2,}\s*$")
-_NOT_PROSE = re.compile(r"\s*(\.\. |@\w|[\w, *]+ : )")  # directives, decorators, numpy's "name : type"
-_BULLET = re.compile(r"^[*+-] |^\d+\. ?(?=[A-Z])")
-_MARKUP = [
-    (re.compile(r":[\w:+-]+:`~?([^`<]*?)\s*(?:<[^`]*>)?`"), r"\1"),  # :class:`text <target>`
-    (re.compile(r"\[`?~?([^\]`]+)`?\](?:\([^)]*\))?"), r"\1"),  # [`text`](target)
-    (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_*"), r"\1"),  # `text <target>`_
-    (re.compile(r":(?:param|type|returns?|rtype|raises?|arg)\s*([^:]*):"), r"\1"),
-    (re.compile(r"</?[a-zA-Z][^>]*>"), ""),
-    (re.compile(r"`{1,2}~?([^`]*)`{1,2}_*"), r"\1"),
-    (re.compile(r"\*\*([^*]+)\*\*|(?<!\w)\*([^*\s][^*]*)\*(?!\w)"), r"\1\2"),
-    (re.compile(r"::$"), ":"),
-]
-
-
-def _strip_markup(text):
-    for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def _is_prose(paragraph):
-    words = paragraph.split()
-    symbols = len(re.findall(r"[^A-Za-z\s]", paragraph))
-    return (
-        len(words) >= 5
-        and symbols <= 0.15 * len(paragraph)
-        and any(mark in paragraph for mark in ".?!")
-        and max(map(len, words)) <= 60
-    )
-
-
-def _standard_library():
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
-    for file in sorted(root.rglob("*.py")):
-        parts = file.relative_to(root).parts
-        if not skipped.intersection(parts):
-            yield ".".join(parts).removesuffix(".py"), file
-
-
-def _dependencies():
-    for distribution in _required_distributions("d2l-bert"):
-        files = sorted(file for file in distribution.files or [] if file.suffix == ".py")
-        for file in files:
-            if not {"test", "tests", "testing", ".."}.intersection(file.parts):
-                yield ".".join(file.parts).removesuffix(".py"), Path(file.locate())
-
-
-def _required_distributions(name):
-    """The installed distributions that `name` needs, directly or not, without extras, sorted by name."""
-    found, waiting = {}, [name]
-    while waiting:
-        for requirement in importlib.metadata.requires(waiting.pop()) or []:
-            required = re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
-            if required in found or re.search(r"\bextra\s*==", requirement):
-                continue
-            try:
-                found[required] = importlib.metadata.distribution(required)
-            except importlib.metadata.PackageNotFoundError:  # a requirement of another platform or Python
-                continue
-            waiting.append(required)
-    return [found[key] for key in sorted(found)]

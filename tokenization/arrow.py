@@ -8,7 +8,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import unicodedata
@@ -17,20 +16,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
-from filelock import FileLock, Timeout
-from huggingface_hub import constants
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from d2l_bert.errors import ENVIRONMENT, UserError, launched_rank, why_unwritable
-from d2l_bert.training import corpus, tables
-from d2l_bert.training.tracking import say, watched
+from d2l_bert.errors import UserError
+from d2l_bert.progress import watched
+from d2l_bert.tokenization import documents, python_docs, sentences, tables
+from d2l_bert.tokenization import sources as readers
+from d2l_bert.tokenization.cache import code_of, fingerprint, undamaged, written_whole
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Cleaning, clean, enough_blocks, split_sentences
+from d2l_bert.tokenization.sources import Source, all_documents
 
 
 # A tokenizer sees an even sample of the text, not more: its memory and time stay bounded, and 50 million characters
@@ -39,97 +39,6 @@ TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 
 TOKENIZED_AT_ONCE = 64  # blocks
 MOST_KNOWN_WORDS = 200_000  # whose tokens a process remembers: those that come first, and so the common ones
-
-SILENT_SECONDS = 1.0  # that a process waits for another one before it says so
-ANOTHER_CACHE = ", or set HF_HOME to another folder"
-
-
-def cache_folder() -> Path:
-    """Where prepared text is kept between runs: `$HF_HOME/d2l_bert`."""
-    return Path(constants.HF_HOME) / "d2l_bert"
-
-
-def fingerprint(*parts) -> str:
-    """A short name for whatever `parts` say, from their JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def code_of(*modules) -> list[str]:
-    """What changes when the modules' code does."""
-    return [hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() for module in modules]
-
-
-def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> None:
-    """
-    Have `write` fill a temporary folder, which becomes `path` when it is done; if `write` fails, nothing of it stays.
-
-    Of several processes that want the same folder one writes it. The others wait, and find it; if the one was killed,
-    another of them writes.
-
-    Args:
-        what: what `write` does, such as "reading books", for processes that wait to say.
-        write: takes an empty folder. It is not called if `path` is there. An `OSError` of it is one of the cache:
-            what it reads must raise others.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with waited_for(path.with_name(f".{path.name}.lock"), what):
-            if path.exists():  # the process that had the lock before has written it
-                return
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
-            try:
-                temporary.mkdir()
-                write(temporary)
-                temporary.rename(path)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cache {path.parent}: {why_unwritable(error, ANOTHER_CACHE)}") from None
-
-
-@contextmanager
-def waited_for(lock: Path, what: str) -> Iterator[None]:
-    """
-    Hold a lock file. Waiting for another process to release it is said after a moment, of several ranks by the first.
-
-    Args:
-        what: what a process does that holds it, such as "reading books".
-    """
-    lock = FileLock(lock)
-    try:
-        lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
-        if launched_rank() == 0:
-            say(f"waiting for another process that is {what} (cache {Path(lock.lock_file).parent})")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def undamaged(folder: Path) -> Iterator[None]:
-    """
-    Name the folder of the cache, and the mend, if what was written there cannot be read.
-
-    For one call of a library: what a damaged file makes NumPy and PyArrow raise is of any class.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        if getattr(error, "errno", None) in ENVIRONMENT:
-            raise UserError(
-                f"cache {folder}: cannot be read ({error.strerror}); see that it can, or delete it"
-            ) from None
-        reason = " ".join(str(error).split())
-        raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
 
 
 class NumberFile:
@@ -183,7 +92,7 @@ _TEXT_SCHEMA = pa.schema(
 )
 
 
-def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corpus.Cleaning, folder: Path) -> Path:
+def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, folder: Path) -> Path:
     """
     The sentences of all sources in Arrow, written once for every (sources, language, cleaning).
 
@@ -193,16 +102,14 @@ def prepare_text(sources: Sequence[corpus.Source], language: str, cleaning: corp
     """
     identity = [source.identity for source in sources]
     identity.append([importlib.metadata.version("sentencex"), unicodedata.unidata_version])
-    path = (
-        folder
-        / f"text-{fingerprint(identity, language, vars(cleaning), code_of(corpus, tables, sys.modules[__name__]))}"
-    )
+    code = code_of(readers, tables, python_docs, documents, sentences, sys.modules[__name__])
+    path = folder / f"text-{fingerprint(identity, language, vars(cleaning), code)}"
     name = ", ".join(source.name for source in sources)
 
     def write(partial):
         counts = Counter()
-        documents = corpus.clean(watched(corpus.all_documents(sources), f"reading {name}"), cleaning, counts)
-        _write_text(corpus.enough_blocks(corpus.split_sentences(documents, language, counts)), partial)
+        documents = clean(watched(all_documents(sources), f"reading {name}"), cleaning, counts)
+        _write_text(enough_blocks(split_sentences(documents, language, counts)), partial)
         for source in sources:
             counts.update(source.counts)
         (partial / "counts.json").write_text(json.dumps(counts))
@@ -222,7 +129,7 @@ def _write_text(blocks, folder):
             characters.append(sum(map(len, block.sentences)))
         writer.finalize()
     document_of, source_of, characters = (np.array(column) for column in (document_of, source_of, characters))
-    if len(np.unique(document_of)) < corpus.FEWEST_DOCUMENTS:
+    if len(np.unique(document_of)) < FEWEST_DOCUMENTS:
         document_of = np.arange(len(document_of))
     ends = np.append(np.flatnonzero(np.diff(document_of)) + 1, len(document_of)) if len(document_of) else document_of
     np.save(folder / "document_ends.npy", ends)

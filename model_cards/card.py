@@ -13,11 +13,9 @@ from safetensors import safe_open
 
 from d2l_bert import model_cards
 from d2l_bert.errors import UserError
-from d2l_bert.training.card_rules import read_metadata, split_card
-from d2l_bert.training.config import DECAY_RATIO
-from d2l_bert.training.folders import read_json
-from d2l_bert.training.pair_tasks import PAIR_TASKS, pair_task, unit
-from d2l_bert.training.recipes import command_line
+from d2l_bert.folders import read_json
+from d2l_bert.model_cards.metadata import read_metadata, split_card
+from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 
 
 CARD_FILE = "README.md"
@@ -107,8 +105,8 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         unit=unit(task),
         start=start,
         has_curves=has_curves,
-        # Nobody makes one step of a run alone.
-        command=command_line(record) if record and "checkpoint_step" not in record else None,
+        # Nobody makes one step of a run alone. Old records have no command.
+        command=record.get("command") if "checkpoint_step" not in record else None,
         is_prepared=record.get("corpus_is_prepared"),
         checkpoint_step=record.get("checkpoint_step"),
         data_rows=_data_rows(run, data) if data else [],
@@ -232,11 +230,12 @@ def _procedure_rows(record, metrics, config, task, start):
     skipped = metrics.get("train_skipped_steps")
     left_out = f"; {skipped:,} of them left out, their loss or gradient not being finite" if skipped else ""
     share = run["mlm_probability"]
+    decay_ratio = run["decay_ratio"] or record.get("decay_ratio")
+    falls = f"in the last {_percent(decay_ratio)} of the steps" if decay_ratio else "at the end"
     fall = {
         "linear": "a straight line",
         "cosine": "half a cosine",
-        "warmup_stable_decay": f"flat, then 1 - sqrt in the last {_percent(run['decay_ratio'] or DECAY_RATIO)} of the "
-        f"steps",
+        "warmup_stable_decay": f"flat, then 1 - sqrt {falls}",
     }[run["lr_scheduler_type"]]
     step = record.get("checkpoint_step")
     average = ""

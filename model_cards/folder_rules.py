@@ -9,19 +9,19 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from d2l_bert import folders
 from d2l_bert.errors import UserError
+from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, PIPELINE_TAGS, RUN_FILE, figures, read_card, shown
+from d2l_bert.model_cards.metadata import check_metadata
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.saving import AUTO_MAP, FREE_FIELDS
 from d2l_bert.tokenization.wordpiece import pieces
-from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, METRICS_FILE, PIPELINE_TAGS, RUN_FILE, figures, read_card, shown
-from d2l_bert.training.card_rules import check_metadata
-from d2l_bert.training.config import FREE_FIELDS
 
 
 CODE = {Path(module.__file__).name: Path(module.__file__) for module in (configuration_d2l_bert, modeling_d2l_bert)}
 
-OURS = [folders.AUTO_MAP[name].partition(".")[2] for name in folders.AUTO_MAP if name != "AutoConfig"]
+OURS = [AUTO_MAP[name].partition(".")[2] for name in AUTO_MAP if name != "AutoConfig"]
 
 # What Transformers reads a tokenizer.json with; the last is version 5's name for the one before.
 STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
@@ -126,7 +126,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
             f"--changed_code that the difference is meant"
         )
     with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code", Exception, SystemExit):
-        for reference in folders.AUTO_MAP.values():
+        for reference in AUTO_MAP.values():
             get_class_from_dynamic_module(reference, str(folder))
         return get_class_from_dynamic_module(f"modeling_d2l_bert.{class_name}", str(folder))
 

@@ -13,12 +13,16 @@ from pathlib import Path
 import numpy as np
 from transformers import BertTokenizer
 
-from d2l_bert.errors import UserError, why_unreadable
-from d2l_bert.modeling import conversion
-from d2l_bert.tokenization import wordpiece
-from d2l_bert.training import arrow, corpus, data
-from d2l_bert.training.config import TextConfig, cores
-from d2l_bert.training.tracking import say
+from d2l_bert.errors import UserError
+from d2l_bert.options import cores
+from d2l_bert.progress import say
+from d2l_bert.tokenization import arrow, wordpiece
+from d2l_bert.tokenization.cache import cache_folder, code_of, fingerprint, undamaged, written_whole
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.existing import load_tokenizer
+from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
+from d2l_bert.tokenization.sources import Source, content_hash, dataset_source, file_source
+from d2l_bert.tokenization.split import split_documents
 
 
 # Held-out sentences that a tokenizer is described on.
@@ -95,15 +99,15 @@ def prepare(run: TextConfig) -> PreparedText:
     tokenizer = None if existing is None else load_tokenizer(existing)
     sources = read_sources(run)
     name = ", ".join(source.name for source in sources)
-    folder = arrow.cache_folder()
-    cleaning = corpus.Cleaning(run.unicode_normalization, run.min_paragraph_characters, run.drop_duplicate_paragraphs)
+    folder = cache_folder()
+    cleaning = Cleaning(run.unicode_normalization, run.min_paragraph_characters, run.drop_duplicate_paragraphs)
     text = arrow.prepare_text(sources, run.language, cleaning, folder)
     counts = arrow.text_counts(text)
     for line in reading_report(counts):
         say(line)
     try:
         sizes = arrow.read_table(text, "document_characters")
-        train, held_out = data.split_documents(sizes, run.validation_fraction, run.max_validation_characters)
+        train, held_out = split_documents(sizes, run.validation_fraction, run.max_validation_characters)
         sample = arrow.SentenceSample(text, train)
         if tokenizer is None:
             tokenizer = trained_tokenizer(run, sample, folder)
@@ -128,7 +132,7 @@ def prepare(run: TextConfig) -> PreparedText:
         run.settled(),
         name,
         list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
-        [arrow.fingerprint(source.identity) for source in sources],
+        [fingerprint(source.identity) for source in sources],
         counts,
         tokenizer,
         report,
@@ -141,7 +145,7 @@ def prepare(run: TextConfig) -> PreparedText:
     return text
 
 
-def read_sources(run: TextConfig) -> list[corpus.Source]:
+def read_sources(run: TextConfig) -> list[Source]:
     """A source of text for each path and each dataset.
 
     Raises:
@@ -156,9 +160,9 @@ def read_sources(run: TextConfig) -> list[corpus.Source]:
             raise UserError(
                 f"corpus {path}: given {paths.count(path)} times; source_weights says how much of it to take"
             )
-    files = [corpus.file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
+    files = [file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
     how = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
-    return files + [corpus.dataset_source(name, config, *how) for name, config in run.named_datasets()]
+    return files + [dataset_source(name, config, *how) for name, config in run.named_datasets()]
 
 
 def usable_cores() -> int:
@@ -177,7 +181,7 @@ def reading_report(counts: dict[str, int]) -> Iterator[str]:
     if found := [f"{counts[key]:,} {words}" for key, words in passed_over.items() if counts.get(key)]:
         yield f"passed over: {', '.join(found)}"
     if cut := counts.get("long_sentences"):
-        yield f"cut between words: {cut:,} sentences of more than {corpus.LONGEST_SENTENCE:,} characters"
+        yield f"cut between words: {cut:,} sentences of more than {LONGEST_SENTENCE:,} characters"
     cleaned = {"normalized": "normalised", "too_short": "too short", "duplicates": "duplicates"}
     if found := [f"{counts[rule]:,} {word}" for rule, word in cleaned.items() if rule in counts]:
         yield f"cleaning, of {counts['paragraphs']:,} paragraphs: {', '.join(found)}"
@@ -186,8 +190,8 @@ def reading_report(counts: dict[str, int]) -> Iterator[str]:
 def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Path) -> BertTokenizer:
     """A tokenizer trained on the sample, or the one that was before, on the same sample with the same options."""
     how = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
-    made_from = (sample.text.name, sample.blocks.tobytes().hex(), how, arrow.code_of(wordpiece))
-    path = folder / f"tokenizer-{arrow.fingerprint(made_from)}"
+    made_from = (sample.text.name, sample.blocks.tobytes().hex(), how, code_of(wordpiece))
+    path = folder / f"tokenizer-{fingerprint(made_from)}"
 
     def write(partial):
         part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
@@ -199,8 +203,8 @@ def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Pat
         (partial / "pieces.json").write_text(json.dumps(pieces))
 
     if not path.exists():
-        arrow.written_whole(path, "training a tokenizer", write)
-    with arrow.undamaged(path):
+        written_whole(path, "training a tokenizer", write)
+    with undamaged(path):
         pieces = json.loads((path / "pieces.json").read_text())
     return wordpiece.make_tokenizer(pieces, run.lowercase, run.strip_accents)
 
@@ -248,7 +252,7 @@ def write_prepared(run: TextConfig, folder: Path) -> PreparedText:
         "reading": text.reading,
         "tokens": text.tokens.path.name,
         "counts": text.counts(),
-        "files": {path.relative_to(folder).as_posix(): corpus.content_hash(path) for path in _files(folder)},
+        "files": {path.relative_to(folder).as_posix(): content_hash(path) for path in _files(folder)},
     }
     (folder / PREPARED_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return text
@@ -287,7 +291,7 @@ def _read_record(folder):
         told = {name: record[name] for name in ("settled", "corpus_name", "hub_datasets", "reading")}
         told |= {"source_fingerprints": [record["fingerprint"]], "tokenizer_report": record["counts"]["tokenizer"]}
         for name in {*record["files"], *(f"{table}.npy" for table in TABLES), f"{record['tokens']}/data.arrow"}:
-            if corpus.content_hash(folder / name) != record["files"][name]:
+            if content_hash(folder / name) != record["files"][name]:
                 raise UserError(f"{name} is not what was written")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(" ".join(str(error).split())) from None
@@ -296,25 +300,3 @@ def _read_record(folder):
 
 def _files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def load_tokenizer(name: str) -> BertTokenizer:
-    """
-    An existing WordPiece tokenizer from a folder or the Hub.
-
-    Raises:
-        UserError: none there, or one that is not BERT's.
-    """
-    try:
-        tokenizer = conversion.stock_tokenizer(name)
-    except Exception as error:  # the library has another class of exception for every way to miss
-        raise UserError(f"tokenizer {name}: cannot be loaded: {why_unreadable(name, error, 'tokenizer')}") from None
-    missing = [
-        token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
-    ]
-    if not isinstance(tokenizer, BertTokenizer) or missing:
-        what = f"no {missing[0]} token" if missing else type(tokenizer).__name__
-        raise UserError(f"tokenizer {name}: {what}; it must be a BertTokenizer with BERT's five special tokens")
-    if 2 * max(tokenizer.all_special_ids) > len(tokenizer):  # random tokens are drawn from those after them
-        raise UserError(f"tokenizer {name}: its special tokens stand among the last; they must come first, as in BERT")
-    return tokenizer

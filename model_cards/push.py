@@ -10,13 +10,12 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, RUN_FILE, render_card
-from d2l_bert.training.card_rules import check_metadata
-from d2l_bert.training.checkpoint import step_of
-from d2l_bert.training.config import PretrainConfig, PublishConfig
-from d2l_bert.training.publish import (
+from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.metadata import check_metadata
+from d2l_bert.model_cards.publish import (
     AGAIN,
     check_repo_id,
     full_repo_id,
@@ -27,31 +26,35 @@ from d2l_bert.training.publish import (
     send,
     warn_of_earlier_commits,
 )
-from d2l_bert.training.run_folder import STAGED
-from d2l_bert.training.tracking import say
+from d2l_bert.progress import say
 
 
-def check_push(run: PretrainConfig, folder: Path) -> None:
+STAGED = ".hub-"  # folders of checkpoints on their way to the Hub, beside them
+
+
+def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) -> None:
     """
     Refuse at the start what would be refused when all the work is done: name, licence, token, and whether it may write
-    there. So the repository is made now, but for a dry run: private, whatever `hub_private_repo` says, until
+    there. So the repository is made now, but for a dry run: private, whatever `private` says, until
     `Pusher.finish` has sent the finished model.
+
+    Args:
+        license: what the model's card will say.
+        private: whether the repository stays private in the end.
 
     Raises:
         UserError: in one line.
     """
-    repo_id = run.hub_model_id or folder.resolve().name
     check_repo_id(repo_id)
-    license = run.known_license()
     if license is None:
         raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
     check_metadata({"license": license})
     with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
         api = HfApi()
         repo_id = full_repo_id(api, repo_id)
-        if not run.hub_private_repo:
+        if not private:
             warn_of_earlier_commits(api, repo_id)
-        if not run.dry_run:
+        if not dry_run:
             api.create_repo(repo_id, private=True, exist_ok=True)
 
 
@@ -65,23 +68,28 @@ class Pusher:
     and the run goes on.
     """
 
-    def __init__(self, run: PretrainConfig, folder: Path, record: dict):
-        self.folder, self.strategy = folder, run.hub_strategy
-        self.record = record  # the run's: while it goes on, the folder may still hold that of a finished run
-        self.repo_id = run.hub_model_id or folder.resolve().name
-        self.public = not run.hub_private_repo
+    def __init__(self, folder: Path, record: dict, repo_id: str, strategy: str, public: bool):
+        """
+        Args:
+            folder: the run's.
+            record: the run's; while it goes on, the folder may still hold that of a finished run.
+            strategy: what is sent before the end; `end` is nothing.
+            public: whether the finished model makes the repository public.
+        """
+        self.folder, self.record = folder, record
+        self.repo_id, self.strategy, self.public = repo_id, strategy, public
         self.waiting = queue.Queue()
         self.thread = None
 
-    def saved(self, checkpoint: Path) -> None:
-        """A checkpoint was written."""
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """A checkpoint was written after so many steps."""
         if self.strategy == "end":
             return
         if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:
             say(f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier one still is")
             return
         try:
-            staged = self._stage(checkpoint)
+            staged = self._stage(checkpoint, step)
         except Exception as error:  # whatever it is, the run goes on
             self._not_sent(checkpoint.name, error)
             return
@@ -91,12 +99,12 @@ class Pusher:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
 
-    def _stage(self, checkpoint):
+    def _stage(self, checkpoint, step):
         """A copy of what is sent, as the checkpoint may be deleted meanwhile; it goes when this process does."""
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
         for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
-        record = {**self.record, "checkpoint_step": step_of(checkpoint)}
+        record = {**self.record, "checkpoint_step": step}
         folders.write_json(Path(staged.name, RUN_FILE), record)
         card = render_card(Path(staged.name), self.folder.resolve().name)
         Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")

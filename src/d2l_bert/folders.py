@@ -1,4 +1,4 @@
-"""Folders written whole: a model with its tokenizer and its code, or anything else; never half of one."""
+"""Files and folders written whole, never half of one; JSON files read with the mend for a damaged one."""
 
 import contextlib
 import json
@@ -9,36 +9,6 @@ import tempfile
 from pathlib import Path
 
 from d2l_bert.errors import UserError, why_unwritable
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-
-
-# What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
-AUTO_MAP = {
-    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
-    "AutoModel": "modeling_d2l_bert.D2lBertModel",
-    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
-    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
-    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
-    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
-    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
-}
-
-
-def export_model(model, tokenizer, folder: Path) -> None:
-    """Write weights, configuration, tokenizer and the two files of code: the very files that were trained."""
-    model.config.auto_map = dict(AUTO_MAP)
-    save_model(model, tokenizer, folder)
-
-
-def save_model(model, tokenizer, folder: Path) -> None:
-    """Write weights, configuration and, unless it is None, the tokenizer of any model, for everybody to read."""
-    model.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)  # safetensors lets only the owner read it
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,6 @@ The loop names its figures by the task; whoever shows them finds the task by the
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairTask:
@@ -65,16 +63,3 @@ def pair_task(figures: Iterable[str]) -> PairTask | None:
 def unit(task: PairTask | None) -> str:
     """What a run's examples are called, in figures and in words: a pair is two segments, a sequence one."""
     return "pairs" if task else "sequences"
-
-
-def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """
-    Pairs in a batch, or, where there is no label of pairs, sequences; 0 for a batch that counts for nothing.
-
-    Args:
-        batch: the model's arguments; its rows (B, T) may be packed.
-    """
-    if "next_sentence_label" in batch:
-        return (batch["next_sentence_label"] != -100).sum()
-    in_row = batch["sequence_ids"].amax(1) if "sequence_ids" in batch else 1  # (B,)
-    return (in_row * (batch["labels"] != -100).any(1)).sum()

@@ -24,14 +24,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer
 
+from d2l_bert import folders
 from d2l_bert.errors import UserError
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, auto_class, quoted, read_card
+from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.folder_rules import CODE, check_folder
+from d2l_bert.model_cards.metadata import read_metadata
+from d2l_bert.modeling.saving import AUTO_MAP
+from d2l_bert.progress import say
 from d2l_bert.tokenization.wordpiece import pieces
-from d2l_bert.training import folders
-from d2l_bert.training.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, auto_class, quoted, read_card
-from d2l_bert.training.card_rules import read_metadata
-from d2l_bert.training.config import PublishConfig
-from d2l_bert.training.folder_rules import CODE, check_folder
-from d2l_bert.training.tracking import say
 
 
 TAG = "model-"  # and a name for what it holds
@@ -122,7 +123,7 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
         UserError: a file that would tell where it lay on this machine.
     """
     files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
-    settings = {**folders.read_json(folder / "config.json"), "auto_map": folders.AUTO_MAP}
+    settings = {**folders.read_json(folder / "config.json"), "auto_map": AUTO_MAP}
     record = folders.read_json(folder / RUN_FILE)
     files["config.json"] = _json(settings)
     classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')

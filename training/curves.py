@@ -1,0 +1,93 @@
+"""The picture of a run: losses and accuracies over its steps."""
+
+import math
+from pathlib import Path
+
+from d2l_bert.pair_tasks import pair_task
+from d2l_bert.training.tracking import kind_of
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+STAGE_LABEL_POINTS = 7  # the size of the type in which changes of length or batch size are labelled
+
+
+def plot_curves(rows: list[dict], path: Path) -> None:
+    """
+    Draw the losses, a panel each, and accuracy over the steps into a PNG.
+
+    Steps left out are marked in red, and changes of length or batch size by a dashed line with a label above it.
+    """
+    from matplotlib.figure import Figure
+
+    rows = sorted(rows, key=lambda row: row["step"])  # after resuming with another logging_steps they may not be
+    train = [row for row in rows if kind_of(row) == "train"]
+    held_out = [row for row in rows if "eval_mlm_loss" in row]
+    skipped = [row["step"] for row in train if "skipped_steps" in row]
+    # The axis counts steps done: a stage begins when all those before its first one are.
+    stages = {row["step"] - 1: _stage_label(row) for row in rows if kind_of(row) == "stage"}
+    losses = [("mlm", "masked language model", "masked tokens")]
+    if task := pair_task(name for row in rows for name in row):
+        losses.append((task.key, task.name, task.name.removesuffix(" prediction")))
+    figure = Figure(figsize=(11 / 3 * (len(losses) + 1), 4), layout="constrained")
+    panels = figure.subplots(1, len(losses) + 1)
+    *loss_panels, accuracies = panels
+    for panel, (task_key, name, examples) in zip(loss_panels, losses, strict=True):
+        key = f"{task_key}_loss"
+        # A row without a loss breaks the line.
+        panel.plot([r["step"] for r in train], [r.get(key, math.nan) for r in train], color="0.7", label="training")
+        panel.plot([r["step"] for r in held_out], [r[f"eval_{key}"] for r in held_out], "o-", label="held out")
+        if skipped:
+            # At the foot of the panel: x counts steps, y goes from 0 to 1.
+            panel.plot(
+                skipped, [0.02] * len(skipped), "r^", transform=panel.get_xaxis_transform(), label="steps left out"
+            )
+        panel.set_title(f"{name}: loss (nats)", fontsize=10)
+        right = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
+        accuracies.plot([r["step"] for r in held_out], right, "o-", label=examples)
+    for panel in loss_panels[1:]:
+        panel.axhline(0.6931, linestyle=":", color="0.5")  # ln 2: a coin does as well
+    accuracies.set_title("held-out accuracy (%)", fontsize=10)
+    accuracies.set_ylim(0, 100)
+    for panel in panels:
+        _mark_stages(panel, stages)
+        panel.legend(facecolor="white", edgecolor="none")  # a stage's line does not run through its words
+        panel.set_xlabel("optimizer step")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _stage_label(row):
+    parts = []
+    if row["length"] != row["length_before"]:
+        parts.append(f"{row['length_before']} → {row['length']} tokens")
+    if row["batch"] != row["batch_before"]:
+        parts.append(f"batch {row['batch_before']} → {row['batch']}")
+    return ", ".join(parts)
+
+
+def _mark_stages(panel, stages):
+    """A line at each step of `stages`, and its label between panel and title, in as many rows as keep them apart."""
+    for step in stages:
+        panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
+    first, last = panel.get_xlim()
+    ends = []  # of the last label in each row, as a share of the panel's width
+    for step, label in stages.items():
+        # A character is some 0.6 of its size wide, a panel at least 3 inches. A label stays within the panel's width.
+        width = 0.6 * STAGE_LABEL_POINTS * len(label) / 72 / 3
+        centre = min(max((step - first) / (last - first), width / 2), 1 - width / 2)
+        row = next((row for row, end in enumerate(ends) if end < centre - width / 2), len(ends))
+        ends[row : row + 1] = [centre + width / 2]
+        panel.annotate(
+            label,
+            (centre, 1),
+            xycoords="axes fraction",
+            xytext=(0, 2 + 1.3 * STAGE_LABEL_POINTS * row),
+            textcoords="offset points",
+            horizontalalignment="center",
+            fontsize=STAGE_LABEL_POINTS,
+            color="0.3",
+        )
+    panel.set_title(panel.get_title(), fontsize=10, pad=6 + 1.3 * STAGE_LABEL_POINTS * len(ends))
