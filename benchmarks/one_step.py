@@ -172,13 +172,14 @@ def stock_bert(corpus):
     """A stock BERT with our start, and the pairs of our run, in its order, with labels as stock BERT wants them."""
     from d2l_bert.modeling.bert_checkpoints import to_bert
     from d2l_bert.tokenization.prepare import prepare
-    from d2l_bert.training import batching, pretrain
+    from d2l_bert.training import batching
+    from d2l_bert.training.initialize import make_model
 
     architecture, run = as_in_options(corpus)
     text = prepare(run)
     architecture.vocab_size = len(text.tokenizer)
     torch.manual_seed(SEED)
-    model = to_bert(pretrain.make_model(architecture, run, text.tokenizer, None))
+    model = to_bert(make_model(architecture, run, text.tokenizer, None))
     steps = batching.make_steps(run, text, STEPS)
     pairs = [pair for step in range(STEPS) for batch in steps[step] for pair in as_stock(batch)]
     return model, pairs

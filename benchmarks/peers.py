@@ -76,14 +76,16 @@ def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The step of `d2l-bert pretrain`, as the command and `pretrain.train` put it together."""
+    """The step of `d2l-bert pretrain`, as the command and `loop.train` put it together."""
 
     def __init__(self, told):
         from dataclasses import replace
 
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
-        from d2l_bert.training import distributed, pretrain
+        from d2l_bert.training import distributed
+        from d2l_bert.training.device import faster_attention
+        from d2l_bert.training.initialize import make_model
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
         from d2l_bert.training.trials import compile_now, micro_batches_of_every_kind
@@ -93,9 +95,9 @@ class Ours:
         self.accelerator = distributed.make_accelerator(None)
         run = PretrainConfig(**told["run"])
         architecture = D2lBertConfig(**told["architecture"])
-        attention = pretrain.faster_attention(architecture, run, self.accelerator.device.type)
+        attention = faster_attention(architecture, run, self.accelerator.device.type)
         self.run = replace(run, mixed_precision=self.accelerator.mixed_precision, attn_implementation=attention)
-        model = pretrain.make_model(architecture, self.run, None, None)
+        model = make_model(architecture, self.run, None, None)
         betas = (run.adam_beta1, run.adam_beta2)
         optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)

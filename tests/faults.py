@@ -15,7 +15,7 @@ import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import data, pretrain, trials
+from d2l_bert.training import data, learner, loop, trials
 
 
 def full_cache_at_the_second_epoch():
@@ -30,7 +30,7 @@ def full_cache_at_the_second_epoch():
 
 
 def at_step(step, act):
-    take_step, taken = pretrain.train_step, []
+    take_step, taken = learner.train_step, []
 
     def sometimes(*arguments):
         taken.append(None)
@@ -38,7 +38,7 @@ def at_step(step, act):
             act()
         return take_step(*arguments)
 
-    pretrain.train_step = sometimes
+    learner.train_step = sometimes
 
 
 def in_a_worker(act, step=15):
@@ -75,7 +75,7 @@ def stuck_before_the_first_step():
         print("waiting for a message that is never sent", file=sys.stderr, flush=True)
         torch.distributed.recv(torch.zeros(1), src=1 - torch.distributed.get_rank())
 
-    pretrain.make_model = wait
+    loop.make_model = wait
 
 
 def without_a_compiler():

@@ -89,7 +89,7 @@ def test_a_run_that_ends_by_an_error_does_too(job, host, monkeypatch, error):
         seen.update(host())
         raise error
 
-    monkeypatch.setattr("d2l_bert.training.pretrain.finish_folder", fail)
+    monkeypatch.setattr("d2l_bert.training.loop.finish_folder", fail)
     before = copy.copy(host())
     with pytest.raises(type(error)):
         pretrain(*job)

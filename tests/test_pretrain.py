@@ -28,9 +28,10 @@ from d2l_bert.tokenization.wordpiece import make_tokenizer
 from d2l_bert.training import checkpoint, data, trials
 from d2l_bert.training.batching import make_phases, stage_changes
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.device import faster_attention, processes_that_load
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.pretrain import expectation, faster_attention, pretrain, processes_that_load
+from d2l_bert.training.pretrain import expectation, pretrain
 from d2l_bert.training.run_folder import start_folder
 from d2l_bert.training.step import train_step
 from d2l_bert.training.trials import steps_in

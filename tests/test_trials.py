@@ -8,13 +8,15 @@ import torch
 from conftest import SMALL
 from torch.profiler import ProfilerActivity, profile
 
-from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert import D2lBertConfig
 from d2l_bert.cli import main
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import batching, pretrain, trials
+from d2l_bert.training import batching, trials
+from d2l_bert.training import learner as learner_module
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
-from d2l_bert.training.optim import make_adamw
+from d2l_bert.training.initialize import make_model
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.step import train_step
 from d2l_bert.training.trials import find_micro_batch
 
@@ -43,11 +45,8 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, mon
     text = prepare(run)
     architecture = D2lBertConfig(vocab_size=len(text.tokenizer), hidden_size=32, num_hidden_layers=2)
     torch.manual_seed(0)
-    kind = D2lBertForMaskedLM if run.objective == "none" else D2lBertForPreTraining
-    model = kind._from_config(architecture, attn_implementation="eager").train()
-    accelerator, optimizer = make_accelerator("no"), make_adamw(model, 1e-3, 0.01, (0.9, 0.98), 1e-6)
-    cutting = batching.how_to_cut(architecture, run)
-    step = functools.partial(train_step, accelerator, model, [optimizer], learning_rate=0.0, max_grad_norm=1.0)
+    model = make_model(architecture, run, text.tokenizer, None)
+    learner, cutting = Learner(make_accelerator("no"), model, run), batching.how_to_cut(architecture, run)
     tried = []
 
     def fastest(speed, most):
@@ -56,10 +55,10 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, mon
 
     monkeypatch.setattr(trials, "fastest", fastest)
     micro_batches = functools.partial(batching.trial_micro_batches, run, text, **cutting)
-    find_micro_batch(micro_batches, 64, accelerator, model, step)
+    find_micro_batch(learner, micro_batches, 64)
     steps = batching.make_steps(replace(run, micro_batch_size=8), text, 50, **cutting)
     made = [steps[number] for number in range(50)]
-    largest = max(most_allocated(functools.partial(step, micro_batches)) for micro_batches in made)
+    largest = max(most_allocated(functools.partial(learner.try_step, micro_batches)) for micro_batches in made)
     assert tried == [pytest.approx(largest, rel=0.1)]
 
 
@@ -91,7 +90,7 @@ def test_no_program_is_compiled_in_a_step_of_the_run(books, tmp_path, monkeypatc
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **how: compile_as_is(function, backend=backend, **how))
-    monkeypatch.setattr(pretrain, "train_step", step)
+    monkeypatch.setattr(learner_module, "train_step", step)
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=20"]
     assert main([*command, "--warmup_ratio=0", "--torch_compile=true", *options]) == 0
     torch.compiler.reset()

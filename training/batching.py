@@ -151,7 +151,9 @@ def pairing(run: PretrainConfig, length: int) -> dict:
 
 
 def warn_of_labels(steps: data.PretrainingSteps) -> None:
-    """Say so if one label of the pairs is much more frequent than the other."""
+    """Say so if the pairs have labels, and one is much more frequent than the other."""
+    if not steps.phases[-1].make_batch.has_labels:
+        return
     labels = steps.phases[-1].plans.epoch(0)["next_sentence_label"]
     share = labels.mean()
     if abs(share - 0.5) > 0.1 and len(labels) > 100:

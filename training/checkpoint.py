@@ -4,28 +4,20 @@ The data order and every dropout mask follow from the step: weights, optimizer m
 A checkpoint is also a model folder: `from_pretrained` loads it.
 """
 
-import contextlib
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.modeling.saving import save_with_code
 from d2l_bert.progress import say
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.distributed import on_main, plain_model, spread, whole
-from d2l_bert.training.optim import MovingAverage
 
 
 STATE_FILE = "training_state.json"
@@ -36,132 +28,21 @@ MANIFEST_FILE = "manifest.json"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds
-
-
-@dataclass
-class Learner:
-    """What an optimizer step changes: weights, moments, and what else depends on the steps before."""
-
-    accelerator: Accelerator
-    model: nn.Module  # the bare one; its parameters may be FSDP's shards
-    optimizers: list[torch.optim.Optimizer]
-    average: MovingAverage | None = None
-
-    def __post_init__(self):
-        # Once and for all: in the middle of things FSDP shows others under these names.
-        self.parameters = dict(self.model.named_parameters())
-
-    def plain(self, averaged: bool = False) -> nn.Module | None:
-        """The model in one piece, on the processor, in the main process; None in others. All must call.
-
-        Args:
-            averaged: with the moving average of the weights, if there is one.
-        """
-        weights = self.averages() if averaged and self.average else self._gather(self.parameters.items())
-        return plain_model(self.model, weights) if self.accelerator.is_main_process else None
-
-    def averages(self) -> dict[str, torch.Tensor]:
-        """The moving average of every parameter, whole, in the main process; as `plain`."""
-        return self._gather(self.average.tensors().items() if self.average else ())
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """What the optimizers know of each parameter, as `<parameter>|<key>`; as `plain`."""
-        return self._gather(
-            (f"{name}|{key}", tensor)
-            for name, parameter in self.parameters.items()
-            for key, tensor in self._state_of(parameter).items()
-        )
-
-    def load(self, folder: Path, scaler: dict | None) -> None:
-        """
-        Take over what the files in a checkpoint's folder hold. The main process reads them, for all.
-
-        Raises:
-            UserError: they are of another model.
-        """
-        self._fill(folder / WEIGHTS_FILE, self.parameters)
-        self.model.tie_weights()
-        moments = {}
-        self.forget_moments()
-        for full_name, shape in self._shapes(folder / OPTIMIZER_FILE).items():
-            name, _, key = full_name.rpartition("|")
-            if name in self.parameters:
-                # Adam's count of steps is a number beside its moments, which have the parameter's shape.
-                like = self.parameters[name]
-                has_its_shape = shape == list(like.shape)
-                moment = torch.zeros_like(like) if has_its_shape else torch.zeros(shape, device=like.device)
-                moments[full_name] = self._state_of(like)[key] = moment.detach()
-        self._fill(folder / OPTIMIZER_FILE, moments)
-        if self.average:
-            self._fill(folder / AVERAGE_FILE, self.average.tensors())
-        if self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(scaler)
-
-    def forget_moments(self) -> None:
-        """Leave no trace of steps that were tried at a rate of 0: the weights are as they were."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-
-    def _state_of(self, parameter):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if any(parameter is other for other in group["params"]):
-                    return optimizer.state[parameter]
-        raise AssertionError("a parameter without an optimizer")
-
-    def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
-        gathered = {}
-        for name, tensor in named:
-            tensor = whole(tensor)
-            if self.accelerator.is_main_process:
-                gathered[name] = tensor.cpu().contiguous()
-        return gathered
-
-    def _shapes(self, path):
-        return on_main(self.accelerator, _read_shapes, path)
-
-    def _fill(self, path, targets):
-        found = self._shapes(path)
-        other = found.keys() ^ targets.keys() or {n for n in found if found[n] != list(targets[n].shape)}
-        if other:
-            raise UserError(f"{path}: not of this model ({min(other)}); give a checkpoint of this run")
-        reads = self.accelerator.is_main_process
-        with safe_open(path, "pt") if reads else contextlib.nullcontext() as file:
-            for name, target in targets.items():
-                spread(file.get_tensor(name) if reads else None, target)
-
-
-def _read_shapes(path):
-    with safe_open(path, "pt") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Write
 
 
-def save_checkpoint(folder: Path, step: int, learner: Learner, tokenizer, state: dict, keep: int) -> Path:
+def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: dict, keep: int) -> Path:
     """
-    Write `folder/checkpoint-<step>` beside and rename it when it is complete and synced; drop all but the last `keep`.
-    All processes must call; the main one writes.
+    Write a checkpoint beside and rename it to `final` when it is complete and synced; drop all but the last `keep`.
 
     Args:
-        step: optimizer steps done.
-        tokenizer: saved with the model.
-        state: what else to keep, as JSON; `step` is added.
+        model: in one piece.
+        tensors: what else to keep, by the name of its file: named tensors each, or none.
+        state: what else to keep, as JSON.
 
     Raises:
         UserError: it cannot be written, the disk is full perhaps. What was saved before is still there.
     """
-    scaler = learner.accelerator.scaler
-    state = {**state, "step": step, "scaler": scaler.state_dict() if scaler else None}
-    tensors = {OPTIMIZER_FILE: learner.moments(), AVERAGE_FILE: learner.averages()}
-    model, final = learner.plain(), folder / f"checkpoint-{step}"
-    return on_main(learner.accelerator, _write, final, model, tokenizer, tensors, state, keep)
-
-
-def _write(final, model, tokenizer, tensors, state, keep):
     partial = _hidden(final)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -214,6 +95,39 @@ def _manifest(hashes):
     return json.dumps({"sha256": hashes}, indent=2) + "\n"
 
 
+class Saver:
+    """
+    Saves the checkpoints of a run, each step once. All processes must call.
+
+    `path` is the last one, or that which the run goes on from; None before the first.
+
+    Args:
+        learner: a `Learner`.
+        folder: the run's.
+        tokenizer: saved with the model.
+        decided: what the run has decided by measuring, and its identity: kept in every checkpoint.
+        resumed: the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, learner, folder: Path, tokenizer, decided: dict, resumed: "Checkpoint | None"):
+        self.learner, self.folder, self.tokenizer, self.decided = learner, folder, tokenizer, decided
+        self.step, self.path = (resumed.state["step"], resumed.path) if resumed else (0, None)
+
+    def save(self, step: int, state: dict) -> None:
+        """
+        Save a checkpoint after a step, unless there is one of it already.
+
+        Args:
+            state: what else to keep, as JSON.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if step > self.step:
+            self.path = self.learner.save(self.folder, step, self.tokenizer, {**state, **self.decided})
+            self.step = step
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Read
 
@@ -240,14 +154,16 @@ def step_of(path: Path) -> int:
     return int(re.search(r"\d+", path.name).group())
 
 
-def find_checkpoint(wanted: str, folder: Path) -> Checkpoint | None:
+def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     """
-    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole; None if
-    there is none yet.
+    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole; None if none
+    is asked for, or there is none yet.
 
     Raises:
         UserError: a path that is no checkpoint, or a damaged one; or all of them are damaged.
     """
+    if wanted is None:
+        return None
     if wanted != "latest":
         return read_checkpoint(Path(wanted))
     found = checkpoints(folder)

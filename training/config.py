@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2l_bert.errors import UserError
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.training.masking import Masking
@@ -337,3 +338,15 @@ def _value_at(step, stages):
 HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
+
+
+def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """Refuse a model that the run's pairs do not fit into."""
+    if architecture.type_vocab_size < 2:
+        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
+    if run.max_seq_length > architecture.max_position_embeddings:
+        raise UserError(
+            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
+            f"({architecture.max_position_embeddings}); lower it"
+            + (", or raise max_position_embeddings" if run.init_from is None else "")
+        )

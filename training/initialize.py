@@ -9,10 +9,14 @@ from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 from d2l_bert.errors import UserError, another_kind, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.modeling.saving import FREE_FIELDS
+from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import say
 from d2l_bert.tokenization.existing import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.wordpiece import added_entries
+from d2l_bert.training.checkpoint import Checkpoint
+from d2l_bert.training.config import PretrainConfig
 
 
 # Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
@@ -226,3 +230,24 @@ def _refuse_another_vocabulary(what, known, tokenizer):
         added_entries(known, tokenizer)
     except UserError as error:
         raise UserError(f"{what}: {error}; its own tokenizer serves, as it is or with --extend_vocab") from None
+
+
+def model_class_of(run: PretrainConfig) -> type[PreTrainedModel]:
+    """The class with the heads that the run trains."""
+    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
+    return D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
+
+
+def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: Checkpoint | None):
+    """The model at its start; on resuming, any of its shape, as the checkpoint has the weights."""
+    model_class = model_class_of(run)
+    if run.init_from is not None and not resumed:
+        model = start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
+    else:
+        model = model_class._from_config(architecture, attn_implementation=run.attn_implementation)
+    if run.attention_init == "neighbours":
+        look_at_neighbours(model)
+    if run.gradient_checkpointing:
+        # The old name goes in Transformers 6, and the new one came with 5.23.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model

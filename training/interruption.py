@@ -1,9 +1,11 @@
 """What ends a run before its time: a signal, a loss that is no number any more, memory that is gone."""
 
 import contextlib
+import itertools
 import re
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -55,6 +57,14 @@ class StopSignals:
             votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
             self.agreed = int(votes.max())
         return bool(self.agreed)
+
+    def is_told(self) -> bool:
+        """Whether this process has got a signal, or all have agreed to stop."""
+        return bool(self.received or self.agreed)
+
+    def until_wanted(self, items: Iterable) -> Iterator:
+        """Pass items on, as many in every process, until any process was told to stop."""
+        return itertools.takewhile(lambda _: not self.wanted(), items)
 
     def exit(self) -> SystemExit:
         """What to raise to leave with the signal's exit code: 143 for SIGTERM, 130 for Ctrl-C."""

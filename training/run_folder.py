@@ -115,6 +115,11 @@ def default_output_dir(run: PretrainConfig) -> str:
     return f"d2l-bert-{run.recipe}-{Path(names[0]).resolve().stem if len(names) == 1 else 'texts'}"
 
 
+def repository(run: PretrainConfig, folder: Path) -> str:
+    """The repository on the Hub that the run is sent to."""
+    return run.hub_model_id or folder.resolve().name
+
+
 def make_record(run: PretrainConfig, max_steps: int, architecture, text, accelerator) -> dict:
     """Everything that run_config.json says: resolved options, library versions, the corpus, the machine."""
     resolved = dataclasses.replace(

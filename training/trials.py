@@ -20,7 +20,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import say
 from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.training import checkpoint, distributed
+from d2l_bert.training import distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import (
     counts_of_full_pairs,
@@ -30,8 +30,11 @@ from d2l_bert.training.batching import (
     pairs_of,
     trial_micro_batches,
 )
+from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.distributed import is_sharded, summed_later
+from d2l_bert.training.data import PretrainingSteps
+from d2l_bert.training.learner import Learner
+from d2l_bert.training.schedule import EVALUATIONS
 
 
 # Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
@@ -43,7 +46,7 @@ NO_MEMORY_FOR_ONE = (
 
 
 def settle_micro_batch(
-    run: PretrainConfig, learner: checkpoint.Learner, step_model, text, cutting, resumed, train_on
+    run: PretrainConfig, learner: Learner, text: PreparedText, cutting: dict, resumed: Checkpoint | None
 ) -> PretrainConfig:
     """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
     if run.micro_batch_size != "auto":
@@ -52,28 +55,24 @@ def settle_micro_batch(
         found = resumed.state["micro_batch_size"]
     else:
         micro_batches = functools.partial(trial_micro_batches, run, text, **cutting)
-        try_step = functools.partial(train_on, rate=0.0)
         most = -(-run.global_batch_size // learner.accelerator.num_processes)
-        found = find_micro_batch(micro_batches, most, learner.accelerator, step_model, try_step)
+        found = find_micro_batch(learner, micro_batches, most)
         if learner.accelerator.is_main_process:
             say(f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
         learner.forget_moments()
     return dataclasses.replace(run, micro_batch_size=found)
 
 
-def find_micro_batch(
-    micro_batches: Callable[[int], list[dict]], most: int, accelerator: Accelerator, model, try_step: Callable
-) -> int:
+def find_micro_batch(learner: Learner, micro_batches: Callable[[int], list[dict]], most: int) -> int:
     """
     The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
+
+    Under FSDP2 a forward pass is the work of all processes, and memory that runs out in one alone leaves the others
+    waiting.
 
     Args:
         micro_batches: of a number of pairs computed at once, what the run then has of largest ones.
         most: pairs that a process has in a step.
-        model: as Accelerate prepared it. Under FSDP2 its forward pass is the work of all processes, and memory that
-            runs out in one alone leaves the others waiting.
-        try_step: takes a list of micro-batches through an optimizer step; it is called once, so that the optimizer's
-            moments have their memory.
 
     Raises:
         UserError: there is no memory for a single pair.
@@ -84,26 +83,21 @@ def find_micro_batch(
         try:
             tried = micro_batches(size)
             tokens = sum(int(batch["attention_mask"].sum()) for batch in tried)
-            tried = [{name: tensor.to(accelerator.device) for name, tensor in batch.items()} for batch in tried]
             for _ in range(3):  # the first one allocates
                 start = time.monotonic()
                 for batch in tried:
-                    with summed_later(accelerator, model, is_last=False):  # a process may fail here alone
-                        with accelerator.autocast():
-                            loss = model(**batch, skip_logits=not is_sharded(model)).loss
-                        accelerator.backward(loss)
-                    loss.item()
+                    learner.try_gradient(batch).item()
                 seconds = min(seconds, time.monotonic() - start)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             seconds = math.inf
-        model.zero_grad()
-        speeds = accelerator.gather(torch.tensor(tokens / seconds, device=accelerator.device))
+        learner.forget_gradient()
+        speeds = learner.accelerator.gather(torch.tensor(tokens / seconds, device=learner.accelerator.device))
         return float(speeds.min())
 
     try:
-        try_step(micro_batches(1)[:1])
+        learner.try_step(micro_batches(1)[:1])  # the optimizer's moments have their memory from here on
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -148,12 +142,10 @@ TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
 def settle_compiling(
     run: PretrainConfig,
     architecture: D2lBertConfig,
-    learner: checkpoint.Learner,
-    step_model,
-    text,
-    cutting,
-    resumed,
-    train_on,
+    learner: Learner,
+    text: PreparedText,
+    cutting: dict,
+    resumed: Checkpoint | None,
 ) -> PretrainConfig:
     """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
     accelerator, model = learner.accelerator, learner.model
@@ -166,20 +158,16 @@ def settle_compiling(
             kinds.append(make_batch_maker(run, text, run.max_seq_length).empty())
         try:
             for batch in kinds:
-                batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-                with distributed.summed_later(accelerator, step_model, is_last=False):  # a process may fail here alone
-                    with accelerator.autocast():
-                        loss = step_model(**batch, skip_logits=not distributed.is_sharded(step_model)).loss
-                    accelerator.backward(loss)
+                learner.try_gradient(batch)
         finally:
-            step_model.zero_grad()
+            learner.forget_gradient()
 
     if wanted == "auto":
         wanted = "false"
         # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
         if not distributed.is_sharded(model) and is_long(run, architecture, text, cutting, accelerator):
             steps = make_steps(run, text, 1000, **cutting)
-            timed = [functools.partial(train_on, steps[step], 0.0) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
+            timed = [functools.partial(learner.try_step, steps[step]) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
             wanted = str(pays(accelerator, model, try_step, timed)).lower()
             learner.forget_moments()
     elif wanted == "true":
@@ -193,7 +181,7 @@ def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText
     """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
     if run.max_minutes is not None:
         return 60 * run.max_minutes > 2 * LEAST_SECONDS
-    max_steps = decide_steps(run, text, cutting, None, None, None)
+    max_steps = count_steps(run, make_steps(run, text, STAND_IN, **cutting))
     counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
     arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
     if arithmetic < LEAST_SECONDS * SLOWEST_PEAK:
@@ -319,52 +307,72 @@ def pays(
     return compiled < as_written
 
 
-EVALUATIONS = 10  # of a run that does not say how many
+# Steps that stand for the run while its length is not known.
+STAND_IN = 1000
 
 # Steps of each length that `max_minutes` is worked out from.
 TIMED_STEPS = 20
 
 
-def decide_steps(run, text, cutting, learner: checkpoint.Learner, train_on, evaluate_now) -> int:
+def decide_steps(run: PretrainConfig, learner: Learner, text: PreparedText, cutting: dict, held_out) -> int:
     """
     The number of optimizer steps, from whichever option gives the length of the run.
 
-    For `max_minutes` some steps of every length and one evaluation are timed, at a rate of 0, which leaves the weights
-    as they are, and averaged over the processes. What was decided is kept in run_config.json and in every checkpoint,
-    so that a resumed run keeps its schedule.
+    What was decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
+
+    Args:
+        held_out: the batches of an evaluation.
     """
     if run.max_steps is not None:
         return run.max_steps
-    whole = 1000  # steps that stand for the run while its length is not known
-    steps = make_steps(run, text, whole, **cutting)
-    phases = steps.phases
-    ends = [*(later.first_step for later in phases[1:]), whole]
-    if run.num_train_epochs is not None:
-        # Each length has a plan of its own, of which a step is some part.
-        passes = sum(
-            (end - phase.first_step) / whole * phase.global_batch_size / len(phase.plans.epoch(0))
-            for phase, end in zip(phases, ends, strict=True)
-        )
-        return math.ceil(run.num_train_epochs / passes)
-    return steps_in(run, *time_steps(steps, ends, learner, train_on, evaluate_now))
+    steps = make_steps(run, text, STAND_IN, **cutting)
+    if run.max_minutes is None:
+        return count_steps(run, steps)
+    return steps_in(run, *time_steps(steps, learner, held_out))
 
 
-def time_steps(steps, ends, learner: checkpoint.Learner, train_on, evaluate_now) -> tuple[float, float]:
-    """Seconds of an average step and of an evaluation, averaged over the processes; nothing is learnt meanwhile."""
-    step_seconds, whole = 0.0, ends[-1]
-    for phase, end in zip(steps.phases, ends, strict=True):
-        train_on(steps[phase.first_step], 0.0)  # the first step allocates, and is slow
+def count_steps(run: PretrainConfig, steps: PretrainingSteps) -> int:
+    """
+    The steps of a run whose length is `max_steps` or `num_train_epochs`.
+
+    Args:
+        steps: of a run of `STAND_IN` steps.
+    """
+    if run.max_steps is not None:
+        return run.max_steps
+    # Each length has a plan of its own, of which a step is some part.
+    passes = sum(
+        (end - phase.first_step) / STAND_IN * phase.global_batch_size / len(phase.plans.epoch(0))
+        for phase, end in _with_ends(steps.phases)
+    )
+    return math.ceil(run.num_train_epochs / passes)
+
+
+def time_steps(steps: PretrainingSteps, learner: Learner, held_out) -> tuple[float, float]:
+    """
+    Seconds of an average step and of an evaluation, averaged over the processes.
+
+    Some steps of every length are timed at a rate of 0, and one evaluation: nothing is learnt.
+    """
+    step_seconds = 0.0
+    for phase, end in _with_ends(steps.phases):
+        learner.try_step(steps[phase.first_step])  # the first step allocates, and is slow
         start = time.monotonic()
         timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
         for step in timed:
-            train_on(steps[step], 0.0)
-        step_seconds += (end - phase.first_step) / whole * (time.monotonic() - start) / len(timed)
+            learner.try_step(steps[step])
+        step_seconds += (end - phase.first_step) / STAND_IN * (time.monotonic() - start) / len(timed)
     start = time.monotonic()
-    evaluate_now()
+    learner.evaluate(held_out)
     evaluation_seconds = time.monotonic() - start
     learner.forget_moments()
     timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
     return tuple(learner.accelerator.reduce(timings, "mean").tolist())
+
+
+def _with_ends(phases):
+    """Each phase, and the step with which the next one begins."""
+    return zip(phases, [*(later.first_step for later in phases[1:]), STAND_IN], strict=True)
 
 
 def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
@@ -373,12 +381,3 @@ def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float
     if run.eval_steps:
         return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
     return max(1, int((seconds - EVALUATIONS * evaluation_seconds) / step_seconds))
-
-
-def intervals(run: PretrainConfig, max_steps: int) -> tuple[int, int, int]:
-    """Steps from one row of the log to the next, from evaluation to evaluation, and from checkpoint to checkpoint."""
-    return (
-        run.logging_steps or math.ceil(max_steps / 100),
-        run.eval_steps or math.ceil(max_steps / EVALUATIONS),
-        run.save_steps or math.ceil(max_steps / 10),
-    )
