@@ -18,7 +18,6 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -55,32 +54,39 @@ NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT.
 LOGITS_AT_ONCE = 2**25
 
 
+# Named after this file: a process may hold several copies of it, the package's and those of model folders.
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::dropout_mask", mutates_args=(), device_types="cpu")
+def dropout_mask(values: torch.Tensor, dropped: int) -> torch.Tensor:
+    """
+    A mask for values on the CPU (uint8, of their shape): 0 with a probability of `dropped` / 2^16, else 1.
+
+    PyTorch draws its masks there one number for each value, in one thread, which takes longer than the matrix products
+    around it. Here each value takes 16 random bits of NumPy's SFC64, whose seed comes from PyTorch's generator.
+
+    The operator hides the drawing from PyTorch's compiler, which may still do two things to it. It merges calls with
+    the same arguments: the values tell the calls of a block apart. And with `aggressive_recomputation` it would call
+    the operator again in the backward pass, for another mask: `d2l_bert.training.compiling` does without that setting.
+    """
+    seed = torch.randint(2**63 - 1, ()).item()
+    bits = np.random.SFC64(seed).random_raw(-(-values.numel() // 4)).view(np.int16)
+    kept = torch.from_numpy(bits)[: values.numel()] >= dropped - 2**15
+    # Not booleans: compiled programs for CPUs read and write those one by one.
+    return kept.view(torch.uint8).view(values.shape)
+
+
+@dropout_mask.register_fake
+def _(values, dropped):
+    return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+
+
 class Dropout(nn.Dropout):
-    """
-    Dropout (section 5.6), with masks that cost a processor little.
+    """Dropout (section 5.6). In training on a CPU its masks are cheap, and `p` is rounded to a multiple of 2^-16."""
 
-    PyTorch draws a processor's masks one number for each value, in one thread, which takes longer than the matrix
-    products around it. Here a seed comes from PyTorch's generator, and each value takes 16 random bits of NumPy's
-    SFC64. `p` is rounded to a multiple of 2^-16, and what is kept is scaled to match. Elsewhere it is PyTorch's.
-    """
-
-    def kept(self, device, *shapes):
-        """For each shape a mask, 1 for what is kept (uint8); Nones where nothing is dropped or PyTorch's serve."""
-        if not (self.training and 0 < round(self.p * 2**16) < 2**16 and device.type == "cpu"):
-            return [None] * len(shapes)
-        sizes = [math.prod(shape) for shape in shapes]
-        seed = torch.randint(2**63 - 1, ()).item()
-        bits = np.random.SFC64(seed).random_raw(-(-sum(sizes) // 4)).view(np.int16)
-        kept = torch.from_numpy(bits)[: sum(sizes)] >= round(self.p * 2**16) - 2**15
-        # Not booleans: a compiler for processors reads and writes those one by one.
-        return [mask.view(shape) for mask, shape in zip(kept.view(torch.uint8).split(sizes), shapes, strict=True)]
-
-    def forward(self, values, kept=None):
-        if kept is None:
-            (kept,) = self.kept(values.device, values.shape)
-        if kept is None:
+    def forward(self, values):
+        dropped = round(self.p * 2**16)
+        if not (self.training and 0 < dropped < 2**16 and values.device.type == "cpu"):
             return super().forward(values)
-        return values * kept * (2**16 / (2**16 - round(self.p * 2**16)))
+        return values * dropout_mask(values.detach(), dropped) * (2**16 / (2**16 - dropped))
 
 
 class D2lBertEmbeddings(nn.Module):
@@ -114,17 +120,17 @@ class D2lBertEmbeddings(nn.Module):
         return hidden_states
 
 
-def dot_product_attention(module, query, key, value, attention_mask, scaling, kept=None, **kwargs):
+def dot_product_attention(module, query, key, value, attention_mask, scaling, **kwargs):
     """Scaled dot-product attention (section 11.3), spelt out.
 
     The query is (B, N, Q, D), key and value are (B, N, T, D), the mask is added to the scores and broadcasts to
-    (B, N, Q, T); `kept` is what the dropout of `module` keeps of those.
+    (B, N, Q, T).
     Returns the output as (B, Q, N, D) and the attention probabilities as (B, N, Q, T).
     """
     scores = query @ key.transpose(-1, -2) * scaling  # (B, N, Q, T)
     if attention_mask is not None:
         scores = scores + attention_mask
-    probabilities = module.dropout(scores.softmax(dim=-1), kept)
+    probabilities = module.dropout(scores.softmax(dim=-1))
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
 
 
@@ -175,8 +181,8 @@ class D2lBertAddNorm(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, residual, branch, kept=None):
-        return self.LayerNorm(residual + self.dropout(branch, kept))
+    def forward(self, residual, branch):
+        return self.LayerNorm(residual + self.dropout(branch))
 
 
 class D2lBertPositionWiseFFN(nn.Module):
@@ -213,23 +219,14 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         if positions is not None and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
             queries, left = states_at(hidden_states, positions), None
             attention_mask = None if attention_mask is None else mask_at(attention_mask, positions)
-        kept = self.kept(queries, hidden_states)
-        outputs = self.compute(queries, hidden_states, attention_mask, kept, **kwargs)
+        outputs = self.compute(queries, hidden_states, attention_mask, **kwargs)
         return outputs if left is None else states_at(outputs, left)
 
-    def kept(self, queries, hidden_states):
-        """What the block's dropouts keep of the attention probabilities and of the two branches."""
-        (rows, length, _), device = hidden_states.shape, hidden_states.device
-        scores = (rows, self.attention.config.num_attention_heads, queries.shape[1], length)
-        is_ours = self.attention.config._attn_implementation == "eager"  # other kernels drop out themselves
-        of_scores = self.attention.dropout.kept(device, scores) if is_ours else [None]
-        return of_scores + self.addnorm1.dropout.kept(device, queries.shape, queries.shape)
-
-    def compute(self, queries, hidden_states, attention_mask, kept, **kwargs):
-        """All but choosing queries and drawing masks: a function that can be compiled for a processor."""
-        attention, _ = self.attention(queries, hidden_states, attention_mask, kept=kept[0], **kwargs)
-        attended = self.addnorm1(queries, attention, kept[1])
-        return self.addnorm2(attended, self.ffn(attended), kept[2])
+    def compute(self, queries, hidden_states, attention_mask, **kwargs):
+        """All but choosing queries: a function that can be compiled."""
+        attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
+        attended = self.addnorm1(queries, attention)
+        return self.addnorm2(attended, self.ffn(attended))
 
 
 class D2lBertEncoder(nn.Module):

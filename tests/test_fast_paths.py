@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
 from d2l_bert.cli import main
@@ -353,8 +355,10 @@ def test_a_score_that_is_no_number_shows_in_the_loss():
 
 
 def draw(p, *shapes, seed=0):
+    """What dropout keeps of tensors of these shapes, one after the other: ones and zeros."""
     torch.manual_seed(seed)
-    return modeling.Dropout(p).train().kept(torch.device("cpu"), *shapes)
+    dropout = modeling.Dropout(p).train()
+    return [(dropout(torch.ones(shape)) > 0).float() for shape in shapes]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
@@ -390,6 +394,58 @@ def test_masks_follow_from_the_seed():
 def test_nothing_or_everything_can_be_dropped(p):
     assert torch.equal(modeling.Dropout(p).train()(torch.ones(5)), torch.full((5,), 1 - p))
     assert torch.equal(modeling.Dropout(p).eval()(torch.ones(5)), torch.ones(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_gradient_is_that_of_the_mask_that_was_used(dtype):
+    values = torch.randn(50, 40, dtype=dtype).abs().add(0.1).requires_grad_()
+    dropped = modeling.Dropout(0.3).train()(values)
+    (gradient,) = torch.autograd.grad(dropped.sum(), values)
+    assert dropped.dtype == gradient.dtype == dtype
+    assert (gradient == 0).any()
+    assert_close(gradient * values, dropped)
+
+
+def test_dropout_passes_autograds_own_check():
+    dropout = modeling.Dropout(0.4).train()
+
+    def seeded(values):
+        torch.manual_seed(2)
+        return dropout(values).sin()
+
+    values = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(seeded, values) and torch.autograd.gradgradcheck(seeded, values)
+
+
+def test_the_operator_keeps_to_what_it_declares():
+    operator, arguments = modeling.dropout_mask, (torch.ones(3, 5), 2**14)
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_other_devices_and_evaluation_use_pytorchs_dropout(monkeypatch):
+    def fail(*_):
+        raise AssertionError("a mask for the CPU was drawn")
+
+    monkeypatch.setattr(modeling, "dropout_mask", fail)
+    assert modeling.Dropout(0.5).train()(torch.ones(3, device="meta")).is_meta
+    assert torch.equal(modeling.Dropout(0.5).eval()(torch.ones(3)), torch.ones(3))
+    with pytest.raises(AssertionError, match="a mask for the CPU"):
+        modeling.Dropout(0.5).train()(torch.ones(3))
+
+
+def test_copies_of_the_model_file_train_beside_one_another(tmp_path):
+    """The package's and that of a model folder, which Transformers imports under another name, and again."""
+    make_model(D2lBertForMaskedLM, dropout=0.3).save_pretrained(tmp_path)
+    name = "modeling_d2l_bert.D2lBertForMaskedLM"
+    copies = [get_class_from_dynamic_module(name, str(tmp_path), force_download=True) for _ in range(2)]
+    models = [make_model(model_class, dropout=0.3) for model_class in (D2lBertForMaskedLM, *copies)]
+    found = []
+    for model in models:
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(model, **make_batch(model)))
+    assert type(models[1]).__module__ != D2lBertForMaskedLM.__module__
+    for copied in found[1:]:
+        assert_same(copied, found[0], rtol=0, atol=0)
 
 
 def test_gradient_checkpointing_draws_the_same_masks_again():
@@ -431,6 +487,39 @@ def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, com
     leave_as_written(model)
     for found, expected in zip(steps(), as_written, strict=True):
         assert_same(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_masks_differ_from_place_to_place_and_are_drawn_once(recomputed, compiled_anew, monkeypatch):
+    """The compiler may merge two calls that look alike, and make again in the backward pass what it did forward."""
+    if recomputed:
+        compiling.compile_blocks(make_model())
+    first, second = modeling.Dropout(0.5).train(), modeling.Dropout(0.5).train()
+
+    def dropped_twice(values, matrix):
+        branch = first((values @ matrix).softmax(-1))
+        return second(branch.relu() @ matrix.T) + second(values)
+
+    values, matrix = torch.randn(16, 12, requires_grad=True), torch.randn(12, 12, requires_grad=True)
+    found, compiled = [], torch.compile(dropped_twice, dynamic=True)
+    for function in (dropped_twice, compiled, compiled):
+        torch.manual_seed(7 if len(found) < 2 else 8)
+        result = function(values, matrix)
+        found.append([result, *torch.autograd.grad(result.square().sum(), (values, matrix))])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[2][0], found[1][0])
+
+
+def test_compiled_blocks_with_gradient_checkpointing_draw_the_same_masks(compiled_anew):
+    model = make_model(dropout=0.3, num_hidden_layers=2)
+    found = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            compiling.compile_blocks(model)
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(model, **make_batch(model)))
+    assert_same(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_all_blocks_share_a_program(compiled_anew):

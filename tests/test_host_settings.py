@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
 from d2l_bert.errors import UserError
+from d2l_bert.training.host_settings import RECOMPUTATION_LIMITS
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)
@@ -50,7 +51,7 @@ def host():
 
     def settings():
         return {
-            "recomputation": torch._functorch.config.aggressive_recomputation,
+            "recomputation": [getattr(torch._functorch.config, name) for name in RECOMPUTATION_LIMITS],
             "programs": torch._dynamo.config.recompile_limit,
             "bars": (transformers_logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()),
             "bars of the Hub": (are_progress_bars_disabled(), are_progress_bars_disabled("host.downloads")),
@@ -67,7 +68,10 @@ def host():
             "garbage": (gc.isenabled(), gc.get_threshold()),
         }
 
-    with torch._functorch.config.patch(aggressive_recomputation=False), torch._dynamo.config.patch(recompile_limit=5):
+    with (
+        torch._functorch.config.patch(dict.fromkeys(RECOMPUTATION_LIMITS, True)),
+        torch._dynamo.config.patch(recompile_limit=5),
+    ):
         yield settings
     enable_progress_bars() if not bars[1] else disable_progress_bars()
     if not bars[0]:

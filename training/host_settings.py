@@ -11,6 +11,14 @@ from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import logging
 
 
+# What keeps PyTorch's compiler from computing again in the backward pass.
+RECOMPUTATION_LIMITS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
+
+
 @contextlib.contextmanager
 def host_settings_kept() -> Iterator[None]:
     """
@@ -20,7 +28,7 @@ def host_settings_kept() -> Iterator[None]:
     with its precision and its accumulation of gradients (`distributed.make_accelerator`), and the progress bars of
     Transformers and huggingface_hub. PyTorch's random state is not put back: a run seeds it.
     """
-    aggressive_recomputation = torch._functorch.config.aggressive_recomputation
+    recomputation = {name: getattr(torch._functorch.config, name) for name in RECOMPUTATION_LIMITS}
     recompile_limit = torch._dynamo.config.recompile_limit
     use_duck_shape = torch.fx.experimental._config.use_duck_shape
     shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
@@ -28,7 +36,8 @@ def host_settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._functorch.config.aggressive_recomputation = aggressive_recomputation
+        for name, limit in recomputation.items():
+            setattr(torch._functorch.config, name, limit)
         torch._dynamo.config.recompile_limit = recompile_limit
         torch.fx.experimental._config.use_duck_shape = use_duck_shape
         if bars:

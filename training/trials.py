@@ -33,6 +33,7 @@ from d2l_bert.training.batching import (
 from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import PretrainingSteps
+from d2l_bert.training.host_settings import RECOMPUTATION_LIMITS
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.schedule import EVALUATIONS
 
@@ -216,14 +217,16 @@ def compile_blocks(model: nn.Module) -> None:
     Have PyTorch's compiler make one program for all blocks of the encoder, for rows of any number and width.
 
     Regional compilation: what is compiled is one block, so that a deep model takes no longer than a flat one. Names of
-    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Three settings
+    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Some settings
     of the compiler are changed for the whole process.
 
     Args:
         model: a d2l-bert with an encoder, without a distributed wrapper.
     """
-    # Masks and activations are cheaper to compute again than to write and read.
-    torch._functorch.config.aggressive_recomputation = True
+    # Activations are cheaper to compute again than to write and read. Not by `aggressive_recomputation`: it would also
+    # draw dropout's masks a second time, with other random numbers.
+    for name in RECOMPUTATION_LIMITS:
+        setattr(torch._functorch.config, name, False)
     # Training and evaluation, blocks and the last one, rows with padding and without, single rows and queries: each
     # has a program. Past the limit, 8 by default, all others would run as written.
     torch._dynamo.config.recompile_limit = MOST_PROGRAMS
