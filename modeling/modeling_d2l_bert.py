@@ -18,6 +18,7 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -276,12 +277,17 @@ class MaskLM(nn.Module):
         """
         The scores (..., V) for hidden states (..., H), and their `cross_entropy` over the labels (...), if any.
 
-        The loss can be had without the scores, None then, which are never there as a whole.
+        With `skip_scores` the loss is computed at the labelled rows alone, in a compiled model at all rows given, and
+        the scores are None.
         """
         if labels is None or not skip_scores:
             scores = self(hidden_states)
             return scores, None if labels is None else cross_entropy(scores, labels, num_items)
+        if torch.compiler.is_compiling():  # into one graph of fixed sizes
+            return None, cross_entropy(self(hidden_states), labels, num_items)
         states, labels = rows_to_predict(hidden_states.flatten(0, -2), labels.flatten().long())
+        if not is_plain(self.decoder):
+            return None, cross_entropy(self(states), labels, num_items)
         loss = linear_cross_entropy(self.transform(states), self.decoder.weight, self.decoder.bias, labels)
         return None, loss / ((labels != -100).sum() if num_items is None else num_items)
 
@@ -318,20 +324,45 @@ def checked_positions(positions, rows):
     return positions.long()
 
 
+def labelled_positions(labels, shape):
+    """
+    Where labels (B, T) are not -100: positions (B, P), and the labels there (B, P), -100 in unused slots.
+
+    P is the largest count of a row, rounded up to a multiple of 4, for few tensor shapes. It depends on the labels: a
+    GPU is waited for once, `torch.compile` continues in another graph from here, and `fullgraph=True` fails.
+    """
+    if labels.shape != shape and labels.shape != (*shape, 1):
+        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(shape)}")
+    labels = labels.reshape(shape)
+    is_labelled = labels != -100
+    most = max(1, int(is_labelled.sum(1).max()))  # the attention of PyTorch fails without a query
+    slots = min(shape[1], 4 * math.ceil(most / 4))
+    positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+    return positions, labels.gather(1, positions)
+
+
 def cross_entropy(logits, labels, num_items=None):
     """Cross-entropy of logits (..., C) over the labels (...), or (..., 1), that are not -100.
 
     The mean over this batch, or, given `num_items`, the sum divided by it: with the count of a whole optimizer step
     the losses of its micro-batches add up to the step's mean, however it was split.
     """
-    if labels.shape == (*logits.shape[:-1], 1):
-        labels = labels.squeeze(-1)
-    if labels.shape != logits.shape[:-1]:
+    if labels.shape != logits.shape[:-1] and labels.shape != (*logits.shape[:-1], 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
     loss = F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten().long(), reduction="mean" if num_items is None else "sum"
     )
     return loss if num_items is None else loss / num_items
+
+
+def is_plain(linear):
+    """
+    Whether a layer's scores are `states @ weight.T + bias`.
+
+    With an adapter, a quantized or sharded weight, or a hook, only a call of the layer gives them.
+    """
+    hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return type(linear) is nn.Linear and not hooks
 
 
 def rows_to_predict(hidden_states, labels):
@@ -475,6 +506,15 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         config.check()  # `from_pretrained(..., hidden_act=...)` changes a configuration after it was made
         super().__init__(config, *inputs, **kwargs)
 
+    def what_to_score(self, skip_logits, masked_positions, labels, input_ids, inputs_embeds):
+        """Whether to compute a loss without logits, and where, with the labels there; by default in training mode."""
+        if skip_logits is None:
+            skip_logits = self.training
+        if skip_logits and masked_positions is None and labels is not None:
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            masked_positions, labels = labelled_positions(labels, tokens.shape[:2])
+        return skip_logits, masked_positions, labels
+
     def encode(self, *inputs, wanted_positions, **kwargs):
         """
         What the encoder returns, its `last_hidden_state` at `wanted_positions` (B, P), or everywhere if they are None.
@@ -577,7 +617,7 @@ class D2lBertForPreTrainingOutput(ModelOutput):
     """
     loss: `mlm_loss + nsp_loss`, of those whose labels were given.
     mlm_loss, nsp_loss: the two terms.
-    prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V).
+    prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V); None in training with labels.
     seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
     hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
     attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
@@ -628,23 +668,26 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         cls_positions: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         num_pairs_in_batch: torch.Tensor | int | None = None,
-        skip_logits: bool = False,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | D2lBertForPreTrainingOutput:
         """
         Args (the others as in `D2lBertModel`):
             masked_positions: the positions to predict (B, P); the MLM head runs there only. Without it the head runs
-                everywhere.
+                at the labelled positions if `skip_logits`, else everywhere.
             labels: the true tokens, -100 where nothing is predicted: (B, P) with `masked_positions`, else (B, T).
             next_sentence_label: 0 if B follows A, 1 if B is random, -100 for none: (B,), or (B, S) for packed rows.
             num_items_in_batch, num_pairs_in_batch: predicted tokens and pairs in the whole optimizer step. With them
                 each loss is a sum divided by the count, so that micro-batches add up.
             skip_logits: with `labels`, compute the MLM loss without `prediction_logits`, which are None then: faster,
-                and with less memory, in training.
+                and with less memory. By default in training mode, but not in evaluation mode.
 
         Returns:
             `D2lBertForPreTrainingOutput`
         """
+        skip_logits, masked_positions, labels = self.what_to_score(
+            skip_logits, masked_positions, labels, input_ids, inputs_embeds
+        )
         outputs = self.encode(
             input_ids,
             attention_mask,
@@ -703,7 +746,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         masked_positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        skip_logits: bool = False,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | MaskedLMOutput:
         """
@@ -711,8 +754,12 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             masked_positions, labels, num_items_in_batch, skip_logits: as in `D2lBertForPreTraining`.
 
         Returns:
-            `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V).
+            `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V), or None if
+            `skip_logits`.
         """
+        skip_logits, masked_positions, labels = self.what_to_score(
+            skip_logits, masked_positions, labels, input_ids, inputs_embeds
+        )
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.encode(*inputs, wanted_positions=masked_positions, **kwargs)
         logits, loss = self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items_in_batch, skip_logits)

@@ -184,7 +184,7 @@ def test_who_asks_for_hidden_states_or_attentions_has_them_all():
 def test_the_loss_without_scores_is_the_loss_and_so_are_its_gradients(model_class, tied, everywhere, monkeypatch):
     model = make_model(model_class, tie_word_embeddings=tied).double()
     batch = make_batch(model, everywhere)
-    expected = loss_and_gradients(model, **batch)
+    expected = loss_and_gradients(model, **batch, skip_logits=False)
     for rows_at_once in (3, 7, 10**6):
         monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", rows_at_once * model.config.vocab_size)
         found = loss_and_gradients(model, **batch, skip_logits=True)
@@ -195,7 +195,7 @@ def test_the_loss_without_scores_is_the_loss_and_so_are_its_gradients(model_clas
 def test_the_loss_without_scores_adds_up_over_micro_batches_given_the_steps_counts():
     model = make_model().double()
     batch = make_batch(model)
-    expected = loss_and_gradients(model, **batch)
+    expected = loss_and_gradients(model, **batch, skip_logits=False)
     counts = {"num_items_in_batch": (batch["labels"] != -100).sum(), "num_pairs_in_batch": ROWS}
     model.zero_grad()
     for part in (slice(0, 1), slice(1, 4), slice(4, ROWS)):
@@ -238,7 +238,7 @@ def test_rows_to_predict_come_in_few_numbers():
 def test_in_bf16_the_loss_without_scores_is_no_further_from_the_truth():
     model = make_model(vocab_size=3000)
     batch = make_batch(model, everywhere=True)
-    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch)
+    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch, skip_logits=False)
 
     def error(**how):
         with torch.autocast("cpu", torch.bfloat16):
@@ -246,7 +246,7 @@ def test_in_bf16_the_loss_without_scores_is_no_further_from_the_truth():
         off = [(gradients[name] - truth[1][name]).norm() / truth[1][name].norm() for name in gradients]
         return float((outputs.loss - truth[0].loss).detach().abs()), float(torch.stack(off).median())
 
-    (loss, gradient), (usual_loss, usual_gradient) = error(skip_logits=True), error()
+    (loss, gradient), (usual_loss, usual_gradient) = error(skip_logits=True), error(skip_logits=False)
     assert loss < max(2 * usual_loss, 2e-3)
     assert gradient < 1.2 * usual_gradient
 
@@ -348,6 +348,106 @@ def test_a_score_that_is_no_number_shows_in_the_loss():
     weight = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
     weight[400] = math.nan
     assert modeling.linear_cross_entropy(torch.ones(2, 3), weight, torch.zeros(500), torch.tensor([1, 2])).isnan()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels of every position
+
+
+def assert_close_to_dense(model, batch, **tolerance):
+    dense = loss_and_gradients(model, **batch, skip_logits=False)
+    found = loss_and_gradients(model, **batch)
+    name = "prediction_logits" if isinstance(model, D2lBertForPreTraining) else "logits"
+    assert getattr(found[0], name) is None and getattr(dense[0], name).shape[1] == LENGTH
+    assert_same(found, dense, **tolerance)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+@pytest.mark.parametrize("labelled", [0.0, 0.15, 1.0])
+def test_training_with_labels_of_every_position_computes_what_is_labelled(model_class, attention, labelled):
+    model = make_model(model_class, num_hidden_layers=2)
+    model.set_attn_implementation(attention)
+    batch = make_batch(model, everywhere=True)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.rand(ROWS, LENGTH) >= labelled, -100)
+    counts = {"num_items_in_batch": (batch["labels"] != -100).sum().clamp(min=1)}
+    assert_close_to_dense(model, batch | counts, rtol=1e-5, atol=1e-6)
+    if labelled:
+        assert_close_to_dense(model, batch, rtol=1e-5, atol=1e-6)
+    most = int((batch["labels"] != -100).sum(1).max())
+    through = rows_through(model.bert.encoder.layer[-1].ffn)
+    model(**batch)
+    has_cls = model_class is D2lBertForPreTraining
+    assert through == [(ROWS, min(LENGTH, 4 * math.ceil(max(1, most) / 4)) + has_cls)]
+
+
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_a_batch_without_a_label_has_the_loss_of_stock_bert_and_given_a_count_no_gradient(model_class):
+    model = make_model(model_class)
+    batch = make_batch(model, everywhere=True)
+    batch.pop("next_sentence_label", None)
+    batch["labels"][:] = -100
+    assert model(**batch).loss.isnan() and model(**batch, skip_logits=False).loss.isnan()
+    outputs = model(**batch, num_items_in_batch=7)
+    outputs.loss.backward()
+    assert outputs.loss == 0
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_logits_are_there_in_evaluation_and_where_they_are_asked_for():
+    model = make_model(D2lBertForMaskedLM)
+    batch = make_batch(model, everywhere=True)
+    in_training = model(**batch)
+    assert in_training.logits is None and len(in_training.to_tuple()) == 1
+    assert model(**batch, skip_logits=False).logits.shape[:2] == (ROWS, LENGTH)
+    assert model(batch["input_ids"]).logits.shape[:2] == (ROWS, LENGTH)
+    outputs = model.eval()(**batch)
+    assert outputs.logits.shape[:2] == (ROWS, LENGTH)
+    torch.testing.assert_close(outputs.loss, in_training.loss)
+
+
+@pytest.mark.parametrize("shape", [(ROWS, LENGTH - 1), (ROWS, LENGTH + 1), (ROWS - 1, LENGTH), (ROWS * LENGTH,)])
+def test_labels_that_do_not_fit_the_tokens_are_refused_in_training(shape):
+    model = make_model(D2lBertForMaskedLM)
+    with pytest.raises(ValueError, match=r"labels of shape \(.* do not fit tokens of shape \(6, 16\)"):
+        model(torch.zeros(ROWS, LENGTH, dtype=torch.long), labels=torch.zeros(shape, dtype=torch.long))
+
+
+class Adapted(nn.Module):
+    """A decoder with something beside it, as adapters are."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder, self.beside = decoder, nn.Linear(decoder.in_features, decoder.out_features)
+        self.weight, self.bias = decoder.weight, decoder.bias
+
+    def forward(self, states):
+        return self.decoder(states) + self.beside(states)
+
+
+def test_a_decoder_with_an_adapter_is_called():
+    model = make_model(D2lBertForMaskedLM)
+    model.mlm.decoder = Adapted(model.mlm.decoder)
+    assert_close_to_dense(model, make_batch(model, everywhere=True), rtol=1e-5, atol=1e-6)
+
+
+def test_a_decoder_with_a_hook_is_called():
+    model = make_model(D2lBertForMaskedLM)
+    model.mlm.decoder.register_forward_hook(lambda _, inputs, scores: 2 * scores)
+    assert_close_to_dense(model, make_batch(model, everywhere=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_a_compiled_model_trains_on_labels_of_every_position(model_class, compiled_anew):
+    """The number of labelled positions is read between two graphs."""
+    model = make_model(model_class)
+    batches = [make_batch(model, everywhere=True) for _ in range(3)]
+    batches[1]["labels"][:, 5:] = -100
+    batches[2]["labels"][:, 9:] = -100
+    expected = [loss_and_gradients(model, **batch) for batch in batches]
+    model.compile()
+    for batch, as_written in zip(batches, expected, strict=True):
+        assert_same(loss_and_gradients(model, **batch), as_written, rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """The loss of both pretraining heads under Transformers' own `Trainer`."""
 
+import functools
+
 import torch
 
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.modeling_d2l_bert import cross_entropy
 
 
 class PretrainingLoss:
@@ -16,6 +17,9 @@ class PretrainingLoss:
     A step's loss is the sum of its token losses divided by its predicted tokens, plus the sum of its pair losses
     divided by its pairs. `Trainer` counts the tokens (`labels`). It does not count the pairs, and hands a loss
     function one micro-batch at a time, so this one counts them where `Trainer` fetches the micro-batches of a step.
+
+    The model computes both losses, in training at the labelled tokens alone. `Trainer` takes `labels` out of a batch
+    that has a loss function, so this one wraps `Trainer.compute_loss` to give them to the model all the same.
 
     Args:
         trainer: its batches hold `labels` and `next_sentence_label`.
@@ -32,6 +36,8 @@ class PretrainingLoss:
         self.trainer = trainer
         self.fetch = trainer.get_batch_samples
         trainer.get_batch_samples = self.fetch_and_count
+        self.compute = trainer.compute_loss
+        trainer.compute_loss = self.compute_with_labels
 
     def fetch_and_count(self, epoch_iterator, num_batches, device):
         """`Trainer.get_batch_samples`, with the step's number of pairs in each batch as the model's argument."""
@@ -46,6 +52,11 @@ class PretrainingLoss:
         pairs = torch.as_tensor(pairs).clamp(min=1)  # a step without a pair adds nothing
         return [{**batch, "num_pairs_in_batch": pairs} for batch in batches], num_items
 
+    def compute_with_labels(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """`Trainer.compute_loss`, of a model that is given the labels and their number."""
+        model = functools.partial(model, labels=inputs["labels"], num_items_in_batch=num_items_in_batch)
+        return self.compute(model, inputs, return_outputs, num_items_in_batch)
+
     def __call__(self, outputs, labels, num_items_in_batch=None):
         """The loss of one micro-batch, a share of the step's."""
-        return cross_entropy(outputs.prediction_logits, labels, num_items_in_batch) + outputs.nsp_loss
+        return outputs.loss
