@@ -1,14 +1,23 @@
 """What the MLM head costs at the predicted positions alone, and at every position.
 
     python -m benchmarks.mlm_head [--repetitions 15] [--device cpu|cuda]
+    python -m benchmarks.mlm_head --loss [--vocab_sizes 8192 ...] [--hidden_sizes 128 ...] [--rows 600 4900]
 
 The head's arithmetic is 2 (H^2 + H V) a position forward and twice that backward: T / P times less at P of T
 positions. Its memory, at its peak, is three tensors of V numbers a position (the log-probabilities, their gradient,
 the logits' gradient) and the decoder's gradient, V H. The two variants take turns; the median and the spread are
 printed, for the head alone and for a whole training step (forward, loss, backward) of the model.
+
+With `--loss` it compares the loss from hidden states, forward and backward, ours and PyTorch's: ours, PyTorch's
+`linear_cross_entropy` with its own choice of chunks, the same with chunks as large as ours and sums in float32. In
+bf16 the weights are in float32 and cast, as under autocast. Errors are those of the loss and of the gradients of
+states and weight, as a share of their norm, against float64 on the same numbers, for the first 600 rows: of random
+labels, and of labels with probabilities of 0.02 to 0.998.
 """
 
 import argparse
+import ctypes
+import functools
 import platform
 import statistics
 import sys
@@ -18,10 +27,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.nn import functional as F
 
 from benchmarks.peers import memory
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
-from d2l_bert.modeling.modeling_d2l_bert import cross_entropy
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE, LinearCrossEntropy, cross_entropy
 
 
 SIZES = {
@@ -48,9 +58,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=positive, default=15)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--loss", action="store_true", help="compare the loss from hidden states with PyTorch's")
+    parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[8192, 20256, 30522])
+    parser.add_argument("--hidden_sizes", type=positive, nargs="+", default=[128, 256, 768])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[600, 4900], help="labelled rows")
     arguments = parser.parse_args()
+    if arguments.loss and not hasattr(F, "linear_cross_entropy"):
+        parser.error(f"--loss: torch {torch.__version__} has no linear_cross_entropy; torch 2.13 does")
     if arguments.device == "cpu" and not Path("/proc/self/clear_refs").exists():
         sys.exit("peak memory on a processor is read from /proc, which Linux has")
+    if arguments.loss:
+        print(heading(arguments.device))
+        for dtype in (torch.float32, torch.bfloat16):
+            for hidden_size in arguments.hidden_sizes:
+                for vocab_size in arguments.vocab_sizes:
+                    compare_losses(dtype, hidden_size, vocab_size, arguments)
+        return
     print(heading(arguments.device, "float32"))
     for name, (architecture, rows, length) in SIZES.items():
         compare(name, architecture, rows, length, arguments)
@@ -89,13 +112,13 @@ def compare(name, architecture, rows, length, arguments):
         ("step", lambda: step(labels=labels), lambda: step(labels=at_masked, masked_positions=masked_positions)),
     ):
         figures = {"every position": measure(full, arguments), "masked_positions": measure(masked, arguments)}
-        alternate(full, masked, figures, arguments)
+        alternate({"every position": full, "masked_positions": masked}, figures, arguments)
         report(what, figures, {"every position": rows * length, "masked_positions": rows * predicted}, config)
 
 
-def alternate(full, masked, figures, arguments):
+def alternate(functions, figures, arguments):
     for _ in range(arguments.repetitions):
-        for function, label in ((full, "every position"), (masked, "masked_positions")):
+        for label, function in functions.items():
             synchronize(arguments)
             start = time.perf_counter()
             function()
@@ -112,6 +135,7 @@ def measure(function, arguments):
         function()
         peak = torch.cuda.max_memory_allocated() - before
     else:
+        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already is not held
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = memory("VmRSS")
         function()
@@ -143,6 +167,106 @@ def report(what, figures, positions, config):
             f"  arithmetic: {work[every]:.1f} and {work[masked]:.1f} GFLOP, {work[every] / work[masked]:.2f}; "
             f"{space[every]:.0f} and {space[masked]:.0f} MiB, {space[every] / space[masked]:.2f}"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss from hidden states
+
+ROWS_CHECKED = 600
+
+
+def our_loss(states, weight, bias, labels):
+    return LinearCrossEntropy.apply(states, weight, bias, labels)
+
+
+def pytorch_loss(states, weight, bias, labels, **options):
+    table, offset = weight.to(states.dtype), bias.to(states.dtype)
+    options = torch.nn.LinearCrossEntropyOptions(**options)
+    return F.linear_cross_entropy(states, table, labels, linear_bias=offset, reduction="sum", options=options)
+
+
+def pytorch_loss_in_our_chunks(states, weight, bias, labels):
+    rows = max(1, min(len(labels), LOGITS_AT_ONCE // len(weight)))
+    in_float32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
+    return pytorch_loss(states, weight, bias, labels, batch_chunk_size=rows, chunking_method=None, **in_float32)
+
+
+LOSSES = {"ours": our_loss, "PyTorch's": pytorch_loss, "PyTorch's, our chunks": pytorch_loss_in_our_chunks}
+
+
+def compare_losses(dtype, hidden_size, vocab_size, arguments):
+    """Print time and memory of each loss with its gradients, and its errors."""
+    inputs = {likely: loss_inputs(dtype, hidden_size, vocab_size, likely, arguments) for likely in (False, True)}
+    exact = {likely: exact_loss(*first_rows(given)) for likely, given in inputs.items()}
+    print(f"\n{str(dtype).removeprefix('torch.')}, H = {hidden_size}, V = {vocab_size:,}", flush=True)
+    for name, loss in LOSSES.items():
+        found = {likely: loss_and_gradients(loss, *first_rows(given)) for likely, given in inputs.items()}
+        errors = {
+            likely: [float((one - other).norm() / other.norm()) for one, other in zip(got, exact[likely], strict=True)]
+            for likely, got in found.items()
+        }
+        shown = "; likely labels ".join(" ".join(f"{error:.1e}" for error in each) for each in errors.values())
+        print(f"  {name:22} errors of loss, states, weight: random labels {shown}", flush=True)
+    for rows in arguments.rows:
+        states, weight, bias, labels = inputs[False]
+        given = (states[:rows], weight, bias, labels[:rows])
+        work = {name: functools.partial(loss_and_gradients, loss, *given) for name, loss in LOSSES.items()}
+        figures = {name: measure(function, arguments) for name, function in work.items()}
+        alternate(work, figures, arguments)
+        for name, figure in figures.items():
+            ratios = [one / ours for one, ours in zip(figure["seconds"], figures["ours"]["seconds"], strict=True)]
+            print(
+                f"  {rows:5,} rows, {name:22} {1000 * statistics.median(figure['seconds']):8.1f} ms, "
+                f"{statistics.median(ratios):5.2f} times ours ({min(ratios):.2f} to {max(ratios):.2f})   "
+                f"peak memory {figure['peak'] / 2**20:6.0f} MiB",
+                flush=True,
+            )
+
+
+def loss_inputs(dtype, hidden_size, vocab_size, likely, arguments):
+    """States, weight, bias and labels; with `likely`, the labels have probabilities from 0.02 to 0.998."""
+    generator, rows = torch.Generator().manual_seed(0), max(*arguments.rows, ROWS_CHECKED)
+    states = torch.randn(rows, hidden_size, generator=generator)
+    weight = torch.randn(vocab_size, hidden_size, generator=generator) / hidden_size**0.5
+    bias = 0.1 * torch.randn(vocab_size, generator=generator)
+    labels = torch.randint(vocab_size, (rows,), generator=generator)
+    if likely:
+        states, labels = states[:ROWS_CHECKED], labels[:ROWS_CHECKED]
+        wanted = torch.tensor([0.02, 0.5, 0.9, 0.99, 0.998]).logit().repeat(ROWS_CHECKED)[:ROWS_CHECKED, None]
+        of_labels = weight[labels]
+        for _ in range(5):  # a longer way along the label's row changes the other scores a little
+            scores = states @ weight.T + bias
+            distance = scores.gather(1, labels[:, None]).clone()
+            distance -= scores.scatter(1, labels[:, None], -torch.inf).logsumexp(1, keepdim=True)
+            states = states + (wanted - distance) / of_labels.square().sum(1, keepdim=True) * of_labels
+    return [tensor.to(arguments.device) for tensor in (states.to(dtype), weight, bias, labels)]
+
+
+def first_rows(given):
+    states, weight, bias, labels = given
+    return states[:ROWS_CHECKED], weight, bias, labels[:ROWS_CHECKED]
+
+
+def loss_and_gradients(loss_of, states, weight, bias, labels):
+    """The sum of the losses, and the gradients of states and weight."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (states, weight, bias)]
+    loss = loss_of(*leaves, labels)
+    loss.backward()
+    return [loss.detach(), leaves[0].grad, leaves[1].grad]
+
+
+def exact_loss(states, weight, bias, labels):
+    """The same in float64, with the weights as they are rounded for the product."""
+    table, offset = weight.to(states.dtype), bias.to(states.dtype)
+
+    def plain(states, weight, bias, labels):
+        return F.cross_entropy(F.linear(states, weight, bias), labels, reduction="sum")
+
+    return loss_and_gradients(plain, states.double(), table.double(), offset.double(), labels)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What every bench prints first
 
 
 def heading(device, *more) -> str:

@@ -1,6 +1,7 @@
 """One optimizer step, however it is split: over micro-batches, over processes, over an interruption; and a peer's.
 
     python -m benchmarks.one_step [--corpus PATH...]
+    python -m benchmarks.one_step --labels [--repetitions 15] [--corpus PATH...]
 
 The command line trains the recipe tiny for 20 steps of 64 pairs, in float32, at a rate of 1e-4, with a limit on the
 gradient's norm that every step exceeds; in micro-batches of 64, 16 and 1 pairs, on one process and on two, and with
@@ -13,14 +14,21 @@ Trainer with gradient accumulation. Its first row shows that it is the same task
 are expected to differ, since each micro-batch's loss is a mean of its own, and their sum is not divided.
 
 The exit code adds up: 1 if ours are not one step, 2 if the peer's are.
+
+`--labels` times one step of d2l's small BERT in bf16, on the same 512 pairs, all padded to 64: by `masked_positions`,
+as `d2l-bert pretrain` does; from labels of every position in a plain loop; and under Transformers' Trainer with
+`PretrainingLoss`. They take turns; all clip the gradient and use AdamW.
 """
 
 import argparse
+import copy
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -29,7 +37,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.mlm_head import heading
+from benchmarks.mlm_head import heading, positive
+from benchmarks.peers import whole_step
 
 
 STEPS, BATCH, LENGTH, RATE, LONGEST_GRADIENT, SEED = 20, 64, 64, 1e-4, 0.1, 42
@@ -58,7 +67,14 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
-    corpus = parser.parse_args().corpus
+    parser.add_argument("--labels", action="store_true", help="time steps from labels of every position")
+    parser.add_argument("--repetitions", type=positive, default=15, help="turns of each, with --labels")
+    arguments = parser.parse_args()
+    corpus = arguments.corpus
+    if arguments.labels:
+        print(heading("cpu", "bf16"))
+        time_labels(corpus, arguments.repetitions)
+        return
     print(heading("cpu", "float32"))
     print(f"{STEPS} steps of {BATCH} pairs, rate {RATE:g}, gradients of norm {LONGEST_GRADIENT:g} at most\n")
     print(f"{'':>50} {'first step':>31} {'after the last':>15}")
@@ -238,6 +254,98 @@ def train_stock(model, pairs, size, output) -> Result:
     parameters = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
     how = f"BertForPreTraining under Trainer, {size} x {BATCH // size}"
     return Result(how, float(first["loss"]), float(first["grad_norm"]), captured[0], parameters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels of every position
+
+
+def time_labels(corpus: list[str], repetitions: int):
+    """Print how long a step takes from labels of every position, beside one by `masked_positions`."""
+    from d2l_bert import RECIPES, PretrainingLoss
+    from d2l_bert.training import batching, distributed, pretrain
+    from d2l_bert.training.optim import make_optimizers
+    from d2l_bert.training.prepare import prepare
+    from d2l_bert.training.step import train_step
+
+    architecture, run = RECIPES["d2l"]()
+    run = replace(run, corpus=corpus, vocab_size=architecture.vocab_size, attn_implementation="eager")
+    step = batching.make_steps(run, prepare(run), 1, **batching.how_to_cut(architecture, run))[0]
+    ours = whole_step(step, run.max_seq_length, architecture.pad_token_id)
+    plain = labels_of_every_position(ours)
+    models = [pretrain.make_model(architecture, run, None, None).train()]
+    for _ in range(2):
+        models.append(copy.deepcopy(models[0]))
+        models[-1].set_attn_implementation("sdpa")  # as `from_pretrained` sets it
+    betas = (run.adam_beta1, run.adam_beta2)
+    optimizers = [
+        make_optimizers(model, "adamw", run.learning_rate, run.weight_decay, betas, run.adam_epsilon)[0]
+        for model in models[:2]
+    ]
+    accelerator = distributed.make_accelerator("bf16")
+
+    def masked_positions():
+        train_step(accelerator, models[0], optimizers[:1], [ours], 1e-4, run.max_grad_norm)
+
+    def every_position():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = models[1](**plain).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(models[1].parameters(), run.max_grad_norm)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+    names = ("masked_positions", "labels of every position", "under Trainer")
+    seconds = {name: [] for name in names}
+
+    class Turns(transformers.TrainerCallback):
+        """Trainer's steps are timed from their first micro-batch on; the others have their turns in between."""
+
+        def on_step_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            seconds["under Trainer"].append(time.perf_counter() - self.start)
+            for name, function in zip(names, (masked_positions, every_position), strict=False):
+                start = time.perf_counter()
+                function()
+                seconds[name].append(time.perf_counter() - start)
+
+    pairs = [{name: tensor[row] for name, tensor in plain.items()} for row in range(len(plain["labels"]))]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=len(pairs),
+            train_sampling_strategy="sequential",
+            max_steps=repetitions + 2,  # the first ones allocate
+            learning_rate=1e-4,
+            max_grad_norm=run.max_grad_norm,
+            bf16=True,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = transformers.Trainer(models[2], arguments, train_dataset=pairs, callbacks=[Turns()])
+        trainer.compute_loss_func = PretrainingLoss(trainer)
+        trainer.train()
+    of_ours = seconds[names[0]][2:]
+    for name, taken in seconds.items():
+        ratios = [one / other for one, other in zip(taken[2:], of_ours, strict=True)]
+        print(
+            f"  {name:26} {1000 * statistics.median(taken[2:]):7.0f} ms, {statistics.median(ratios):.2f} times the "
+            f"first ({min(ratios):.2f} to {max(ratios):.2f}), turn by turn"
+        )
+
+
+def labels_of_every_position(batch):
+    """A batch with labels (B, P) at `masked_positions`, as one with labels (B, T)."""
+    batch = dict(batch)
+    positions, given = batch.pop("masked_positions"), batch["labels"]
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    rows, slots = (given != -100).nonzero(as_tuple=True)
+    batch["labels"][rows, positions[rows, slots]] = given[rows, slots]
+    return batch
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import inference, mlm_head, peers, start_up, throughput
+from benchmarks import inference, mlm_head, one_step, peers, start_up, throughput
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.cli import main as command_line
 from d2l_bert.tokenization.prepare import prepare
@@ -451,6 +451,38 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(bench_of, monkeypatch, c
     with pytest.raises(SystemExit, match="--device cuda: PyTorch sees no GPU here.*") as refused:
         bench_of.main()
     assert "\n" not in refused.value.code and not capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="PyTorch has it from 2.13 on")
+def test_losses_are_compared_with_float64_in_error_time_and_memory(monkeypatch, capsys):
+    options = "--loss --vocab_sizes 300 --hidden_sizes 16 --rows 40 --repetitions 1"
+    monkeypatch.setattr(sys, "argv", ["mlm_head", *options.split()])
+    mlm_head.main()
+    printed = capsys.readouterr().out
+    in_float32, in_bf16 = printed.split("bfloat16, H = 16, V = 300")
+    errors = [re.findall(r"\d\.\de[-+]\d\d", text) for text in (in_float32, in_bf16)]
+    assert [len(found) for found in errors] == [3 * 6] * 2  # of loss and two gradients, for labels of two kinds
+    assert max(map(float, errors[0])) < 1e-5 < 1e-4 < max(map(float, errors[1])) < 0.2
+    assert printed.count("ms, ") == printed.count("MiB") == 2 * 3
+
+
+def test_likely_labels_have_the_probabilities_that_are_said():
+    arguments = SimpleNamespace(rows=[10], device="cpu")
+    states, weight, bias, labels = mlm_head.loss_inputs(torch.float32, 64, 500, True, arguments)
+    chances = (states @ weight.T + bias).softmax(1)[torch.arange(len(labels)), labels]
+    wanted = torch.tensor([0.02, 0.5, 0.9, 0.99, 0.998]).repeat(len(labels) // 5)
+    torch.testing.assert_close(chances, wanted, rtol=0.02, atol=0.002)
+
+
+def test_labels_of_every_position_are_those_of_the_masked_ones():
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.tensor([[7, 8, -100], [9, -100, -100]])}
+    plain = one_step.labels_of_every_position(batch | {"masked_positions": torch.tensor([[4, 1, 0], [0, 0, 0]])})
+    assert plain["labels"].tolist() == [[-100, 8, -100, -100, 7, -100], [9, *[-100] * 5]]
+    assert "masked_positions" not in plain
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, D2lBertForSequenceClassification, PretrainingLoss
 from d2l_bert.modeling import configuration_d2l_bert, modeling_d2l_bert
 from d2l_bert.modeling.bert_checkpoints import from_bert
+from d2l_bert.modeling.modeling_d2l_bert import MaskLM
 from d2l_bert.modeling.saving import AUTO_MAP
 
 
@@ -263,6 +264,14 @@ def test_every_accumulation_split_has_one_gradient_under_trainer(head, options, 
         assert loss == pytest.approx(whole_loss, rel=1e-5)
         for name, value in whole.items():
             torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["ForPreTraining", "ForMaskedLM"])
+def test_under_trainer_a_training_step_makes_no_scores_of_every_position(head, tmp_path, monkeypatch):
+    scored, as_is = [], MaskLM.forward
+    monkeypatch.setattr(MaskLM, "forward", lambda self, states: (scored.append(states.shape), as_is(self, states))[1])
+    trained_once(head, make_rows(head), 4, 2, tmp_path)
+    assert not scored
 
 
 def test_without_the_loss_function_trainer_takes_the_mean_of_the_pretraining_models_micro_batches(tmp_path):
