@@ -263,9 +263,10 @@ def train_stock(model, pairs, size, output) -> Result:
 def time_labels(corpus: list[str], repetitions: int):
     """Print how long a step takes from labels of every position, beside one by `masked_positions`."""
     from d2l_bert import RECIPES, PretrainingLoss
-    from d2l_bert.training import batching, distributed, pretrain
+    from d2l_bert.tokenization.prepare import prepare
+    from d2l_bert.training import batching, distributed
+    from d2l_bert.training.initialize import make_model
     from d2l_bert.training.optim import make_optimizers
-    from d2l_bert.training.prepare import prepare
     from d2l_bert.training.step import train_step
 
     architecture, run = RECIPES["d2l"]()
@@ -273,7 +274,7 @@ def time_labels(corpus: list[str], repetitions: int):
     step = batching.make_steps(run, prepare(run), 1, **batching.how_to_cut(architecture, run))[0]
     ours = whole_step(step, run.max_seq_length, architecture.pad_token_id)
     plain = labels_of_every_position(ours)
-    models = [pretrain.make_model(architecture, run, None, None).train()]
+    models = [make_model(architecture, run, None, None).train()]
     for _ in range(2):
         models.append(copy.deepcopy(models[0]))
         models[-1].set_attn_implementation("sdpa")  # as `from_pretrained` sets it

@@ -593,7 +593,7 @@ def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, com
 def test_compiled_masks_differ_from_place_to_place_and_are_drawn_once(recomputed, compiled_anew, monkeypatch):
     """The compiler may merge two calls that look alike, and make again in the backward pass what it did forward."""
     if recomputed:
-        compiling.compile_blocks(make_model())
+        trials.compile_blocks(make_model())
     first, second = modeling.Dropout(0.5).train(), modeling.Dropout(0.5).train()
 
     def dropped_twice(values, matrix):
@@ -616,7 +616,7 @@ def test_compiled_blocks_with_gradient_checkpointing_draw_the_same_masks(compile
     for is_compiled in (False, True):
         if is_compiled:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-            compiling.compile_blocks(model)
+            trials.compile_blocks(model)
         torch.manual_seed(5)
         found.append(loss_and_gradients(model, **make_batch(model)))
     assert_same(found[1], found[0], rtol=1e-4, atol=1e-6)

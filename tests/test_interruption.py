@@ -353,7 +353,7 @@ def test_a_dry_run_without_memory_names_the_options_that_help_and_no_run_to_go_o
     def fail(*_):
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("d2l_bert.training.pretrain.train_step", fail)
+    monkeypatch.setattr("d2l_bert.training.learner.train_step", fail)
     assert main(command(tmp_path / "model", *SHORT, "--dry_run")) == 2
     assert error_line(capsys).endswith("or give --gradient_checkpointing: the steps stay the same")
     assert main(command(tmp_path / "model", *SHORT)) == 2

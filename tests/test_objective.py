@@ -115,8 +115,8 @@ def test_curves_have_a_panel_for_each_loss_and_one_for_accuracy(pretrained, monk
     from d2l_bert.training.tracking import TrainingLog
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
     folder, _ = pretrained(objective)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
     plot_curves(TrainingLog(folder / "training_log.jsonl").rows(), folder / "unused.png")
     names = ["masked language model", *([PAIR_TASKS[objective].name] if objective in PAIR_TASKS else [])]
     titles = [*(f"{name}: loss (nats)" for name in names), "held-out accuracy (%)"]

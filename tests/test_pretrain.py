@@ -354,7 +354,7 @@ def test_a_checkpoint_goes_on_after_an_upgrade_that_changes_no_token(books, trai
         shutil.copytree(folder, package / "d2l_bert" / name, dirs_exist_ok=True)
     for file in package.rglob("*.py"):
         file.write_text(file.read_text() + "\n# A comment.\n")
-    corpus = package / "d2l_bert" / "training" / "corpus.py"
+    file = package / "d2l_bert" / "tokenization" / "sentences.py"
     start = package / "d2l_bert" / "__init__.py"
     start.write_text(
         start.read_text() + "import importlib.metadata\n_version = importlib.metadata.version\n"
@@ -366,7 +366,7 @@ def test_a_checkpoint_goes_on_after_an_upgrade_that_changes_no_token(books, trai
     assert done.returncode == 0, done.stderr
     assert "reading books" in done.stderr, "the text is another one for the cache"
     assert (tmp_path / "resumed" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
-    corpus.write_text(corpus.read_text().replace("in sentencex.segment(language, paragraph):", "in [paragraph]:"))
+    file.write_text(file.read_text().replace("in sentencex.segment(language, paragraph):", "in [paragraph]:"))
     done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'refused'}"])
     assert done.returncode == 2 and "another run: corpus (fingerprint) was" in done.stderr.splitlines()[-1]
 
@@ -474,7 +474,7 @@ def test_what_the_machine_decides_is_in_the_record(books, tmp_path):
 KEEP_AND_FREE = """
 import pathlib, re, sys
 import numpy as np
-from d2l_bert.cli import keep_freed_memory
+from d2l_bert.commands import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 arrays = [np.ones(2**21) for _ in range(80)]

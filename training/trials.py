@@ -182,7 +182,7 @@ def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText
     """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
     if run.max_minutes is not None:
         return 60 * run.max_minutes > 2 * LEAST_SECONDS
-    max_steps = count_steps(run, make_steps(run, text, STAND_IN, **cutting))
+    max_steps = run.max_steps or count_steps(run, make_steps(run, text, STAND_IN, **cutting))
     counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
     arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
     if arithmetic < LEAST_SECONDS * SLOWEST_PEAK:
@@ -336,13 +336,11 @@ def decide_steps(run: PretrainConfig, learner: Learner, text: PreparedText, cutt
 
 def count_steps(run: PretrainConfig, steps: PretrainingSteps) -> int:
     """
-    The steps of a run whose length is `max_steps` or `num_train_epochs`.
+    The steps of a run whose length is `num_train_epochs`.
 
     Args:
         steps: of a run of `STAND_IN` steps.
     """
-    if run.max_steps is not None:
-        return run.max_steps
     # Each length has a plan of its own, of which a step is some part.
     passes = sum(
         (end - phase.first_step) / STAND_IN * phase.global_batch_size / len(phase.plans.epoch(0))
