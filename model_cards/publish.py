@@ -31,8 +31,10 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE, check_folder
 from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.modeling.saving import AUTO_MAP
-from d2l_bert.progress import say
 from d2l_bert.tokenization.wordpiece import pieces
+
+
+logger = logging.getLogger(__name__)
 
 
 TAG = "model-"  # and a name for what it holds
@@ -312,7 +314,7 @@ def warn_of_earlier_commits(api: HfApi, repo_id: str) -> None:
     """
     with contextlib.suppress(RepositoryNotFoundError):
         if api.model_info(repo_id).private:
-            say(
+            logger.warning(
                 f"{repo_id} is private: it is made public when the model is there, and its earlier commits will be "
                 f"seen by everybody"
             )
@@ -325,7 +327,7 @@ def warn_on_dry_run(repo_id: str) -> None:
         with hub_errors(repo_id):
             warn_of_earlier_commits(api, full_repo_id(api, repo_id))
     except UserError:
-        say(
+        logger.warning(
             f"the Hub could not be asked: if {repo_id} exists and is private, its earlier commits will be seen by "
             f"everybody"
         )
@@ -402,7 +404,7 @@ def retries_said_once() -> Iterator[None]:
             return True
         if not was_said.is_set():
             was_said.set()
-            say(f"{constants.ENDPOINT} does not answer as it should; trying again for up to half a minute")
+            logger.warning(f"{constants.ENDPOINT} does not answer as it should; trying again for up to half a minute")
         return False
 
     logger = logging.getLogger("huggingface_hub.utils._http")

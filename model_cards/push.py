@@ -1,5 +1,6 @@
 """To the Hub while a run goes on: its checkpoints in the background, the finished model at its end."""
 
+import logging
 import queue
 import shlex
 import shutil
@@ -26,7 +27,9 @@ from d2l_bert.model_cards.publish import (
     send,
     warn_of_earlier_commits,
 )
-from d2l_bert.progress import say
+
+
+logger = logging.getLogger(__name__)
 
 
 STAGED = ".hub-"  # folders of checkpoints on their way to the Hub, beside them
@@ -86,7 +89,7 @@ class Pusher:
         if self.strategy == "end":
             return
         if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:
-            say(f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier one still is")
+            logger.warning(f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier one still is")
             return
         try:
             staged = self._stage(checkpoint, step)
@@ -126,9 +129,9 @@ class Pusher:
     def _not_sent(self, name, error):
         """Say why a checkpoint was not sent; a bug of this package is shown with its traceback."""
         if not isinstance(error, (UserError, OSError)):
-            say("".join(traceback.format_exception(error)).rstrip())
+            logger.warning("".join(traceback.format_exception(error)).rstrip())
             error = f"this is a bug of d2l-bert ({type(error).__name__}): please report it with the lines above"
-        say(f"{self.repo_id}: {name} was not sent: {error}")
+        logger.warning(f"{self.repo_id}: {name} was not sent: {error}")
 
     def finish(self) -> str:
         """
@@ -147,5 +150,5 @@ class Pusher:
             what = str(error).removesuffix(f"; {AGAIN}")
             raise UserError(f"{what}; the model is complete in {self.folder}: {command}") from None
         except (KeyboardInterrupt, SystemExit):
-            say(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
+            logger.warning(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
             raise

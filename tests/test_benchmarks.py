@@ -371,7 +371,8 @@ def test_a_run_ends_with_the_bench_though_it_is_stopped(number, tmp_path, monkey
     monkeypatch.setattr(throughput, "TURN", 0.2)
     command = [sys.executable, "-c", COUNTING, str(tmp_path)]
     bare = SimpleNamespace(work=lambda seconds: signal.raise_signal(number))
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may ignore it
     try:
         throughput.end_in_order()
         with pytest.raises((SystemExit, KeyboardInterrupt)):

@@ -439,7 +439,7 @@ def report_run(folder, first, last):
         rows.append({"step": step, "event": "loss_spike", "loss": 99.0})
         rows.append({"step": step, "eval_mlm_loss": 0.5 * step, "eval_pairs": 7})
         for row in rows[-3:]:
-            tracking.report(accelerator, row)
+            tracking.send_to_trackers(accelerator, row)
     accelerator.end_training()
     return rows
 
@@ -499,7 +499,7 @@ def test_a_tracker_that_fails_is_said_and_the_others_go_on(capsys):
     taken = []
     broken = SimpleNamespace(name="broken", log=fail)
     whole = SimpleNamespace(name="whole", log=lambda values, step: taken.append((step, values)))
-    tracking.report(SimpleNamespace(trackers=[broken, whole]), {"step": 3, "loss": 1.0})
+    tracking.send_to_trackers(SimpleNamespace(trackers=[broken, whole]), {"step": 3, "loss": 1.0})
     said = capsys.readouterr().err
     assert "step 3: broken did not take the figures (BrokenPipeError" in said and said.count("\n") == 1
     assert taken == [(3, {"train/loss": 1.0})]

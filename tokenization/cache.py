@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert.errors import ENVIRONMENT, UserError, launched_rank, why_unwritable
-from d2l_bert.progress import say
+
+
+logger = logging.getLogger(__name__)
 
 
 SILENT_SECONDS = 1.0  # that a process waits for another one before it says so
@@ -47,7 +50,7 @@ def waited_for(lock: Path, what: str) -> Iterator[None]:
         lock.acquire(timeout=SILENT_SECONDS)
     except Timeout:
         if launched_rank() == 0:
-            say(f"waiting for another process that is {what} (cache {Path(lock.lock_file).parent})")
+            logger.info(f"waiting for another process that is {what} (cache {Path(lock.lock_file).parent})")
         lock.acquire()
     try:
         yield

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import os
 import shutil
 import time
@@ -15,7 +16,6 @@ from transformers import BertTokenizer
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import cores
-from d2l_bert.progress import say
 from d2l_bert.tokenization import arrow, wordpiece
 from d2l_bert.tokenization.cache import cache_folder, code_of, fingerprint, undamaged, written_whole
 from d2l_bert.tokenization.config import TextConfig
@@ -23,6 +23,9 @@ from d2l_bert.tokenization.existing import load_tokenizer
 from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
 from d2l_bert.tokenization.sources import Source, content_hash, dataset_source, file_source
 from d2l_bert.tokenization.split import split_documents
+
+
+logger = logging.getLogger(__name__)
 
 
 # Held-out sentences that a tokenizer is described on.
@@ -104,7 +107,7 @@ def prepare(run: TextConfig) -> PreparedText:
     text = arrow.prepare_text(sources, run.language, cleaning, folder)
     counts = arrow.text_counts(text)
     for line in reading_report(counts):
-        say(line)
+        logger.info(line)
     try:
         sizes = arrow.read_table(text, "document_characters")
         train, held_out = split_documents(sizes, run.validation_fraction, run.max_validation_characters)
@@ -124,7 +127,7 @@ def prepare(run: TextConfig) -> PreparedText:
         raise UserError(f"{name}: too few of its documents hold a token that the tokenizer knows; give more text")
     of_sources = arrow.read_table(text, "document_sources")
     report = wordpiece.describe(tokenizer, itertools.islice(arrow.SentenceSample(text, held_out), DESCRIBED_SENTENCES))
-    say(
+    logger.info(
         f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
         f"{report['unknown_share']:.2%} [UNK]; longest pieces {' '.join(report['longest_pieces'])}"
     )
@@ -141,7 +144,7 @@ def prepare(run: TextConfig) -> PreparedText:
         held_out,
         of_sources,
     )
-    say(text.summary())
+    logger.info(text.summary())
     return text
 
 
@@ -195,10 +198,10 @@ def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Pat
 
     def write(partial):
         part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
-        say(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
+        logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
         start = time.monotonic()
         tokenizer = wordpiece.train_wordpiece(sample, *how)
-        say(f"trained it in {time.monotonic() - start:.0f} s")
+        logger.info(f"trained it in {time.monotonic() - start:.0f} s")
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         (partial / "pieces.json").write_text(json.dumps(pieces))
 
@@ -216,7 +219,7 @@ def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertT
     line = f"added {added:,} words to the vocabulary"
     if added < run.extend_vocab:
         line += f", not {run.extend_vocab:,}: no others are split and occur {run.min_frequency:,} times"
-    say(line)
+    logger.info(line)
     return extended
 
 
@@ -275,7 +278,7 @@ def read_prepared(folder: Path) -> PreparedText:
         )
     except UserError as error:
         raise UserError(f"corpus {folder}: a damaged prepared folder ({error}); prepare the text again") from None
-    say(text.summary())
+    logger.info(text.summary())
     return text
 
 

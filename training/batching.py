@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,14 @@ from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
-from d2l_bert.progress import say
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training import data, masking
 from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 # Steps among which trials look for the largest micro-batches.
@@ -157,7 +160,9 @@ def warn_of_labels(steps: data.PretrainingSteps) -> None:
     labels = steps.phases[-1].plans.epoch(0)["next_sentence_label"]
     share = labels.mean()
     if abs(share - 0.5) > 0.1 and len(labels) > 100:
-        say(f"{share:.0%} of the pairs have label 1: the text has too few sentences that follow one another")
+        logger.warning(
+            f"{share:.0%} of the pairs have label 1: the text has too few sentences that follow one another"
+        )
 
 
 def how_to_cut(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> dict[str, int]:

@@ -6,6 +6,7 @@ A checkpoint is also a model folder: `from_pretrained` loads it.
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.modeling.saving import save_with_code
-from d2l_bert.progress import say
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 STATE_FILE = "training_state.json"
@@ -68,7 +71,7 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
         try:
             drop(old)
         except OSError as error:
-            say(f"{old}: cannot be deleted ({error.strerror or error}), and stays")
+            logger.warning(f"{old}: cannot be deleted ({error.strerror or error}), and stays")
     return final
 
 
@@ -173,8 +176,8 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
         except UserError as error:
             if path == found[0]:
                 raise UserError(f"{error}; there is none before it: --overwrite_output_dir starts anew") from None
-            say(f"{error}; trying the one before")
-    say(f"{folder}: no checkpoint yet, starting from the beginning")
+            logger.warning(f"{error}; trying the one before")
+    logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
     return None
 
 

@@ -1,6 +1,7 @@
 """Where the weights of a run start, beyond the normal distribution that the model itself draws (BERT's)."""
 
 import copy
+import logging
 
 import torch
 from torch import nn
@@ -12,11 +13,13 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.modeling.saving import FREE_FIELDS
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.progress import say
 from d2l_bert.tokenization.existing import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.wordpiece import added_entries
 from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 # Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
@@ -197,7 +200,9 @@ def start_from(
     config.vocab_size = len(known)
     model, fresh = _load(model_class, name, config, attn_implementation)
     if fresh:
-        say(f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made")
+        logger.warning(
+            f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made"
+        )
     extend_embeddings(model, known, tokenizer)
     return model.train()
 

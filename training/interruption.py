@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import re
 import signal
 import threading
@@ -12,11 +13,13 @@ import torch
 from accelerate import Accelerator
 
 from d2l_bert.errors import GO_ON, UserError, is_out_of_memory
-from d2l_bert.progress import say
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.meter import StepFigures
+
+
+logger = logging.getLogger(__name__)
 
 
 # A step or two go wrong in good runs too; after ten the weights themselves are to blame.
@@ -74,7 +77,7 @@ class StopSignals:
         again = number == signal.SIGINT
         if self.accelerator.is_main_process and not self.received:
             leaving = "; again, it leaves at once, without" if again else ""
-            say(f"{name_of(number)}: finishing the step and saving{leaving}")
+            logger.warning(f"{name_of(number)}: finishing the step and saving{leaving}")
         self.received = number
         if again:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from d2l_bert.errors import GO_ON, UserError
+from d2l_bert.progress import are_messages_shown, messages_shown
 
 
 # Seconds from one look at a signal to the next, while a step is waited for.
@@ -103,7 +104,8 @@ class _Worker:
     def __init__(self, steps, numbers):
         self.steps, theirs = multiprocessing.Pipe(duplex=False)
         # A daemon: multiprocessing would else wait for it when this process ends by an error of its own.
-        self.process = multiprocessing.Process(target=_work, args=(theirs, steps, numbers), daemon=True)
+        work = (theirs, steps, numbers, are_messages_shown())
+        self.process = multiprocessing.Process(target=_work, args=work, daemon=True)
         self.process.start()
         theirs.close()  # then there is an end of the pipe when the worker has ended
 
@@ -133,7 +135,7 @@ def _how_it_ended(code):
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _work(connection: Connection, steps, numbers) -> None:
+def _work(connection: Connection, steps, numbers, shows_messages: bool) -> None:
     """
     Make steps and send them, as arrays: tensors would each go through shared memory with a file descriptor of its own,
     which took twice as long as making them.
@@ -144,6 +146,9 @@ def _work(connection: Connection, steps, numbers) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
+    # A forked process has what its parent shows messages with.
+    if shows_messages and not are_messages_shown():
+        messages_shown().__enter__()
     try:
         for number in numbers:
             arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in steps[number]]

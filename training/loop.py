@@ -1,5 +1,6 @@
 """The loop, told as a story: from token ids to a finished model folder."""
 
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 
 from d2l_bert.model_cards.push import Pusher
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.progress import say
+from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training.batching import how_to_cut, make_held_out, make_steps, warn_of_labels
 from d2l_bert.training.checkpoint import Checkpoint, Saver
@@ -26,6 +27,9 @@ from d2l_bert.training.schedule import RunSchedule
 from d2l_bert.training.tracking import start_trackers
 from d2l_bert.training.trials import decide_steps, settle_compiling, settle_micro_batch
 from d2l_bert.training.watch import RunWatch
+
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -50,7 +54,7 @@ def train(
         on_main(accelerator, check_identity, resumed, identity)
         learner.load(resumed)
         if accelerator.is_main_process:
-            say(f"going on from {resumed.path}")
+            logger.info(f"going on from {resumed.path}")
         state = resumed.state
     else:
         state = {"step": 0, "max_steps": decide_steps(run, learner, text, cutting, held_out)}
@@ -98,9 +102,9 @@ def train(
     published, metrics = learner.plain(averaged=True), watch.figures()
     if accelerator.is_main_process:
         metrics |= train_energy(record["machine"], metrics)
-    print_on_main(accelerator, finish_folder, folder, published, text, record, metrics, log, held_out.one(0))
+    report_on_main(accelerator, finish_folder, folder, published, text, record, metrics, log, held_out.one(0))
     if run.push_to_hub:
-        print_on_main(accelerator, Pusher.finish, pusher)
+        report_on_main(accelerator, Pusher.finish, pusher)
     part(accelerator)
 
 
@@ -118,11 +122,11 @@ def write_evaluation(learner: Learner, held_out, stop: StopSignals, watch: RunWa
         watch.write_held_out(figures)
 
 
-def print_on_main(accelerator: Accelerator, function: Callable[..., str], *arguments) -> None:
-    """Call a function in the main process alone, and print the text that it returns."""
+def report_on_main(accelerator: Accelerator, function: Callable[..., str], *arguments) -> None:
+    """Call a function in the main process alone, and report the text that it returns."""
     text = on_main(accelerator, function, *arguments, shared=False)
     if accelerator.is_main_process:
-        print(text)
+        report.info(text)
 
 
 def leave(accelerator: Accelerator, stop: StopSignals, saved: Path | None) -> None:
@@ -132,6 +136,6 @@ def leave(accelerator: Accelerator, stop: StopSignals, saved: Path | None) -> No
             name_of(stop.agreed),
             f"{saved} is saved; go on" if saved else "nothing is lost; start",
         )
-        say(f"{what}: stopped; {there} with the same command and --resume_from_checkpoint latest")
+        logger.warning(f"{what}: stopped; {there} with the same command and --resume_from_checkpoint latest")
     part(accelerator)
     raise stop.exit()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import io
 import json
 import re
 import tempfile
@@ -15,6 +14,7 @@ from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.model_cards.metadata import check_license
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import is_prepared, prepare
 from d2l_bert.training import distributed, interruption
 from d2l_bert.training.batching import check_source_weights, make_passes, pairs_of
@@ -119,18 +119,20 @@ def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
             **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": max(2, len(lengths))},
             **dict.fromkeys(("save_steps", "eval_steps"), max(2, len(lengths))),
         )
+        report.disabled = True  # what it has learnt is nothing
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # what it has learnt is nothing
-                made = pretrain(architecture, short)
+            made = pretrain(architecture, short)
         except UserError as error:  # there is nothing to go on with
             raise UserError(re.sub(f"(;|, and) {GO_ON}", "", str(error))) from None
+        finally:
+            report.disabled = False
         if distributed.launched_rank():
             return
         record = json.loads((made / RUN_FILE).read_text())
         size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
-    print(f"dry run: {expectation(run, record['data']['train_tokens'])}")
-    print(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
-    print("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
+    report.info(f"dry run: {expectation(run, record['data']['train_tokens'])}")
+    report.info(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
+    report.info("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
 
 
 def expectation(run: PretrainConfig, train_tokens: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -14,7 +15,9 @@ from tqdm.auto import tqdm
 
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.pair_tasks import pair_task
-from d2l_bert.progress import say
+
+
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -56,12 +59,12 @@ class Progress:
                 speed,
                 f"{_clock(row['seconds_left'])} left",
             )
-            say("  ".join(filter(None, parts)))
+            logger.info("  ".join(filter(None, parts)))
 
     def show_event(self, row: dict) -> None:
         """Say what happened in a step."""
         if self.visible:
-            say(row["reason"])
+            logger.log(logging.INFO if row["event"] == "stage" else logging.WARNING, row["reason"])
 
     def show_held_out(self, figures: dict) -> None:
         """Show what an evaluation found."""
@@ -72,7 +75,7 @@ class Progress:
                 f"{key.upper()} loss {figures[f'eval_{key}_loss']:.3f}, accuracy {figures[f'eval_{key}_accuracy']:.1%}"
                 for key in keys
             )
-            say(f"held out: {'; '.join(losses)}")
+            logger.info(f"held out: {'; '.join(losses)}")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -234,7 +237,7 @@ def flat(record: dict, prefix: str = "") -> dict[str, bool | int | float | str]:
     return found
 
 
-def report(accelerator: Accelerator, row: dict) -> None:
+def send_to_trackers(accelerator: Accelerator, row: dict) -> None:
     """
     Give a row of the log to the trackers, as `train/loss`, `eval/mlm_loss` and so on; events are not reported.
 
@@ -248,7 +251,9 @@ def report(accelerator: Accelerator, row: dict) -> None:
         try:
             tracker.log(figures, step=row["step"])
         except Exception as error:
-            say(f"step {row['step']}: {tracker.name} did not take the figures ({_one_line(error)}); the log has them")
+            logger.warning(
+                f"step {row['step']}: {tracker.name} did not take the figures ({_one_line(error)}); the log has them"
+            )
 
 
 def _one_line(error):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -18,7 +19,6 @@ from torch import nn
 from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.progress import say
 from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training import distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
@@ -36,6 +36,9 @@ from d2l_bert.training.data import PretrainingSteps
 from d2l_bert.training.host_settings import RECOMPUTATION_LIMITS
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.schedule import EVALUATIONS
+
+
+logger = logging.getLogger(__name__)
 
 
 # Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
@@ -59,7 +62,9 @@ def settle_micro_batch(
         most = -(-run.global_batch_size // learner.accelerator.num_processes)
         found = find_micro_batch(learner, micro_batches, most)
         if learner.accelerator.is_main_process:
-            say(f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds")
+            logger.info(
+                f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds"
+            )
         learner.forget_moments()
     return dataclasses.replace(run, micro_batch_size=found)
 
@@ -306,7 +311,7 @@ def pays(
         leave_as_written(model)
         outcome += ", so it is left as written"
     if accelerator.is_main_process or error:  # a rank that cannot compile says why
-        say(outcome)
+        logger.info(outcome)
     return compiled < as_written
 
 

@@ -15,7 +15,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, said_once
 from d2l_bert.training.interruption import NonFiniteGuard, non_finite
 from d2l_bert.training.meter import Meter, SpikeWatch, StepFigures
-from d2l_bert.training.tracking import Progress, TrainingLog, kind_of, report
+from d2l_bert.training.tracking import Progress, TrainingLog, kind_of, send_to_trackers
 
 
 class RunWatch:
@@ -111,6 +111,6 @@ class RunWatch:
     def _note(self, row):
         """Give a row to the log, the trackers and the terminal."""
         on_main(self.accelerator, self.log.write, row)
-        report(self.accelerator, row)
+        send_to_trackers(self.accelerator, row)
         show = {"train": self.progress.show, "held_out": self.progress.show_held_out}
         show.get(kind_of(row), self.progress.show_event)(row)

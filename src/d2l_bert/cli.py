@@ -13,6 +13,7 @@ from importlib.metadata import version
 from d2l_bert import early_signals
 from d2l_bert.errors import ENVIRONMENT, UserError, is_out_of_memory, launched_rank
 from d2l_bert.flags import make_parser, with_underscores
+from d2l_bert.progress import messages_shown
 
 
 # From a signal to the end of a process that does not come to answer it.
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         arguments.parser.refuse(unknown[0].partition("=")[0])
     try:
-        with _terminated_cleanly():
+        with messages_shown(), _terminated_cleanly():
             arguments.command(arguments)
     except KeyboardInterrupt:
         print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)

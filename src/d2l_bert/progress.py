@@ -1,10 +1,22 @@
-"""Progress of long work on stderr."""
+"""Progress of long work, and how a command shows the package's messages beside its bars."""
 
+import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+
+logger = logging.getLogger(__name__)
+
+# Every module has a logger of its own name, below this one.
+PACKAGE = "d2l_bert"
+
+# What a run has to tell when it is over. A command shows it on stdout.
+report = logging.getLogger(f"{PACKAGE}.report")
 
 
 def watched(
@@ -23,9 +35,33 @@ def watched(
             done = size(item) if size else 1
             count += done
             bar.update(done)
-    say(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
+    logger.info(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
 
 
-def say(line: str) -> None:
-    """One line for whoever watches, without breaking a bar."""
-    tqdm.write(line, file=sys.stderr)
+@contextlib.contextmanager
+def messages_shown() -> Iterator[None]:
+    """
+    Within the block show the package's messages on stderr, as they are, and a run's report on stdout.
+
+    For commands. A program that calls the package sets up the standard library's logging as it likes.
+    """
+    streams = {logging.getLogger(PACKAGE): sys.stderr, report: sys.stdout}
+    before = {logger: (logger.level, logger.propagate) for logger in streams}
+    handlers = {logger: logging.StreamHandler(stream) for logger, stream in streams.items()}
+    for logger, handler in handlers.items():
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        with logging_redirect_tqdm(list(streams)):  # a message does not break a bar
+            yield
+    finally:
+        for logger, handler in handlers.items():
+            logger.removeHandler(handler)
+            level, logger.propagate = before[logger]
+            logger.setLevel(level)
+
+
+def are_messages_shown() -> bool:
+    """Whether this process is in a block of `messages_shown`."""
+    return not logging.getLogger(PACKAGE).propagate
