@@ -12,33 +12,39 @@ MINUTES ?= 20
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
 
-test: .venv/installed
+test: .venv/with-tests
 	$(BIN)/python -m pytest
 
 # New examples for every property test, for so many minutes.
-fuzz: .venv/installed
+fuzz: .venv/with-tests
 	$(BIN)/python tests/fuzz.py $(MINUTES)
 
 # Transformers' own common model tests over our classes; they are in its source distribution only.
-contract: .venv/installed
+contract: .venv/with-tests
 	rm -rf $(SUITE)
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(SUITE) \
 	    transformers==$$($(BIN)/python -c 'import transformers; print(transformers.__version__)')
 	tar xzf $(SUITE)/*.tar.gz -C $(SUITE) --strip-components 1
 	TRANSFORMERS_TESTS=$(SUITE)/tests RUN_SLOW=1 $(BIN)/python -m pytest -o addopts= -q tests/test_transformers_suite.py
 
-style: .venv/installed
+style: .venv/with-tests
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-quality: .venv/installed
+quality: .venv/with-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
 clean:
 	rm -rf .venv build d2l-bert-demo
 
+# What running needs.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
+	touch $@
+
+# What tests and linter need, too.
+.venv/with-tests: .venv/installed
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@

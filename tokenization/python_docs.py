@@ -11,11 +11,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from d2l_bert.tokenization.documents import Document
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The embedded corpus: the documentation that every Python with this package already has.
 
 
 def python_docs() -> Iterator[Document]:
@@ -148,13 +147,15 @@ def required_distributions(name):
     """The installed distributions that `name` needs, directly or not, without extras, sorted by name."""
     found, waiting = {}, [name]
     while waiting:
-        for requirement in importlib.metadata.requires(waiting.pop()) or []:
-            required = re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
-            if required in found or re.search(r"\bextra\s*==", requirement):
+        for requirement in map(Requirement, importlib.metadata.requires(waiting.pop()) or []):
+            required = canonicalize_name(requirement.name)
+            # What belongs to an extra, or to another platform or Python, may be installed for something else.
+            is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if not is_needed or required in found:
                 continue
             try:
                 found[required] = importlib.metadata.distribution(required)
-            except importlib.metadata.PackageNotFoundError:  # a requirement of another platform or Python
+            except importlib.metadata.PackageNotFoundError:  # the package was installed without its dependencies
                 continue
             waiting.append(required)
     return [found[key] for key in sorted(found)]
