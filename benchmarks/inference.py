@@ -34,7 +34,7 @@ from d2l_bert.tokenization.prepare import prepare
 
 BERT = {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}
 NAMES = {"small": "d2l's small BERT", "base": "BERT-base"}
-TEXTS = {"small": 512, "base": 32}  # of a turn on a processor; on a GPU 2,048
+TEXTS = {"small": 512, "base": 32}  # of a turn on a CPU; on a GPU 2,048
 SHORTEST = 8  # tokens; shorter paragraphs are headings
 LIMITS = {"float32": 1e-5, "bfloat16": 3e-2}  # how far apart the two may be, as a share of the norm
 

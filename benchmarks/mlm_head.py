@@ -66,7 +66,7 @@ def main() -> None:
     if arguments.loss and not hasattr(F, "linear_cross_entropy"):
         parser.error(f"--loss: torch {torch.__version__} has no linear_cross_entropy; torch 2.13 does")
     if arguments.device == "cpu" and not Path("/proc/self/clear_refs").exists():
-        sys.exit("peak memory on a processor is read from /proc, which Linux has")
+        sys.exit("peak memory on a CPU is read from /proc, which Linux has")
     if arguments.loss:
         print(heading(arguments.device))
         for dtype in (torch.float32, torch.bfloat16):
@@ -277,7 +277,7 @@ def heading(device, *more) -> str:
         SystemExit: a GPU is asked for, and there is none.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: PyTorch sees no GPU here; leave it out to measure the processor")
+        sys.exit("--device cuda: PyTorch sees no GPU here; leave it out to measure the CPU")
     versions = f"torch {torch.__version__}", f"transformers {transformers.__version__}"
     return f"python {' '.join(sys.orig_argv[1:])}    {date.today()}\n{', '.join([machine(device), *versions, *more])}"
 

@@ -111,7 +111,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         checkpoint_step=record.get("checkpoint_step"),
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
-        evaluation_rows=[(row, shown(metrics[key], how)) for row, key, how, *_ in figures(metrics)],
+        evaluation_rows=[(row, shown(metrics[key], measured_in)) for row, key, measured_in, *_ in figures(metrics)],
         machine_rows=_machine_rows(record, metrics, task),
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
@@ -332,9 +332,9 @@ def figures(metrics: dict) -> list[tuple[str, str, str, str, str, str]]:
     return [figure for figure in known if figure[1] in metrics]
 
 
-def shown(value: float, how: str) -> str:
+def shown(value: float, measured_in: str) -> str:
     """A figure as the card's text says it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(how, f"{value:.1f}")
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(measured_in, f"{value:.1f}")
 
 
 def _guess(label, score):

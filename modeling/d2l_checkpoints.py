@@ -113,7 +113,7 @@ def from_d2l(
         if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
             raise ValueError(
                 f"{name}: holds no plain numbers but {value.dtype}, {value.layout}, {value.device}; save the state "
-                f"dict of the net in float32, dense, on a processor"
+                f"dict of the net in float32, dense, on a CPU"
             )
     blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
     theirs_of = module_names(D2L_NAMES, max(blocks, default=-1) + 1)

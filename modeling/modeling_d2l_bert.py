@@ -367,7 +367,7 @@ def is_plain(linear):
 
 def rows_to_predict(hidden_states, labels):
     """
-    Leave out rows (R, H) whose label (R,) is -100, on a processor.
+    Leave out rows (R, H) whose label (R,) is -100, on a CPU.
 
     Elsewhere how many there are would have to be waited for, and all rows stay. What is left is made up to a multiple
     of 32, from 2,048 on of 64, and so on: products are prepared once for each shape, and there should be few.

@@ -1,4 +1,4 @@
-"""The `d2l-bert` command with FSDP2 in force on processors, where Accelerate passes it over and runs DDP.
+"""The `d2l-bert` command with FSDP2 in force on CPUs, where Accelerate passes it over and runs DDP.
 
     accelerate launch --config_file docs/accelerate/fsdp2.yaml --num_processes 2 tests/on_fsdp.py pretrain ...
     torchrun --standalone --nproc-per-node 2 tests/on_fsdp.py pretrain ...
@@ -37,7 +37,7 @@ class Fsdp2:
         register_optimizer_step_pre_hook(self.watch)
 
     def start(self, state, *args, fsdp_plugin=None, **kwargs):
-        """Start Accelerate's state on processors as it starts itself on GPUs."""
+        """Start Accelerate's state on CPUs as it starts itself on GPUs."""
         is_new = AcceleratorState._shared_state == {}
         self.as_it_was(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if is_new:

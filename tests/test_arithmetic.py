@@ -70,7 +70,7 @@ def test_the_peak_is_a_plausible_one_and_leaves_random_numbers_alone():
     state = np.random.get_state()[1].copy()
     peak = matmul_peak(torch.device("cpu"), torch.float32, seconds=0.03)
     assert torch.equal(torch.rand(4), expected) and (np.random.get_state()[1] == state).all()
-    assert 1e8 < peak < 1e15  # a tenth of what any processor of this century does, and more than any does
+    assert 1e8 < peak < 1e15  # a tenth of what any CPU of this century does, and more than any does
 
 
 @pytest.mark.parametrize("precision", MATMUL_DTYPES)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.errors import UserError
+from d2l_bert.progress import messages_shown
 from d2l_bert.tokenization import arrow, prepare, wordpiece
 from d2l_bert.tokenization.cache import SILENT_SECONDS, cache_folder, written_whole
 from d2l_bert.tokenization.documents import Document
@@ -545,7 +546,7 @@ def test_micro_batches_of_all_processes_hold_each_row_once_and_are_equally_many(
 
 @pytest.mark.parametrize(("rows", "bunch"), [(15, 1), (32, 2), (512, 32), (700, 32)])
 def test_micro_batches_come_in_few_sizes(rows, bunch):
-    """A processor prepares its products for each: bunches of a 16th of the rows at most, a power of two."""
+    """A CPU prepares its products for each: bunches of a 16th of the rows at most, a power of two."""
     rng = np.random.default_rng(0)
     sizes = []
     for _ in range(20):
@@ -694,12 +695,13 @@ def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(text
     monkeypatch.setenv("RANK", rank)
     plans = make_steps(text, tmp_path).phases[0].plans
     plans.folder.mkdir(parents=True)
-    with FileLock(plans.folder / ".lock"):
-        waiting = threading.Thread(target=plans.epoch, args=(3,))
-        waiting.start()
-        waiting.join(SILENT_SECONDS + 1)
-        assert waiting.is_alive()
-    waiting.join(60)
+    with messages_shown():
+        with FileLock(plans.folder / ".lock"):
+            waiting = threading.Thread(target=plans.epoch, args=(3,))
+            waiting.start()
+            waiting.join(SILENT_SECONDS + 1)
+            assert waiting.is_alive()
+        waiting.join(60)
     assert 3 in plans._open
     line = f"waiting for another process that is laying out epoch 4 (cache {plans.folder})"
     assert capsys.readouterr().err.splitlines().count(line) == (rank == "0")

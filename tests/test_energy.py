@@ -33,7 +33,7 @@ def driver(tmp_path, monkeypatch):
     return says
 
 
-def test_a_processor_draws_green_algorithms_watts_in_every_thread_of_every_process():
+def test_a_cpu_draws_green_algorithms_watts_in_every_thread_of_every_process():
     """An example of theirs by hand: 4 x 12 W and 2 GB x 0.3725 W for two hours."""
     figures = train_energy(PROCESSOR, SPEED)
     assert figures.keys() == KEYS
@@ -97,7 +97,7 @@ def test_a_processor_is_named_by_the_system_or_by_its_family(tmp_path, monkeypat
     assert processor_name() == expected
 
 
-def test_on_a_mac_the_system_is_asked_for_the_processor(tmp_path, monkeypatch):
+def test_on_a_mac_the_system_is_asked_for_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "processor", lambda: "arm")
     monkeypatch.setenv("PATH", str(tmp_path))

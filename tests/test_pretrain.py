@@ -502,7 +502,7 @@ def test_memory_is_kept_from_before_the_text_is_read(books, tmp_path, monkeypatc
     assert done == ["kept", "read"]
 
 
-def test_a_processor_spells_attention_out_unless_rows_are_long_and_without_dropout():
+def test_a_cpu_spells_attention_out_unless_rows_are_long_and_without_dropout():
     chosen = {
         (device, length, dropout): faster_attention(
             D2lBertConfig(attention_probs_dropout_prob=dropout), PretrainConfig(max_seq_length=length), device
@@ -518,7 +518,7 @@ def test_a_processor_spells_attention_out_unless_rows_are_long_and_without_dropo
     assert set(chosen.values()) == {"eager", "sdpa"}
 
 
-def test_a_processor_has_no_process_beside_it_that_makes_batches_unless_it_is_asked_for():
+def test_a_cpu_has_no_process_beside_it_that_makes_batches_unless_it_is_asked_for():
     chosen = [
         processes_that_load(PretrainConfig(dataloader_num_workers=asked), device)
         for device in ("cpu", "cuda", "mps")

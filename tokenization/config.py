@@ -31,7 +31,7 @@ class TextConfig(Options):
         "files and folders of text (.txt, .md, .jsonl, .csv, .tsv, .parquet, packed as .gz or .zst or not), or "
         "python-docs, the documentation installed with Python; without a dataset the default is python-docs",
         TEXT,
-        how=True,
+        identity=False,
         metavar="PATH",
     )
     dataset: list[str] = option(
@@ -39,13 +39,15 @@ class TextConfig(Options):
         "datasets, Hub ids or folders (of save_to_disk too), each with its configuration behind a colon if it has "
         "several: Salesforce/wikitext:wikitext-2-raw-v1",
         TEXT,
-        how=True,
+        identity=False,
         metavar="ID[:CONFIG]",
     )
-    dataset_config: str | None = option(None, "the configuration of a single one", TEXT, how=True, metavar="NAME")
-    dataset_split: str = option("train", "the split of each", TEXT, how=True, metavar="NAME")
-    streaming: bool = option(False, "read datasets row by row, without downloading them whole", TEXT, how=True)
-    text_column: str = option("text", "column of text in datasets and tables", TEXT, how=True, metavar="NAME")
+    dataset_config: str | None = option(
+        None, "the configuration of a single one", TEXT, identity=False, metavar="NAME"
+    )
+    dataset_split: str = option("train", "the split of each", TEXT, identity=False, metavar="NAME")
+    streaming: bool = option(False, "read datasets row by row, without downloading them whole", TEXT, identity=False)
+    text_column: str = option("text", "column of text in datasets and tables", TEXT, identity=False, metavar="NAME")
     max_documents: int | None = option(None, "most text files and rows to read from each path and each dataset", TEXT)
     language: str = option(
         "en",
@@ -63,11 +65,11 @@ class TextConfig(Options):
     max_validation_characters: int = option(1_000_000, "most text to hold out", TEXT)
 
     preprocessing_num_workers: int | None = option(
-        None, "processes that tokenize; the default is one for each core, at most 8", TEXT, how=True
+        None, "processes that tokenize; the default is one for each core, at most 8", TEXT, identity=False
     )
 
     tokenizer: str | None = option(
-        None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, how=True
+        None, "folder or Hub id of a tokenizer to use instead of training one", TOKENIZER, identity=False
     )
     vocab_size: int = option(8192, "most entries of the WordPiece vocabulary", TOKENIZER, largest=MOST_ENTRIES)
     lowercase: bool = option(True, "fold case", TOKENIZER)
@@ -130,7 +132,7 @@ class TextConfig(Options):
 
     def settled(self) -> dict:
         """The options that the tokens on disk follow from."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if not f.metadata["how"]}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if f.metadata["identity"]}
 
 
 # What an existing tokenizer settles.

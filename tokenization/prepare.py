@@ -164,8 +164,8 @@ def read_sources(run: TextConfig) -> list[Source]:
                 f"corpus {path}: given {paths.count(path)} times; source_weights says how much of it to take"
             )
     files = [file_source(path, run.text_column, run.max_documents) for path in run.text_paths()]
-    how = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
-    return files + [dataset_source(name, config, *how) for name, config in run.named_datasets()]
+    reading = (run.dataset_split, run.text_column, run.streaming, run.max_documents)
+    return files + [dataset_source(name, config, *reading) for name, config in run.named_datasets()]
 
 
 def usable_cores() -> int:
@@ -192,15 +192,15 @@ def reading_report(counts: dict[str, int]) -> Iterator[str]:
 
 def trained_tokenizer(run: TextConfig, sample: arrow.SentenceSample, folder: Path) -> BertTokenizer:
     """A tokenizer trained on the sample, or the one that was before, on the same sample with the same options."""
-    how = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
-    made_from = (sample.text.name, sample.blocks.tobytes().hex(), how, code_of(wordpiece))
+    training_options = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
+    made_from = (sample.text.name, sample.blocks.tobytes().hex(), training_options, code_of(wordpiece))
     path = folder / f"tokenizer-{fingerprint(made_from)}"
 
     def write(partial):
         part = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{part}")
         start = time.monotonic()
-        tokenizer = wordpiece.train_wordpiece(sample, *how)
+        tokenizer = wordpiece.train_wordpiece(sample, *training_options)
         logger.info(f"trained it in {time.monotonic() - start:.0f} s")
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         (partial / "pieces.json").write_text(json.dumps(pieces))

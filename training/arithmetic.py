@@ -12,7 +12,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Operations of matrix products that take as long as what a micro-batch does with each weight, whatever its tokens:
-# measured on two processor cores (benchmarks/LOG.md), and a guess elsewhere, where micro-batches are few.
+# measured on two CPU cores (benchmarks/LOG.md), and a guess elsewhere, where micro-batches are few.
 OPERATIONS_A_WEIGHT = 800
 
 # Sides of the square matrices that measure a peak. Two cores are fastest at 512, which their caches hold; many cores
@@ -98,7 +98,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
     peak = 0.0
     for side in sides:
         operations = 2 * side**3
-        if peak and operations / peak > seconds:  # a processor without arithmetic of this type takes seconds
+        if peak and operations / peak > seconds:  # a CPU without arithmetic of this type takes seconds
             break
         peak = max(peak, operations / _shortest_product(device, dtype, side, seconds / len(sides)))
     return peak

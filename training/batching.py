@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Steps among which trials look for the largest micro-batches.
 TRIED_STEPS = 8
 
-# Most pairs computed at once by default: enough to keep a processor busy, few enough for its memory.
+# Most pairs computed at once by default: enough to keep a CPU busy, few enough for its memory.
 DEFAULT_MICRO_BATCH = 64
 
 

@@ -46,7 +46,9 @@ class PretrainConfig(TextConfig):
         "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
     )
     short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
-    packing: bool = option(False, "fill rows with as many pairs as fit; they cannot see each other", BATCHES, how=True)
+    packing: bool = option(
+        False, "fill rows with as many pairs as fit; they cannot see each other", BATCHES, identity=False
+    )
     source_weights: list[str] = option(
         [],
         "share of an epoch's tokens for each source, in the order of --corpus and --dataset; the default is all of "
@@ -122,53 +124,60 @@ class PretrainConfig(TextConfig):
         "most pairs of full length computed at once (64), or as many tokens of shorter ones; auto finds the fastest "
         "that the memory holds",
         MACHINE,
-        how=True,
+        identity=False,
         metavar="N|auto",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
-        None, "the default is bf16 where the processor has it", MACHINE
+        None, "the default is bf16 where CPU or GPU has it", MACHINE
     )
     torch_compile: Literal["auto", "true", "false"] = option(
         "auto",
         "compile the encoder; auto does where the run is long enough to earn the time back, and says so",
         MACHINE,
-        how=True,
+        identity=False,
     )
-    gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, how=True)
+    gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, identity=False)
     attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
-        None, "kernel that computes attention; the default is the faster one here, eager or sdpa", MACHINE, how=True
+        None,
+        "kernel that computes attention; the default is the faster one here, eager or sdpa",
+        MACHINE,
+        identity=False,
     )
     dataloader_num_workers: int | None = option(
         None,
-        "processes that make batches; the default is 1 beside a GPU and 0, a thread of this process, on a processor",
+        "processes that make batches; the default is 1 beside a GPU and 0, a thread of this process, on a CPU",
         MACHINE,
-        how=True,
+        identity=False,
     )
 
     output_dir: str | None = option(
-        None, "folder for the model; the default is d2l-bert-<recipe>-<corpus> here", OUTPUT, how=True, metavar="DIR"
+        None,
+        "folder for the model; the default is d2l-bert-<recipe>-<corpus> here",
+        OUTPUT,
+        identity=False,
+        metavar="DIR",
     )
-    overwrite_output_dir: bool = option(False, "replace the run that is there", OUTPUT, how=True)
+    overwrite_output_dir: bool = option(False, "replace the run that is there", OUTPUT, identity=False)
     resume_from_checkpoint: str | None = option(
-        None, "'latest', or a checkpoint folder, to go on from", OUTPUT, how=True, metavar="PATH"
+        None, "'latest', or a checkpoint folder, to go on from", OUTPUT, identity=False, metavar="PATH"
     )
-    save_steps: int | None = option(None, "steps between checkpoints; the default makes ten", OUTPUT, how=True)
-    save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, how=True)
-    eval_steps: int | None = option(None, "steps between evaluations; the default makes ten", OUTPUT, how=True)
+    save_steps: int | None = option(None, "steps between checkpoints; the default makes ten", OUTPUT, identity=False)
+    save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, identity=False)
+    eval_steps: int | None = option(None, "steps between evaluations; the default makes ten", OUTPUT, identity=False)
     logging_steps: int | None = option(
-        None, "steps between lines of the log; the default writes a hundred", OUTPUT, how=True
+        None, "steps between lines of the log; the default writes a hundred", OUTPUT, identity=False
     )
     dry_run: bool = option(
         False,
         "only try everything out, on a pair or two of each length, and say what the run would take; nothing is kept",
         OUTPUT,
-        how=True,
+        identity=False,
     )
     report_to: list[str] = option(
         [],
         "trackers to report to: tensorboard, wandb, trackio, mlflow, comet_ml, ...; or none",
         OUTPUT,
-        how=True,
+        identity=False,
         metavar="NAME",
     )
 
@@ -176,22 +185,28 @@ class PretrainConfig(TextConfig):
         None,
         "licence of the model, for its card (a Hub identifier); a model of python-docs alone has apache-2.0",
         HUB,
-        how=True,
+        identity=False,
         metavar="ID",
     )
-    push_to_hub: bool = option(False, "publish the model when the run ends, as d2l-bert publish does", HUB, how=True)
+    push_to_hub: bool = option(
+        False, "publish the model when the run ends, as d2l-bert publish does", HUB, identity=False
+    )
     hub_model_id: str | None = option(
-        None, "owner/name of the repository; the default is the output folder's name", HUB, how=True, metavar="REPO_ID"
+        None,
+        "owner/name of the repository; the default is the output folder's name",
+        HUB,
+        identity=False,
+        metavar="REPO_ID",
     )
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
         "end",
         "what is sent before the end: nothing; every model saved, to main; the same to the branch last-checkpoint "
         "(both pass over those saved while one is being sent); all of them, each to a branch of its name",
         HUB,
-        how=True,
+        identity=False,
     )
     hub_private_repo: bool = option(
-        True, "keep the repository private; false makes it public when the finished model is sent", HUB, how=True
+        True, "keep the repository private; false makes it public when the finished model is sent", HUB, identity=False
     )
 
     def __post_init__(self):
@@ -328,7 +343,7 @@ class PretrainConfig(TextConfig):
 
     def identity(self) -> dict:
         """The options that say what is trained: on resuming they must be the same."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata["how"]}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["identity"]}
 
 
 def _value_at(step, stages):

@@ -23,7 +23,15 @@ from d2l_bert.tokenization.arrow import TokenizedCorpus
 from d2l_bert.tokenization.cache import ANOTHER_CACHE, code_of, fingerprint, undamaged, waited_for
 from d2l_bert.tokenization.split import HELD_OUT_SEED
 from d2l_bert.tokenization.wordpiece import CONTINUATION
-from d2l_bert.training import masking, packing, pairs
+from d2l_bert.training import masking, packing
+from d2l_bert.training.pairs import (
+    PAIR,
+    SPECIALS_IN_A_PAIR,
+    SPECIALS_IN_A_SEGMENT,
+    Objective,
+    segment_pairs,
+    sentence_pairs,
+)
 
 
 # Goes into every checkpoint: one that was made with another order is refused. Raise it by hand whenever the same run
@@ -86,14 +94,14 @@ def epoch_documents(
 def plan_pairs(tokens: TokenizedCorpus, documents: np.ndarray, *, pairing: str, rng, **options) -> Iterator[tuple]:
     """Lay out pairs of `documents` in the way that `pairing` (`segments` or `sentences`) names."""
     if pairing == "segments":
-        return pairs.segment_pairs(documents, tokens.sentence_ends, rng=rng, **options)
-    return pairs.sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
+        return segment_pairs(documents, tokens.sentence_ends, rng=rng, **options)
+    return sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
 
 
 def pair_lengths(rows: np.ndarray) -> np.ndarray:
     """Tokens in each pair (B,), special tokens included."""
     a, b = rows["a_end"] - rows["a_start"], rows["b_end"] - rows["b_start"]
-    return a + b + np.where(b > 0, pairs.SPECIALS_IN_A_PAIR, pairs.SPECIALS_IN_A_SEGMENT)
+    return a + b + np.where(b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
 
 
 class EpochPlans:
@@ -120,10 +128,8 @@ class EpochPlans:
         self.tokens, self.documents, self.pairing, self.seed = tokens, documents, pairing, seed
         self.sources, self.passes = sources, passes
         chosen = [array if array is None else array.tobytes().hex() for array in (documents, sources, passes)]
-        self.folder = (
-            folder
-            / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code_of(pairs, sys.modules[__name__]))}"
-        )
+        code = code_of(sys.modules[segment_pairs.__module__], sys.modules[__name__])
+        self.folder = folder / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code)}"
         self._ends = [0]  # pairs up to the end of each epoch laid out so far
         self._open = {}  # two plans at most, the last that were opened
 
@@ -152,7 +158,7 @@ class EpochPlans:
         except OSError as error:
             raise UserError(f"cache {self.folder}: {why_unwritable(error, ANOTHER_CACHE)}") from None
         with undamaged(self.folder):
-            return np.asarray(np.memmap(path, pairs.PAIR, mode="r"))
+            return np.asarray(np.memmap(path, PAIR, mode="r"))
 
     def _lay_out(self, number, path):
         """Write an epoch's pairs to `path`, whole or not at all; or return them, if they are few."""
@@ -165,13 +171,13 @@ class EpochPlans:
         partial = path.with_suffix(".part")  # what a killed process left there is written over: the lock is ours
         try:
             with partial.open("wb") as file:
-                while len(part := np.fromiter(itertools.islice(rows, PAIRS_AT_ONCE), dtype=pairs.PAIR)):
+                while len(part := np.fromiter(itertools.islice(rows, PAIRS_AT_ONCE), dtype=PAIR)):
                     file.write(part.tobytes())  # `tofile` does not say why it could not write
             if partial.stat().st_size < SMALL_PLAN:
-                rows = np.fromfile(partial, pairs.PAIR)
+                rows = np.fromfile(partial, PAIR)
                 rng.shuffle(rows)
                 return rows
-            shuffled = np.memmap(partial, pairs.PAIR, mode="r+")
+            shuffled = np.memmap(partial, PAIR, mode="r+")
             rng.shuffle(np.asarray(shuffled))
             shuffled.flush()
             os.replace(partial, path)
@@ -205,8 +211,8 @@ class BatchMaker:
         tokenizer,
         mlm_probability: float,
         max_seq_length: int,
-        how: masking.Masking = "token",
-        objective: pairs.Objective = "nsp",
+        masking_kind: masking.Masking = "token",
+        objective: Objective = "nsp",
     ):
         self.tokens = tokens
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
@@ -215,7 +221,7 @@ class BatchMaker:
         self.first_ordinary_id = max(tokenizer.all_special_ids) + 1
         self.mlm_probability = mlm_probability
         self.max_seq_length = max_seq_length
-        self.how = how
+        self.masking_kind = masking_kind
         self.has_labels = objective != "none"
         pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
         self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
@@ -290,8 +296,8 @@ class BatchMaker:
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
         ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, second - b_starts))[ordinary])
-        how = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.how, self.is_continuation)
-        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *how)
+        rules = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.masking_kind, self.is_continuation)
+        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules)
         of_tokens = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
         return ids, {**of_tokens, "attention_mask": real.astype(np.int64)}, chosen
 
@@ -397,7 +403,7 @@ class HeldOutPairs:
 
     def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, **cutting):
         rng = np.random.default_rng((HELD_OUT_SEED, _PLAN, 0))
-        rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=pairs.PAIR)
+        rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=PAIR)
         rng.shuffle(rows)
         self.rows = rows[:most]
         self.keys = masking.random_keys((HELD_OUT_SEED, _MASKS, 0), np.arange(len(self.rows)))

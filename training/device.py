@@ -14,7 +14,7 @@ def faster_attention(architecture: D2lBertConfig, run: PretrainConfig, device: s
     """
     The kernel that computes attention sooner.
 
-    On a processor PyTorch's own has no dropout, and falls back on more steps than attention spelt out: a step of
+    On a CPU PyTorch's own has no dropout, and falls back on more steps than attention spelt out: a step of
     BERT-base at 512 takes 5.9 s with it and 4.5 without. Without dropout it is a tenth slower, and saves memory where
     rows are long.
     """
@@ -23,7 +23,7 @@ def faster_attention(architecture: D2lBertConfig, run: PretrainConfig, device: s
 
 
 def processes_that_load(run: PretrainConfig, device: str) -> int:
-    """A process of its own keeps a GPU busy; on a processor it would take the step's cores."""
+    """A process of its own keeps a GPU busy; on a CPU it would take the step's cores."""
     return int(device != "cpu") if run.dataloader_num_workers is None else run.dataloader_num_workers
 
 
@@ -31,7 +31,7 @@ def check_device(architecture: D2lBertConfig, run: PretrainConfig, accelerator: 
     """Refuse what the device cannot do, and a model that it cannot hold."""
     device = accelerator.device
     if run.attn_implementation == "flex_attention" and device.type == "cpu":
-        raise UserError("attn_implementation flex_attention cannot train on a processor; give eager or sdpa")
+        raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
     # Weights, gradients and a moment at least, in float32; FSDP shares them out. Built all the same, the model would
     # fill the memory block by block before it fails.
     needed = 12 * encoder_weights(architecture) // (accelerator.num_processes if accelerator.is_fsdp2 else 1)

@@ -22,7 +22,7 @@ def describe_machine(accelerator: Accelerator) -> dict:
     What run_config.json says of the machine, as this process sees it: nothing that names it.
 
     `threads` are those of each process, `memory_gb` is all that the machine has, in 10^9 bytes, and `accelerator` is
-    None on a processor.
+    None on a CPU.
     """
     return {
         "device": str(accelerator.device),
@@ -47,7 +47,7 @@ def processor_name() -> str:
 
 
 def accelerator_name(device: torch.device) -> str | None:
-    """What PyTorch calls the device; None for a processor."""
+    """What PyTorch calls the device; None for a CPU."""
     if device.type == "cpu":
         return None
     return torch.backends.mps.get_name() if device.type == "mps" else torch.cuda.get_device_name(device)
@@ -63,7 +63,7 @@ def train_energy(machine: dict, speed: dict[str, float]) -> dict[str, float | st
 
     - on an NVIDIA GPU the power limit that its driver enforces: an upper bound for the GPU. The rest of the machine is
       not counted.
-    - on a processor Green Algorithms' sum: 12 W for each thread, as for a core in full use, and 0.3725 W for each GB.
+    - on a CPU Green Algorithms' sum: 12 W for each thread, as for a core in full use, and 0.3725 W for each GB.
       They count all the memory that was set aside for a task; a run has nothing set aside, so what it held counts, at
       most and without memory-mapped text (`train_memory_mb`). It is a few per cent of the sum, and the cores' watts
       may be wrong by a factor of two or three. The loader's processes are not counted.

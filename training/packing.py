@@ -13,7 +13,7 @@ import numpy as np
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
 
 # A step has so many bunches of rows at least, a full micro-batch so many, and cuts come between them: micro-batches
-# then have few shapes, for each of which a processor has to prepare its products, and are hardly wider or less full.
+# then have few shapes, for each of which a CPU has to prepare its products, and are hardly wider or less full.
 LEAST_BUNCHES, LEAST_BUNCHES_AT_ONCE = 16, 8
 
 # What a micro-batch costs beyond its tokens, in tokens, where the model is not known (`arithmetic.micro_batch_cost`).

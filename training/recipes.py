@@ -39,7 +39,7 @@ def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
 
 
 def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
-    """Minutes on a laptop's processor: 2 layers of 128."""
+    """Minutes on a laptop's CPU: 2 layers of 128."""
     run = PretrainConfig(
         recipe="tiny",
         max_steps=3000,
@@ -129,7 +129,7 @@ def command_line(record: dict) -> str:
         settled = set()
     words = ["d2l-bert", "pretrain", "--recipe", recipe]
     for field in dataclasses.fields(run):
-        name, is_told = field.name, field.name in PLACES or not field.metadata["how"]
+        name, is_told = field.name, field.name in PLACES or field.metadata["identity"]
         if is_told and name not in {"recipe", *settled} and getattr(run, name) != getattr(plain, name):
             words += _flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
     if run.init_from is not None:

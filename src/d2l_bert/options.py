@@ -28,18 +28,18 @@ TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT, HUB = (
 LARGEST_WHOLE = 2**63 - 1
 
 
-def option(default, help, group, *, how=False, metavar=None, largest=None):
+def option(default, help, group, *, identity=True, metavar=None, largest=None):
     """
     A field of a dataclass whose fields are command-line options.
 
     Args:
         help: one line for `--help`.
         group: heading in `--help`.
-        how: the option says how the run is computed, watched or kept, or where its text lies, not what it trains: it
-            may change on resuming.
+        identity: the option says what is trained, and so must be the same on resuming; not how a run is computed,
+            watched or kept, or where its text lies.
         largest: the largest number that is taken.
     """
-    metadata = {"help": help, "group": group, "how": how, "metavar": metavar, "largest": largest}
+    metadata = {"help": help, "group": group, "identity": identity, "metavar": metavar, "largest": largest}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
