@@ -407,12 +407,12 @@ def retries_said_once() -> Iterator[None]:
             logger.warning(f"{constants.ENDPOINT} does not answer as it should; trying again for up to half a minute")
         return False
 
-    logger = logging.getLogger("huggingface_hub.utils._http")
-    logger.addFilter(pass_on)
+    client = logging.getLogger("huggingface_hub.utils._http")
+    client.addFilter(pass_on)
     try:
         yield
     finally:
-        logger.removeFilter(pass_on)
+        client.removeFilter(pass_on)
 
 
 def explanation(error: BaseException, again: str) -> str | None:
