@@ -1,7 +1,9 @@
 """A small made-up language to train on, and one trained model for every test that needs one. Nothing is downloaded."""
 
+import logging
 import os
 import random
+import sys
 import tempfile
 import time
 from types import SimpleNamespace
@@ -11,6 +13,8 @@ from types import SimpleNamespace
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="d2l-bert-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores: one thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -116,6 +120,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shown():
+    """The package's messages go to stderr, as under the command, for tests that call what it calls."""
+    logger, handler = logging.getLogger("d2l_bert"), logging.Handler()
+    handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # pytest replaces stderr after this
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

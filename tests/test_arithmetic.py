@@ -31,7 +31,7 @@ def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pa
     if with_pairs:
         batch["next_sentence_label"] = torch.zeros(ROWS, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model(**batch).loss.backward()
+        model(**batch, skip_logits=False).loss.backward()
     assert training_arithmetic(config, COUNTS, pair_task=with_pairs) == counter.get_total_flops()
 
 

@@ -143,7 +143,9 @@ def test_the_same_vocabulary_leaves_the_model_alone_and_another_is_refused(token
         (D2lBertModel, ("mlm.", "nsp.")),
     ],
 )
-def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(tokenizers, tmp_path, capsys, model_class, fresh):
+def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(
+    tokenizers, tmp_path, capsys, shown, model_class, fresh
+):
     old, new = tokenizers
     saved = make_model(old, model_class).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)

@@ -168,7 +168,7 @@ def test_memory_of_a_gpu_is_the_most_since_the_last_row():
 # What is shown
 
 
-def test_lines_show_the_share_of_the_peak_and_cope_with_rows_without_a_loss(capsys):
+def test_lines_show_the_share_of_the_peak_and_cope_with_rows_without_a_loss(capsys, shown):
     progress = Progress(0, 100, visible=True)
     progress.show({"step": 5, **meter_of(STEP).row(0.1, 0), "mfu": 0.4567})
     progress.show({"step": 10, **meter_of(SKIPPED, SKIPPED).row(0.1, 0)})
@@ -492,7 +492,7 @@ def test_a_tracker_that_does_not_start_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tracker_that_fails_is_said_and_the_others_go_on(capsys):
+def test_a_tracker_that_fails_is_said_and_the_others_go_on(capsys, shown):
     def fail(values, step):
         raise OSError(errno.EPIPE, "the line\nis down")
 
