@@ -190,7 +190,7 @@ def test_the_table_of_a_step_follows_from_its_turns(bench):
 
 
 def test_speed_and_mfu_of_a_step_are_those_of_its_real_tokens(bench, task, tmp_path):
-    lines, _ = bench("--contestants", "ours", "--repetitions=1")
+    lines, _ = bench("--contestants", "ours", "--torch_compile=false", "--repetitions=1")
     step = task.files(tmp_path, 1)[0]
     pairs = pairs_of(task.steps(1)[0])
     # Of the last block's attention our count knows the average of a step only.
@@ -227,7 +227,8 @@ def test_the_line_under_the_table_of_costs_goes_through_what_a_token_takes(bench
     sizes = [20256, 40512, 81024]
     speeds = iter([1 / (3e-6 + 0.5e-9 * size) for size in sizes for _ in ("tokens", "arithmetic")])
     monkeypatch.setattr(throughput, "rates", lambda *_: [next(speeds)])
-    lines, contestants = bench("--vocab_sizes", *map(str, sizes), "--repetitions=1", "--steps=4")
+    options = ("--torch_compile=false", "--repetitions=1", "--steps=4")
+    lines, contestants = bench("--vocab_sizes", *map(str, sizes), *options)
     architectures = [contestant.told["architecture"] for contestant in contestants]
     assert [architecture["vocab_size"] for architecture in architectures] == sizes
     own, thousand, more, arithmetic, share, off = numbers(line_with(lines, "a token takes"))
@@ -273,7 +274,7 @@ class PlayedBack:
         self.returncode = self.code
 
 
-@pytest.mark.parametrize("compiled", ["auto", "true"])
+@pytest.mark.parametrize("compiled", ["auto", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_whole_run_is_compared_with_the_bare_step_that_works_while_it_is_stopped(compiled, bench, monkeypatch):
     runs, tokens, stands = [], [], []
 
@@ -434,6 +435,7 @@ def test_what_cannot_be_measured_is_refused_at_once(options, reason, bench, caps
 # A contestant's process
 
 
+@pytest.mark.slow
 def test_a_contestant_works_in_a_process_of_its_own_and_says_why_it_cannot(task, tmp_path):
     step = task.files(tmp_path, 1)[0]
     with task.contestant("ours") as ours:

@@ -407,6 +407,7 @@ def with_code(trained, tmp_path):
     return folders
 
 
+@pytest.mark.slow
 def test_code_that_a_folder_brings_is_never_run_and_nothing_is_asked(with_code, here, books, trained, tmp_path):
     """The standard input holds a `y` for each command; at the end all of them must be there still."""
     api = HfApi()
@@ -465,6 +466,14 @@ def test_code_that_a_folder_brings_is_never_run_and_nothing_is_asked(with_code, 
     assert left == answers and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
     for folder in ("out-bert", "out-tokens"):
         assert "auto_map" not in (tmp_path / folder / "tokenizer_config.json").read_text()
+
+
+def test_code_that_a_folder_brings_is_not_run_in_this_process(fails, with_code, tmp_path):
+    refused = (("model", "tokenizer_config.json asks"), ("unknown", "its config.json asks"))
+    for name, words in refused:
+        assert f"{words} for code of its own" in fails("fill-mask", with_code[name], "Anna [MASK].")
+    assert main(["fill-mask", str(with_code["stock"]), "Anna [MASK]."]) == 0
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_that_is_none(fails, books, tmp_path):

@@ -637,17 +637,18 @@ def test_preparing_twice_writes_once(books, text):
 
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_an_epoch_of_more_pairs_than_any_buffer_holds_is_laid_out_whole(tmp_path, monkeypatch, capsys, on_terminal):
-    """More than 200,000 pairs, with a bar and without; each sentence is in one of them."""
-    lengths = np.random.default_rng(0).integers(1, 20, (12_500, 31))
+    """Pairs for more than three buffers, with a bar and without; each sentence is in one of them."""
+    monkeypatch.setattr(data, "PAIRS_AT_ONCE", 5_000)
+    lengths = np.random.default_rng(0).integers(1, 20, (1_250, 31))
     ends = np.cumsum(lengths, axis=1)
     tokens = SimpleNamespace(path=tmp_path, sentence_ends=ends.__getitem__)
     monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal, raising=False)
     options = {"max_seq_length": 20, "objective": "nsp", "short_seq_prob": 0.1}
-    plans = data.EpochPlans(tokens, np.arange(12_500), {"pairing": "segments", **options}, 1, tmp_path)
+    plans = data.EpochPlans(tokens, np.arange(1_250), {"pairing": "segments", **options}, 1, tmp_path)
     rows = plans.epoch(0)
-    expected = sum(1 for _ in pairs.segment_pairs(np.arange(12_500), ends.__getitem__, rng=plans.rng(0), **options))
+    expected = sum(1 for _ in pairs.segment_pairs(np.arange(1_250), ends.__getitem__, rng=plans.rng(0), **options))
     assert len(rows) == expected > 3 * data.PAIRS_AT_ONCE
-    is_covered = np.zeros((12_500, ends.max() + 1), dtype=np.int64)
+    is_covered = np.zeros((1_250, ends.max() + 1), dtype=np.int64)
     for side in ("a", "b"):
         np.add.at(is_covered, (rows[f"{side}_document"], rows[f"{side}_start"]), 1)
         np.add.at(is_covered, (rows[f"{side}_document"], rows[f"{side}_end"]), -1)
@@ -690,7 +691,9 @@ def test_a_cache_that_cannot_be_written_is_said_with_the_mend_that_fits(text, tm
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(text, tmp_path, monkeypatch, capsys, rank):
+def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(
+    text, tmp_path, monkeypatch, capsys, shown, rank
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     plans = make_steps(text, tmp_path).phases[0].plans

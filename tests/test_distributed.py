@@ -14,7 +14,7 @@ from conftest import SMALL
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, launched_rank
 from d2l_bert.training import distributed
 
 
@@ -69,6 +69,7 @@ def test_the_launchers_accumulation_does_not_divide_the_loss(monkeypatch):
     assert weight.grad == 3
 
 
+@pytest.mark.slow
 def test_a_mistake_that_all_processes_meet_is_said_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
     command += ["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"]
@@ -131,7 +132,23 @@ def test_half_of_what_a_launcher_sets_is_refused_in_one_line(monkeypatch, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("given", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=str)
+ONE_PROCESS = pytest.mark.parametrize(
+    "given", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=str
+)
+
+
+@ONE_PROCESS
+def test_a_rank_or_a_world_of_one_process_is_rank_0_and_passes_the_check_of_the_engine(monkeypatch, given):
+    for variable in LAUNCHER:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    assert launched_rank() == 0
+    distributed.check_engine(engine(1))
+
+
+@ONE_PROCESS
+@pytest.mark.slow
 def test_a_rank_or_a_world_of_one_process_makes_an_ordinary_run_of_one_process(books, tmp_path, given):
     """In a process of its own: Accelerate reads the environment once."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}

@@ -104,6 +104,7 @@ def start(books, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.slow
 def test_an_error_in_a_loaders_worker_ends_the_run_with_its_line(start, tmp_path, method):
     run = start("full cache", "--dataloader_num_workers=1", "--global_batch_size=64", START_METHOD=method)
     run.wait_for(" error: ")
@@ -113,6 +114,7 @@ def test_an_error_in_a_loaders_worker_ends_the_run_with_its_line(start, tmp_path
     assert "Traceback" not in run.text()
 
 
+@pytest.mark.slow
 def test_a_refusal_in_one_of_several_workers_is_said_as_it_is(start):
     run = start("refusal in a worker", "--dataloader_num_workers=2")
     run.wait_for(" error: ")
@@ -121,6 +123,7 @@ def test_a_refusal_in_one_of_several_workers_is_said_as_it_is(start):
     assert "Traceback" not in run.text() and "step 15/40" in run.text()
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_loaders_worker_is_shown_with_its_traceback(start):
     run = start("bug in a worker", "--dataloader_num_workers=1")
     run.wait_for("this is a bug")
@@ -130,6 +133,7 @@ def test_a_bug_in_a_loaders_worker_is_shown_with_its_traceback(start):
     assert "In a process that makes batches" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_worker_of_one_of_two_processes_ends_both(start):
     run = start("refusal in a worker", "--dataloader_num_workers=1", processes=2, FAULTY_RANK="1")
     run.wait_for(" error: ", rank=1)
@@ -138,6 +142,7 @@ def test_an_error_in_the_worker_of_one_of_two_processes_ends_both(start):
     assert "another process of this run is gone" in run.errors(0)[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(start):
     run = start("endless worker", "--dataloader_num_workers=1")
     run.wait_for(r"step 15/40")
@@ -148,6 +153,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(start):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.slow
 def test_the_workers_of_a_run_that_is_killed_end_too(start, method):
     """In the middle of a step that takes them ten minutes."""
     run = start("endless worker", "--dataloader_num_workers=3", START_METHOD=method)
@@ -158,6 +164,7 @@ def test_the_workers_of_a_run_that_is_killed_end_too(start, method):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_who_is_told_to_stop_does_not_wait_for_a_step_in_the_making(start, tmp_path, workers, number, code):
     run = start("endless worker", f"--dataloader_num_workers={workers}")
     run.wait_for(r"step 15/40")
@@ -171,6 +178,7 @@ def test_who_is_told_to_stop_does_not_wait_for_a_step_in_the_making(start, tmp_p
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.slow
 def test_a_bug_that_one_process_meets_is_shown_by_it(start, rank):
     faulty, other = int(rank), 1 - int(rank)
     run = start("bug", processes=2, FAULTY_RANK=rank)
@@ -189,6 +197,7 @@ def test_a_refusal_that_one_process_meets_is_said_by_it(start):
 
 
 @pytest.mark.parametrize("told", [[0, 1], [0], [1]], ids=["both are told", "rank 0 is told", "rank 1 is told"])
+@pytest.mark.slow
 def test_sigterm_ends_ranks_that_wait_for_each_other_within_seconds(start, told):
     """Rank 1 waits for a message that is never sent, rank 0 for rank 1; Python answers no signal meanwhile."""
     run = start("stuck before the first step", processes=2, FAULTY_RANK="1")
@@ -205,6 +214,7 @@ def test_sigterm_ends_ranks_that_wait_for_each_other_within_seconds(start, told)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_compiler_that_fails_on_one_of_two_ranks_compiles_on_neither_and_the_run_ends_well(start, tmp_path, rank):
     run = start("no compiler", "--torch_compile=auto", processes=2, FAULTY_RANK=str(rank))
     assert run.codes(60) == [0, 0]
@@ -222,6 +232,7 @@ def test_a_compiler_that_fails_on_one_of_two_ranks_compiles_on_neither_and_the_r
 # Bugs and memory
 
 
+@pytest.mark.slow
 def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
     run = start("bug")
     run.wait_for("this is a bug")
@@ -229,6 +240,7 @@ def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
     assert "in stumble" in run.text() and "CONTRIBUTING.md" in run.text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_missing_file_deep_inside_a_step_is_a_bug_with_its_traceback(start):
     """Only what the operating system refuses for space, rights, memory or the network is one line."""
     run = start("missing file")
@@ -247,6 +259,7 @@ def test_a_missing_file_deep_inside_a_step_is_a_bug_with_its_traceback(start):
         ("none", ["--max_position_embeddings=1000000000"], "max_position_embeddings (1,000,000,000)"),
     ],
 )
+@pytest.mark.slow
 def test_memory_that_is_gone_is_one_line_whenever_that_happens(start, fault, options, said):
     run = start(fault, *options)
     assert run.codes(60) == [2]
@@ -269,6 +282,7 @@ NUMBER = "give --micro_batch_size a number below the one that auto found, or giv
         ),
     ],
 )
+@pytest.mark.slow
 def test_out_of_memory_with_micro_batches_that_auto_found_advises_what_helps_and_not_auto(start, fault, options, said):
     run = start(fault, "--micro_batch_size=auto", *options)
     assert run.codes(60) == [2]

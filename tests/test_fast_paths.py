@@ -1,6 +1,7 @@
 """What was made fast computes the same: the last block, loss without scores, dropout's masks, compiled blocks."""
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -151,6 +152,7 @@ def test_positions_are_those_of_the_rows_and_may_be_none_at_all():
     assert model(**batch | {"masked_positions": batch["masked_positions"][:, :0]}).logits.shape[:2] == (ROWS, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
 def test_an_exported_last_block_takes_other_sizes(model_class, attention):
@@ -437,15 +439,22 @@ def test_a_decoder_with_a_hook_is_called():
     assert_close_to_dense(model, make_batch(model, everywhere=True), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-def test_a_compiled_model_trains_on_labels_of_every_position(model_class, compiled_anew):
+@pytest.mark.parametrize(
+    ("model_class", "backend"),
+    [
+        (D2lBertForMaskedLM, "eager"),
+        pytest.param(D2lBertForMaskedLM, "inductor", marks=pytest.mark.slow),
+        pytest.param(D2lBertForPreTraining, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_trains_on_labels_of_every_position(model_class, backend, compiled_anew):
     """The number of labelled positions is read between two graphs."""
     model = make_model(model_class)
     batches = [make_batch(model, everywhere=True) for _ in range(3)]
     batches[1]["labels"][:, 5:] = -100
     batches[2]["labels"][:, 9:] = -100
     expected = [loss_and_gradients(model, **batch) for batch in batches]
-    model.compile()
+    model.compile(backend=backend)
     for batch, as_written in zip(batches, expected, strict=True):
         assert_same(loss_and_gradients(model, **batch), as_written, rtol=1e-4, atol=1e-6)
 
@@ -569,9 +578,24 @@ def compiled_anew():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("hidden_act", ["relu", "gelu"])
-def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, compiled_anew):
+def compile_by(backend, monkeypatch):
+    """Have `torch.compile` use a backend; "eager" captures the same graphs, and runs them without a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "dropout", "backend"),
+    [
+        ("gelu", 0.3, "eager"),
+        *(
+            pytest.param(hidden_act, dropout, "inductor", marks=pytest.mark.slow)
+            for hidden_act in ("relu", "gelu")
+            for dropout in (0.0, 0.3)
+        ),
+    ],
+)
+def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, backend, compiled_anew, monkeypatch):
+    compile_by(backend, monkeypatch)
     model = make_model(dropout=dropout, hidden_act=hidden_act)
     batches = [make_batch(model), {name: tensor[:3] for name, tensor in make_batch(model).items()}]
 
@@ -589,6 +613,7 @@ def test_compiled_blocks_compute_the_same_masks_and_all(hidden_act, dropout, com
         assert_same(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_masks_differ_from_place_to_place_and_are_drawn_once(recomputed, compiled_anew, monkeypatch):
     """The compiler may merge two calls that look alike, and make again in the backward pass what it did forward."""
@@ -610,6 +635,7 @@ def test_compiled_masks_differ_from_place_to_place_and_are_drawn_once(recomputed
     assert not torch.allclose(found[2][0], found[1][0])
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_gradient_checkpointing_draw_the_same_masks(compiled_anew):
     model = make_model(dropout=0.3, num_hidden_layers=2)
     found = []
@@ -622,7 +648,8 @@ def test_compiled_blocks_with_gradient_checkpointing_draw_the_same_masks(compile
     assert_same(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-def test_all_blocks_share_a_program(compiled_anew):
+def test_all_blocks_share_a_program(compiled_anew, monkeypatch):
+    compile_by("eager", monkeypatch)
     model = make_model(D2lBertModel, num_hidden_layers=6)
     compile_blocks(model)
     torch._dynamo.utils.counters.clear()
@@ -631,6 +658,7 @@ def test_all_blocks_share_a_program(compiled_anew):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_class", "objective"), [(D2lBertForPreTraining, "nsp"), (D2lBertForMaskedLM, "none")])
 def test_no_kind_of_micro_batch_is_left_as_written(model_class, objective, compiled_anew, monkeypatch):
     """In training and evaluation, with padding and without, down to single rows and positions."""
@@ -668,7 +696,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("compiled", "kept"), [(0.5, True), (1.5, False)])
-def test_what_is_compiled_stays_so_if_it_is_faster(compiled, kept, monkeypatch, capsys):
+def test_what_is_compiled_stays_so_if_it_is_faster(compiled, kept, monkeypatch, capsys, shown):
     model, accelerator = make_model(), make_accelerator("no")
     clock = Clock(monkeypatch, model, 1.0, compiled)
     assert pays(accelerator, model, clock.step, [clock.step] * 3) is kept
@@ -677,7 +705,7 @@ def test_what_is_compiled_stays_so_if_it_is_faster(compiled, kept, monkeypatch, 
     assert f"a step takes {compiled} s instead of 1" in said and ("left as written" in said) is not kept
 
 
-def test_without_a_compiler_a_run_goes_on_as_written(monkeypatch, capsys):
+def test_without_a_compiler_a_run_goes_on_as_written(monkeypatch, capsys, shown):
     def fail():
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nand more")
 
@@ -688,8 +716,11 @@ def test_without_a_compiler_a_run_goes_on_as_written(monkeypatch, capsys):
     assert compile_now(model, fail) == "InvalidCxxCompiler: No working C++ compiler found"
 
 
-def test_a_compiled_run_goes_on_bit_for_bit(books, tmp_path, capsys, compiled_anew):
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_run_goes_on_bit_for_bit(books, tmp_path, capsys, is_compiled, compiled_anew, monkeypatch):
     """And its checkpoint says that it was compiled, which `auto` obeys."""
+    if not is_compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     out = tmp_path / "out"
     command = ["pretrain", f"--corpus={books}", f"--output_dir={out}", *conftest.SMALL, "--max_steps=6"]
     command += ["--save_steps=3", "--hidden_dropout_prob=0.2", "--attention_probs_dropout_prob=0.2"]

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from d2l_bert.cli import main
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]
 FILES = ("model.safetensors", "checkpoint-4/*.safetensors")

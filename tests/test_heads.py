@@ -400,13 +400,14 @@ def packed_batch():
     }
 
 
-def test_a_training_step_compiles_without_a_graph_break():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_training_step_compiles_without_a_graph_break(backend):
     model = ours("ForPreTraining", num_hidden_layers=1).train()
     eager = model(**packed_batch())
     eager.loss.backward()
     gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    loss = torch.compile(model, fullgraph=True)(**packed_batch()).loss
+    loss = torch.compile(model, fullgraph=True, backend=backend)(**packed_batch()).loss
     loss.backward()
     torch.testing.assert_close(loss, eager.loss)
     for name, parameter in model.named_parameters():

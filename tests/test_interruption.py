@@ -240,6 +240,7 @@ def check_resumed(command, folder, said, stop, count, expected):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(command, start, undisturbed, tmp_path, number, code):
     (process,) = start()
     os.kill(process.pid, number)
@@ -251,6 +252,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(command, start, un
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_a_signal_to_the_loaders_worker_too_does_no_harm(command, start, undisturbed, tmp_path, number, code):
     """A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole group."""
     (process,) = start("--dataloader_num_workers=1")
@@ -259,6 +261,33 @@ def test_a_signal_to_the_loaders_worker_too_does_no_harm(command, start, undistu
     assert process.exitcode == code, (tmp_path / "said.txt").read_text()
     stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
     check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 1, undisturbed[1])
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_this_process_ends_the_run_after_its_step_with_a_checkpoint(
+    command, short, monkeypatch, tmp_path, capsys, number, code
+):
+    """And the run goes on from there as if it had never stopped."""
+    before, wanted, asked = signal.getsignal(signal.SIGINT), StopSignals.wanted, itertools.count(1)
+
+    def told(stop):
+        if next(asked) == 3:
+            signal.raise_signal(number)
+        return wanted(stop)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
+    monkeypatch.setattr(StopSignals, "wanted", told)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main(command(tmp_path, *SHORT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert stopped.value.code == code and saved.name in capsys.readouterr().err.splitlines()[-1]
+    assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}" != "checkpoint-6"
+    assert main(command(tmp_path, *SHORT, RESUME)) == 0
+    assert weights(tmp_path) == weights(short)
 
 
 @pytest.mark.parametrize("question", range(3, 12))
@@ -279,6 +308,7 @@ def test_whenever_a_signal_comes_the_last_step_made_is_saved(command, monkeypatc
     assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}"
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
     (process,) = start(step=12, dawdle=(13, 60.0))
     os.kill(process.pid, signal.SIGINT)
@@ -290,6 +320,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
     assert {path.name for path in (tmp_path / "model").glob("*checkpoint*")} == {"checkpoint-10"}
 
 
+@pytest.mark.slow
 def test_a_signal_to_both_processes_ends_both_after_one_step(command, start, undisturbed, tmp_path):
     launched = start(count=2)
     for process in launched:
@@ -301,6 +332,7 @@ def test_a_signal_to_both_processes_ends_both_after_one_step(command, start, und
 
 
 @pytest.mark.parametrize("told", ["one process", "the launcher"])
+@pytest.mark.slow
 def test_a_signal_under_torchrun_reaches_all_processes(command, undisturbed, tmp_path, told):
     said = tmp_path / "said.txt"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -376,6 +408,7 @@ def test_a_signal_during_the_imports_ends_the_command_with_a_line(program, numbe
     assert line == f"d2l-bert: {said}"
 
 
+@pytest.mark.slow
 def test_a_signal_that_the_caller_ignores_stays_ignored_during_the_imports():
     with importing(["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh"], ["-m", "d2l_bert"]) as process:
         for number in (signal.SIGINT, signal.SIGTERM):

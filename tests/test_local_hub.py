@@ -228,6 +228,7 @@ def test_collections_and_datasets(say):
     assert lines[4:] == ["dataset someone/text", "RepositoryNotFoundError 404", "HfHubHTTPError 501"]
 
 
+@pytest.mark.slow
 def test_transformers_publishes_and_loads(hub, say):
     """With another home, and so without what the first process may have kept."""
     sums = """

@@ -139,6 +139,7 @@ def test_a_resumed_run_without_a_second_loss_ends_with_the_same_bytes(books, pre
     assert (stopped / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(books, pretrained, tmp_path):
     """Eight rows in micro-batches of three leave one process with nothing to do in the last round."""
     folder, _ = pretrained("none")

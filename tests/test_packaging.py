@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 LEAVE_OUT = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "d2l-bert-*")
 WAYS = {

@@ -14,6 +14,7 @@ from conftest import SMALL
 from huggingface_hub import ModelCard, constants
 
 from d2l_bert.cli import main
+from d2l_bert.progress import messages_shown
 from d2l_bert.tokenization import arrow
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
@@ -218,7 +219,8 @@ def _prepare(books, home, said, seconds):
             yield document
 
     arrow.all_documents = slowly
-    prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
+    with messages_shown():
+        prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
 
 
 def wait_for(condition):
@@ -228,6 +230,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_of_two_processes_on_one_text_one_works_and_the_other_says_that_it_waits(prepare_beside, tmp_path):
     runs = [prepare_beside(name, seconds=0.2) for name in ("one", "two")]  # 24 books: 4.8 s
     for process, _ in runs:

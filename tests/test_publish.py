@@ -95,6 +95,7 @@ def logits(name, **options):
         return model(**AutoTokenizer.from_pretrained(name, **options)(TEXT, return_tensors="pt")).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True], ids=["with the package", "with its published code alone"])
 def test_readers_get_the_very_logits_fresh_pinned_and_offline(here, trained, tmp_path, remote, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
@@ -178,6 +179,7 @@ def test_the_same_folder_again_is_no_new_commit(here, trained):
     assert len(here.commits("someone/bert")) == 2 and len(here.tags("someone/bert")) == 1
 
 
+@pytest.mark.slow
 def test_a_private_model_is_found_by_its_owner_alone(here, trained, tmp_path, monkeypatch, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     assert here.is_private("someone/bert")
@@ -219,8 +221,17 @@ def fail_from(hub, number, failure):
     hub.fail = fail
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["new", "private with earlier commits"])
-@pytest.mark.parametrize("failure", [500, 403, "dead", "no answer"])
+@pytest.mark.parametrize(
+    ("failure", "exists"),
+    [
+        *((403, exists) for exists in (False, True)),
+        *(
+            pytest.param(failure, exists, marks=pytest.mark.slow)
+            for failure in (500, "dead", "no answer")
+            for exists in (False, True)
+        ),
+    ],
+)
 def test_nothing_is_public_before_the_new_commit_wherever_publishing_fails(here, folder, capsys, failure, exists):
     publish = ["publish", str(folder), "someone/bert", "--public", "--collection=My models", "--revision=trial"]
     if exists:
@@ -390,6 +401,7 @@ def test_paths_of_the_start_and_the_tokenizer_go_out_as_names(here, trained, boo
     assert "pretrained further on books" in card and "base_model" not in card and str(tmp_path) not in card
 
 
+@pytest.mark.slow
 def test_the_cards_examples_run_as_they_stand_and_pin_what_runs_code(here, trained, tmp_path):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     card, (tag,) = published(here)["README.md"].decode(), here.tags("someone/bert")
@@ -860,6 +872,16 @@ def test_a_server_that_fails_is_said_in_one_line(here, folder, status, capsys):
 # The token
 
 
+def test_the_token_is_used_and_in_nothing_that_is_said_or_sent(here, folder, capfd):
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+    said = capfd.readouterr()
+    assert TOKEN in {request.token for request in here.requests} and "someone/bert" in said.out
+    assert TOKEN not in said.out + said.err
+    for name, content in here.files("someone/bert").items():
+        assert TOKEN.encode() not in content, name
+
+
+@pytest.mark.slow
 def test_the_token_is_in_no_output_log_file_or_process_list(hub, folder, tmp_path):
     token = "hf_" + hashlib.sha256(b"nobody's").hexdigest()[:34]
     hub.users[token] = "someone"

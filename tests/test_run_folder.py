@@ -108,6 +108,7 @@ def runs(books, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [REPLACED, RESUMED])
+@pytest.mark.slow
 def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_run(runs, dying, changes):
     command, folder, kept = runs
     _, done = dying(None)

@@ -216,6 +216,7 @@ def test_words_for_special_tokens_in_the_text_give_no_pieces_and_no_second_entry
 # Files
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(folder, tmp_path):
     """Hash maps in the trainer and in Python are seeded anew in every process: neither may show."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

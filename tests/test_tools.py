@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, D2lBertForSequenceClassification, D2lBertModel
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def test_lora_on_the_attention_projections_trains_and_is_saved_apart(trained, tmp_path):

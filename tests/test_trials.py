@@ -36,8 +36,17 @@ def most_allocated(function):
     return most
 
 
-@pytest.mark.parametrize("options", [{"packing": True}, {"packing": True, "objective": "none"}, {"packing": False}])
-def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"packing": True}, 12),
+        *(
+            pytest.param(options, 50, marks=pytest.mark.slow)
+            for options in ({"packing": True}, {"packing": True, "objective": "none"}, {"packing": False})
+        ),
+    ],
+)
+def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, count, monkeypatch):
     run = PretrainConfig(
         corpus=[str(books)], vocab_size=400, max_seq_length=128, max_steps=50, global_batch_size=64, **options
     )
@@ -57,7 +66,7 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, mon
     micro_batches = functools.partial(batching.trial_micro_batches, run, text, **cutting)
     find_micro_batch(learner, micro_batches, 64)
     steps = batching.make_steps(replace(run, micro_batch_size=8), text, 50, **cutting)
-    made = [steps[number] for number in range(50)]
+    made = [steps[number] for number in range(count)]
     largest = max(most_allocated(functools.partial(learner.try_step, micro_batches)) for micro_batches in made)
     assert tried == [pytest.approx(largest, rel=0.1)]
 
@@ -66,10 +75,15 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, mon
     "options",
     [
         ["--max_seq_length=32", "--length_schedule", "16:0.5"],
-        ["--max_seq_length=32", "--length_schedule", "16:0.5", "--packing=true"],
-        ["--objective=none", "--packing=true", "--gradient_checkpointing"],
-        ["--objective=none", "--micro_batch_size=2", "--hidden_dropout_prob=0.1"],
-        ["--objective=sop", "--attn_implementation=sdpa", "--batch_size_schedule", "3:0.5"],
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                ["--max_seq_length=32", "--length_schedule", "16:0.5", "--packing=true"],
+                ["--objective=none", "--packing=true", "--gradient_checkpointing"],
+                ["--objective=none", "--micro_batch_size=2", "--hidden_dropout_prob=0.1"],
+                ["--objective=sop", "--attn_implementation=sdpa", "--batch_size_schedule", "3:0.5"],
+            )
+        ),
     ],
     ids=" ".join,
 )
