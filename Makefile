@@ -1,4 +1,4 @@
-# make demo | test | fuzz | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
+# make demo | test | test-slow | test-all | fuzz | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
@@ -7,13 +7,23 @@ SUITE := build/transformers
 
 MINUTES ?= 20
 
-.PHONY: demo test fuzz contract style quality clean
+# Two test processes, each with one thread and fixtures of its own.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+.PHONY: demo test test-slow test-all fuzz contract style quality clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
 
 test: .venv/with-tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# What `make test` leaves out: tests that compile, export, install, or start several processes.
+test-slow: .venv/with-tests
+	$(PYTEST) -m slow
+
+test-all: .venv/with-tests
+	$(PYTEST) -m ""
 
 # New examples for every property test, for so many minutes.
 fuzz: .venv/with-tests
