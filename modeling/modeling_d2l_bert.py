@@ -18,6 +18,7 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Unpack
@@ -55,8 +56,19 @@ NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT.
 LOGITS_AT_ONCE = 2**25
 
 
-# Named after this file: a process may hold several copies of it, the package's and those of model folders.
-@torch.library.custom_op(f"{__name__.replace('.', '_')}::dropout_mask", mutates_args=(), device_types="cpu")
+def _unused_name(name: str) -> str:
+    """
+    A name for an operator that no operator of this process has, in a namespace named after this file.
+
+    A process may hold several copies of this file, the package's and those of model folders, which Transformers may
+    import again. To take a name again PyTorch destroys the operator that has it, and calling that one crashes.
+    """
+    namespace = __name__.replace(".", "_")
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return f"{namespace}::{next(free for free in names if not hasattr(getattr(torch.ops, namespace), free))}"
+
+
+@torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=(), device_types="cpu")
 def dropout_mask(values: torch.Tensor, dropped: int) -> torch.Tensor:
     """
     A mask for values on the CPU (uint8, of their shape): 0 with a probability of `dropped` / 2^16, else 1.
@@ -66,7 +78,7 @@ def dropout_mask(values: torch.Tensor, dropped: int) -> torch.Tensor:
 
     The operator hides the drawing from PyTorch's compiler, which may still do two things to it. It merges calls with
     the same arguments: the values tell the calls of a block apart. And with `aggressive_recomputation` it would call
-    the operator again in the backward pass, for another mask: `d2l_bert.training.compiling` does without that setting.
+    the operator again in the backward pass, for another mask: `d2l_bert.training.trials` does without that setting.
     """
     seed = torch.randint(2**63 - 1, ()).item()
     bits = np.random.SFC64(seed).random_raw(-(-values.numel() // 4)).view(np.int16)
