@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.errors import UserError
-from d2l_bert.progress import messages_shown
 from d2l_bert.tokenization import arrow, prepare, wordpiece
 from d2l_bert.tokenization.cache import SILENT_SECONDS, cache_folder, written_whole
 from d2l_bert.tokenization.documents import Document
@@ -698,13 +697,12 @@ def test_the_first_rank_says_which_process_it_waits_for_to_lay_out_an_epoch(
     monkeypatch.setenv("RANK", rank)
     plans = make_steps(text, tmp_path).phases[0].plans
     plans.folder.mkdir(parents=True)
-    with messages_shown():
-        with FileLock(plans.folder / ".lock"):
-            waiting = threading.Thread(target=plans.epoch, args=(3,))
-            waiting.start()
-            waiting.join(SILENT_SECONDS + 1)
-            assert waiting.is_alive()
-        waiting.join(60)
+    with FileLock(plans.folder / ".lock"):
+        waiting = threading.Thread(target=plans.epoch, args=(3,))
+        waiting.start()
+        waiting.join(SILENT_SECONDS + 1)
+        assert waiting.is_alive()
+    waiting.join(60)
     assert 3 in plans._open
     line = f"waiting for another process that is laying out epoch 4 (cache {plans.folder})"
     assert capsys.readouterr().err.splitlines().count(line) == (rank == "0")
