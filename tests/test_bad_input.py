@@ -431,6 +431,20 @@ AT_ONCE = [  # the command line, and what its one line says: the value, where it
     ("publish recoded me/x --dry_run", "differs from that of the installed d2l-bert", "--changed_code"),
     ("publish uncarded me/x --dry_run", "the card has no metadata; begin it with a block of YAML"),
     ("publish run me/x", "no token for the Hub here; log in with `hf auth login`"),
+    # Names and texts that the system or a tokenizer cannot take.
+    *[
+        (line.format("n" * 300), "File name too long; give a shorter name")
+        for line in (
+            "prepare --corpus latin.txt --output_dir {}",
+            "pretrain --corpus {} --max_steps 1",
+            "pretrain --dataset {} --max_steps 1",
+            "pretrain --init_from {}",
+            "publish {} me/x",
+            "fill-mask {} [MASK]",
+        )
+    ],
+    ("fill-mask run '\udcff [MASK]'", "argument TEXT: '\\udcff [MASK]' is not UTF-8; write it in that"),
+    ("next-sentence run a '\udcff'", "argument B: '\\udcff' is not UTF-8; write it in that"),
 ]
 
 

@@ -132,6 +132,25 @@ def test_half_of_what_a_launcher_sets_is_refused_in_one_line(monkeypatch, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK in the environment must be a whole number, got 'x'; unset it"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "5"},
+            "the environment has RANK 5 and WORLD_SIZE 2: ranks count from 0; unset both",
+        ),
+    ],
+)
+def test_numbers_that_no_launcher_sets_are_refused_in_one_line(monkeypatch, capsys, there, said):
+    for variable in LAUNCHER:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in there.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["pretrain", "--max_steps=1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"d2l-bert: error: {said}"]
+
+
 ONE_PROCESS = pytest.mark.parametrize(
     "given", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=str
 )

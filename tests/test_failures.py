@@ -1,18 +1,24 @@
 """Runs with an error in one of their processes: all end within seconds, with the right message and exit code."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import SMALL
 from processes import free_port
+
+from d2l_bert.errors import UserError
+from d2l_bert.training import loader
 
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -150,6 +156,16 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(start):
     worker.kill()
     assert run.codes(SOON) == [2]
     assert "a process that makes batches has ended (SIGKILL)" in run.errors()[0]
+
+
+def test_a_worker_that_is_killed_while_it_sends_a_step_is_said_in_one_line():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    worker = object.__new__(loader._Worker)
+    worker.steps, worker.process = ours, SimpleNamespace(join=lambda: None, exitcode=-signal.SIGKILL)
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the beginning of a step")  # as `send` writes its length
+    theirs.close()
+    with pytest.raises(UserError, match="a process that makes batches has ended .SIGKILL.*--dataloader_num_workers 0"):
+        worker.step()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

@@ -1,16 +1,20 @@
 """What the package has to say: records of the standard library's logging, which the command shows on stderr."""
 
+import io
 import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import SMALL
 from tqdm import tqdm
 
 from d2l_bert.cli import main
-from d2l_bert.progress import messages_shown
+from d2l_bert.errors import UserError
+from d2l_bert.progress import messages_shown, report
+from d2l_bert.training.run_folder import start_folder
 
 
 # Writes every record that reaches the root logger, and nothing else, as a line of JSON.
@@ -68,3 +72,28 @@ def test_a_message_stands_on_a_line_of_its_own_beside_a_bar(capsys):
         bar.update()
         logging.getLogger("d2l_bert.training.loop").warning("100 % of it went well")
     assert "100 % of it went well" in capsys.readouterr().err.replace("\r", "\n").splitlines()
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [(OSError(28, "No space left on device"), "No space left"), (BrokenPipeError(32, "Broken pipe"), "Broken")],
+)
+def test_a_report_that_cannot_be_shown_is_one_line_and_exit_code_2(error, said, capsys, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise error
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(UserError, match=f"stdout: the report cannot be written .{said}"), messages_shown():
+        report.info("What it learnt")
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+    def fail(path, *_, **__):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(UserError, match="run_config.json: cannot be written .No space.*free some space"):
+        start_folder(tmp_path, {}, 0)
+    assert list(tmp_path.iterdir()) == []

@@ -115,7 +115,7 @@ class _Worker:
     def step(self):
         try:
             arrays, error = self.steps.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the latter in the middle of a step
             self.process.join()
             raise UserError(
                 f"a process that makes batches has ended ({_how_it_ended(self.process.exitcode)}), perhaps for want "

@@ -73,7 +73,10 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
     """Refuse a file, or a folder that holds other things or a run that was not asked to be resumed or replaced."""
     if not folder.is_dir():
         raise UserError(f"output_dir {folder}: a file; name a folder")
-    entries = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    entries = {path.name for path in folder.iterdir()} - {
+        LOCK_FILE,
+        f".{RUN_FILE}.part",
+    }  # which a killed run may leave
     start = Path(run.init_from or "").resolve()
     if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
         raise UserError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
@@ -181,7 +184,11 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         for name in (METRICS_FILE, CURVES_FILE, CARD_FILE):
             (folder / name).unlink(missing_ok=True)
     if not (folder / WEIGHTS_FILE).exists():
-        folders.write_json(folder / RUN_FILE, record)  # before the log: without it the folder is no run's
+        try:  # before the log: without it the folder is no run's
+            folders.write_json(folder / RUN_FILE, record)
+        except OSError as error:
+            mend = ", and give the same command again"
+            raise UserError(f"{folder / RUN_FILE}: {why_unwritable(error, mend)}") from None
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
     return log

@@ -1,6 +1,7 @@
 """The command `d2l-bert`: exit codes, what is said of errors, signals."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -76,6 +77,8 @@ def _failed(command, error):
             file=sys.stderr,
         )
         return 1
+    elif getattr(error, "errno", None) == errno.ENAMETOOLONG:
+        line = f"{str(error.filename):.60}...: {error.strerror}; give a shorter name"
     process = f"process {launched_rank()}: " if launched_rank() else ""
     print(f"d2l-bert {command}: error: {process}{line}", file=sys.stderr)
     return 2

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     getattr(errno, name)
     for name in (
         *("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE"),
+        *("ENAMETOOLONG", "ELOOP"),
         *("EPIPE", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
     )
     if hasattr(errno, name)  # Windows lacks some
@@ -41,6 +42,8 @@ def why_unwritable(error: OSError, mend: str) -> str:
         mend: what comes behind that, such as ", or name another folder".
     """
     first = "free some space" if error.errno in NO_SPACE else "make it writable"
+    if error.errno == errno.ENAMETOOLONG:
+        first = "give a shorter name"
     return f"cannot be written ({error.strerror or error}); {first}{mend}"
 
 
@@ -170,13 +173,17 @@ def launched_rank() -> int:
     The number of this process among those that were launched together; 0 for one alone.
 
     Raises:
-        UserError: RANK or WORLD_SIZE is no number.
+        UserError: a launcher's variable is no number, or RANK is not below WORLD_SIZE.
     """
-    for variable in ("WORLD_SIZE", "RANK"):
+    for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if not (value := os.environ.get(variable, "0")).isdecimal():
             raise UserError(f"{variable} in the environment must be a whole number, got {value!r}; unset it")
-    # A RANK without a WORLD_SIZE is left over from something else.
-    return int(os.environ.get("RANK", 0)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 0
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if processes <= 1:  # a RANK without a WORLD_SIZE is left over from something else
+        return 0
+    if rank >= processes:
+        raise UserError(f"the environment has RANK {rank} and WORLD_SIZE {processes}: ranks count from 0; unset both")
+    return rank
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -113,12 +113,12 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     )
     fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
     fill.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
-    fill.add_argument("text", type=_text, metavar="TEXT", nargs="+", help='such as "Paris is the [MASK] of France."')
+    fill.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')
     fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for a mask (5)")
     follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another", "MODEL A B")
     follow.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
-    follow.add_argument("first", type=_text, metavar="A", help="a sentence")
-    follow.add_argument("second", type=_text, metavar="B", help="the sentence that may follow it")
+    follow.add_argument("first", type=_sentence, metavar="A", help="a sentence")
+    follow.add_argument("second", type=_sentence, metavar="B", help="the sentence that may follow it")
     usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
     convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
     convert.add_argument(
@@ -219,6 +219,15 @@ def _text(text):
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character, which no name has; take it out")
     return text
+
+
+def _sentence(text):
+    """The type of arguments that are given to a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{ascii(text)} is not UTF-8; write it in that") from None
+    return _text(text)
 
 
 def _whole_number(text):

@@ -90,8 +90,11 @@ def sync(path: Path) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Write `content` so that a reader finds the old file or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:

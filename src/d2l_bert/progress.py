@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from d2l_bert.errors import UserError
+
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ report = logging.getLogger(f"{PACKAGE}.report")
 def watched(
     items: Iterable, what: str, total: int | None = None, size: Callable[[object], int] | None = None
 ) -> Iterator:
-    """Pass items on with a bar on a terminal; elsewhere say how many documents there were, and how long they took.
+    """Pass items on, with a bar on a terminal; then say how many documents there were, and how long they took.
 
     Args:
         size: documents in an item, if it is not one.
@@ -38,6 +40,18 @@ def watched(
     logger.info(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
 
 
+class _ReportHandler(logging.StreamHandler):
+    """Shows a run's report. What cannot be shown is not passed over, as logging would."""
+
+    def handleError(self, record):
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            raise error
+        raise UserError(
+            f"stdout: the report cannot be written ({error.strerror}); what the run has made is complete all the same"
+        ) from None
+
+
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
     """
@@ -45,15 +59,15 @@ def messages_shown() -> Iterator[None]:
 
     For commands. A program that calls the package sets up the standard library's logging as it likes.
     """
-    streams = {logging.getLogger(PACKAGE): sys.stderr, report: sys.stdout}
-    before = {logger: (logger.level, logger.propagate) for logger in streams}
-    handlers = {logger: logging.StreamHandler(stream) for logger, stream in streams.items()}
+    messages = logging.getLogger(PACKAGE)
+    handlers = {messages: logging.StreamHandler(sys.stderr), report: _ReportHandler(sys.stdout)}
+    before = {logger: (logger.level, logger.propagate) for logger in handlers}
     for logger, handler in handlers.items():
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     try:
-        with logging_redirect_tqdm(list(streams)):  # a message does not break a bar
+        with logging_redirect_tqdm([messages]):  # a message does not break a bar
             yield
     finally:
         for logger, handler in handlers.items():
