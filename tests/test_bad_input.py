@@ -101,6 +101,7 @@ def make_models(folder):
         ("wider", "run", "config.json", lambda content: changed(content, hidden_size=64)),
         ("mute", "run", "tokenizer.json", lambda content: b"{"),
         ("odd", "run", "tokenizer.json", lambda content: b"[]"),
+        ("endless", "run", "tokenizer_config.json", lambda content: changed(content, model_max_length="x")),
         ("uncarded", "run", "README.md", lambda content: b"no metadata"),
         ("uncoded", "run", "modeling_d2l_bert.py", None),
         ("recoded", "run", "modeling_d2l_bert.py", lambda content: content + b"\n"),
@@ -334,6 +335,8 @@ AT_ONCE = [  # the command line, and what its one line says: the value, where it
     ("prepare --tokenizer books", "tokenizer books: cannot be loaded: it has no tokenizer", "give a folder with one"),
     ("prepare --tokenizer file.txt", "tokenizer file.txt: cannot be loaded: it is a file; give the folder"),
     ("prepare --tokenizer mute", "tokenizer mute: cannot be loaded: its tokenizer is damaged", "save it there again"),
+    ("prepare --tokenizer endless", "model_max_length in its tokenizer_config.json is 'x', not a number; put back"),
+    ("fill-mask endless [MASK]", "model_max_length in its tokenizer_config.json is 'x', not a number; put back"),
     ("prepare --tokenizer odd", "tokenizer odd: cannot be loaded: its tokenizer is damaged", "save it there again"),
     ("prepare --tokenizer gpt2", "tokenizer gpt2", "it must be a BertTokenizer"),
     # Models to start from.

@@ -141,6 +141,30 @@ def test_a_record_of_a_prepared_folder_that_lacks_an_entry_is_refused(prepared, 
         assert f"corpus {folder}: a damaged prepared folder" in said and "prepare the text again" in said
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settled": 5},
+        {"settled": {"nonsense": 1}},
+        {"settled": {"language": 7}},
+        {"hub_datasets": 5},
+        {"corpus_name": 5},
+        {"reading": "x"},
+        {"counts": {"tokenizer": 5}},
+    ],
+    ids=str,
+)
+def test_a_record_of_a_prepared_folder_that_says_something_else_is_refused(prepared, tmp_path, capsys, changes):
+    folder = tmp_path / "tokens"
+    shutil.copytree(prepared, folder)
+    record = json.loads((folder / "prepared.json").read_text())
+    (folder / "prepared.json").write_text(json.dumps(record | changes))
+    said = refused(
+        capsys, "pretrain", f"--corpus={folder}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")
+    )
+    assert f"corpus {folder}: a damaged prepared folder" in said and "prepare the text again" in said
+
+
 def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, capsys):
     files = [path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file()]
     assert len(files) >= 10

@@ -83,7 +83,7 @@ class TextConfig(Options):
     def check(self) -> None:
         """Refuse what cannot be read, before anything is."""
         check_texts(self)
-        self._check_types()
+        self.check_types()
         if not self.text_paths() and not self.dataset:
             raise UserError("corpus names no text; give files, folders or python-docs")
         if self.streaming and not self.dataset:

@@ -57,6 +57,11 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
             "BertTokenizer"
         )
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise ValueError(
+            f"model_max_length in its tokenizer_config.json is {tokenizer.model_max_length!r:.50}, not a number; put "
+            f"back the file that was saved with it"
+        )
     tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved again, without the code that it names
     return tokenizer
 

@@ -282,6 +282,16 @@ def read_prepared(folder: Path) -> PreparedText:
     return text
 
 
+_RECORD_TYPES = {
+    "settled": dict,
+    "corpus_name": str,
+    "hub_datasets": list,
+    "reading": dict,
+    "source_fingerprints": list,
+    "tokenizer_report": dict,
+}
+
+
 def _read_record(folder):
     """
     What a prepared folder's record says, and the name of its tokens; every file is the one that was written.
@@ -293,6 +303,10 @@ def _read_record(folder):
         record = json.loads((folder / PREPARED_FILE).read_text())
         told = {name: record[name] for name in ("settled", "corpus_name", "hub_datasets", "reading")}
         told |= {"source_fingerprints": [record["fingerprint"]], "tokenizer_report": record["counts"]["tokenizer"]}
+        for name, kind in _RECORD_TYPES.items():
+            if not isinstance(told[name], kind):
+                raise UserError(f"{PREPARED_FILE}: {name} is {told[name]!r:.50}, not what was written")
+        TextConfig(**told["settled"]).check_types()
         for name in {*record["files"], *(f"{table}.npy" for table in TABLES), f"{record['tokens']}/data.arrow"}:
             if content_hash(folder / name) != record["files"][name]:
                 raise UserError(f"{name} is not what was written")

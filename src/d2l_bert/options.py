@@ -52,7 +52,8 @@ class Options:
         UserError: from each check, for a value of another type or out of its range.
     """
 
-    def _check_types(self):
+    def check_types(self) -> None:
+        """Refuse a value of another type than its field says."""
         for name, kind in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
             kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
