@@ -311,9 +311,10 @@ def test_whenever_a_signal_comes_the_last_step_made_is_saved(command, monkeypatc
 @pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
     (process,) = start(step=12, dawdle=(13, 60.0))
+    process.join(2)  # until it is in the middle of its slow step: between two steps a signal ends it at once
     os.kill(process.pid, signal.SIGINT)
     process.join(0.5)
-    assert process.is_alive()  # in the middle of its slow step
+    assert process.is_alive()
     os.kill(process.pid, signal.SIGINT)
     process.join(5)
     assert process.exitcode in (130, -signal.SIGINT)  # by itself, or by the signal; a shell shows 130 for both
