@@ -85,7 +85,7 @@ class Pusher:
         self.thread = None
 
     def saved(self, checkpoint: Path, step: int) -> None:
-        """A checkpoint was written after so many steps."""
+        """A checkpoint was written after `step` optimizer steps."""
         if self.strategy == "end":
             return
         if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:

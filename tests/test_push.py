@@ -20,6 +20,9 @@ from d2l_bert.model_cards import push
 from d2l_bert.model_cards.push import Pusher
 
 
+EVERY_SAVE = [*SMALL, *"--max_steps=4 --save_steps=2 --license=mit --push_to_hub --hub_strategy=every_save".split()]
+
+
 CHECKPOINT = SENT - {"metrics.json", "training_curves.png"}
 
 
@@ -146,15 +149,7 @@ def test_a_checkpoint_is_sent_with_the_runs_own_record_whatever_the_folder_holds
 
     monkeypatch.setattr(push, "published_files", damage_and_list)
     monkeypatch.setattr(push, "outgoing", see)
-    options = [
-        *SMALL,
-        "--max_steps=4",
-        "--save_steps=2",
-        "--license=mit",
-        "--push_to_hub",
-        "--hub_strategy=every_save",
-    ]
-    assert main(["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]) == 0
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={folder}", *EVERY_SAVE]) == 0
     assert [(record["checkpoint_step"], record["run"]["max_steps"]) for record in seen] == [(2, 4)]
 
 
@@ -165,15 +160,7 @@ def test_a_bug_in_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_g
         raise KeyError("of ours")
 
     monkeypatch.setattr("d2l_bert.model_cards.push.outgoing", fail)
-    options = [
-        *SMALL,
-        "--max_steps=4",
-        "--save_steps=2",
-        "--license=mit",
-        "--push_to_hub",
-        "--hub_strategy=every_save",
-    ]
-    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'bert'}", *options]) == 0
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'bert'}", *EVERY_SAVE]) == 0
     said = capsys.readouterr().err
     assert "checkpoint-2 was not sent: this is a bug of d2l-bert (KeyError)" in said and "in fail" in said
 

@@ -15,7 +15,7 @@ from d2l_bert.tokenization.documents import Document
 # A "sentence" that is longer, in characters, is a text without full stops. Cut, none of it is lost to truncation.
 LONGEST_SENTENCE = 1000
 
-# Documents are kept in blocks of at least so many sentences.
+# Sentences in a block of a document, at least.
 BLOCK_SENTENCES = 64
 
 # With fewer documents than this, "another document" says little and a held-out split takes too much or too little:

@@ -133,6 +133,7 @@ def convert_command(arguments) -> None:
     from transformers.utils import logging
 
     from d2l_bert import folders
+    from d2l_bert.tokenization.wordpiece import save_tokenizer
 
     logging.disable_progress_bar()
     from_d2l = arguments.source_kind == "d2l"
@@ -148,6 +149,8 @@ def convert_command(arguments) -> None:
             made, tokenizer = _convert_from_bert(source, folder)
         else:
             made, tokenizer = _convert_ours(source, arguments.target_kind, folder)
+        if tokenizer is not None and arguments.target_kind != "d2l":  # which has a vocabulary of its own kind
+            save_tokenizer(tokenizer, folder)
     print(f"{target}: {made}")
     if tokenizer is None:
         mend = "; its vocabulary makes one: --vocab FILE" if from_d2l else ""
@@ -158,7 +161,6 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     from d2l_bert.modeling import d2l_checkpoints
     from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, read_d2l, read_vocabulary
     from d2l_bert.modeling.saving import save_with_code
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
 
     beside = Path(source) / "vocab.json"
     vocabulary = vocabulary or (beside if beside.exists() else None)
@@ -169,8 +171,6 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     with refusals_are_the_users():
         tokenizer = tokens and d2l_tokenizer(tokens, model.config.max_position_embeddings)
     save_with_code(model, folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
     return _what(model), tokenizer
 
 
@@ -178,7 +178,6 @@ def _convert_from_bert(source, folder):
     from d2l_bert.modeling.bert_checkpoints import copy_sentence_transformer, from_bert, read_bert
     from d2l_bert.modeling.saving import save_with_code
     from d2l_bert.tokenization.existing import read_tokenizer
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
 
     with reading_model(source):
         bert, unplaced = read_bert(source)
@@ -186,8 +185,6 @@ def _convert_from_bert(source, folder):
     with refusals_are_the_users(f"{source}: cannot be converted: "):
         model = from_bert(bert)
     save_with_code(model, folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
     with reading_model(source):
         copy_sentence_transformer(source, folder)
     if unplaced:
@@ -201,7 +198,6 @@ def _convert_ours(source, target_kind, folder):
     from d2l_bert.modeling.d2l_checkpoints import write_d2l
     from d2l_bert.modeling.saving import save_model
     from d2l_bert.tokenization.existing import read_tokenizer
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
 
     with reading_model(source):
         model = conversion.read_ours(source)
@@ -213,8 +209,6 @@ def _convert_ours(source, target_kind, folder):
     with refusals_are_the_users():
         model = to_bert(model)
     save_model(model, folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
     with reading_model(source):
         copy_sentence_transformer(source, folder)
     return _what(model), tokenizer
