@@ -553,6 +553,8 @@ def test_copies_of_the_model_file_train_beside_one_another(tmp_path):
         torch.manual_seed(5)
         found.append(loss_and_gradients(model, **make_batch(model)))
     assert type(models[1]).__module__ != D2lBertForMaskedLM.__module__
+    operators = getattr(torch.ops, type(models[1]).__module__.replace(".", "_"))
+    assert hasattr(operators, "dropout_mask") and hasattr(operators, "dropout_mask_2"), "no copy takes another's name"
     for copied in found[1:]:
         assert_same(copied, found[0], rtol=0, atol=0)
 
