@@ -1,13 +1,15 @@
-# make demo | test | test-slow | test-all | fuzz | contract | style | quality | clean. Pass PYTHON=python3.12 or PIP_FLAGS='--extra-index-url ...' if you need to.
+# make demo | test | test-slow | test-all | fuzz | contract | style | quality | clean
+# Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`).
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-SUITE := build/transformers
-
 MINUTES ?= 20
 
-# Two test processes, each with one thread and fixtures of its own.
+# Where `make contract` unpacks the source distribution of Transformers.
+SUITE := build/transformers
+
+# Two test processes, each with its own fixtures. tests/conftest.py limits each process to one thread.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-slow test-all fuzz contract style quality clean
@@ -18,18 +20,18 @@ demo: .venv/installed
 test: .venv/with-tests
 	$(PYTEST)
 
-# What `make test` leaves out: tests that compile, export, install, or start several processes.
+# The tests that `make test` leaves out: they compile, export, install, or start several processes.
 test-slow: .venv/with-tests
 	$(PYTEST) -m slow
 
 test-all: .venv/with-tests
 	$(PYTEST) -m ""
 
-# New examples for every property test, for so many minutes.
+# Run the property tests on new random examples for MINUTES minutes.
 fuzz: .venv/with-tests
 	$(BIN)/python tests/fuzz.py $(MINUTES)
 
-# Transformers' own common model tests over our classes; they are in its source distribution only.
+# Run Transformers' common model tests on our model classes. Only its source distribution contains these tests.
 contract: .venv/with-tests
 	rm -rf $(SUITE)
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(SUITE) \
@@ -48,13 +50,13 @@ quality: .venv/with-tests
 clean:
 	rm -rf .venv build d2l-bert-demo
 
-# What running needs.
+# The environment to run d2l-bert.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
 	touch $@
 
-# What tests and linter need, too.
+# The same environment, with the packages for tests and ruff.
 .venv/with-tests: .venv/installed
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@

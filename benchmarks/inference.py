@@ -1,18 +1,19 @@
-"""How fast a trained model answers: ours and stock BERT with the same weights, on the same texts, in turns.
+"""The inference speed of our model and of stock BERT with the same weights, on the same texts, in turns.
 
     python -m benchmarks.inference [--size small base] [--corpus PATH...] [--dtype float32|bfloat16] [--device cuda]
 
-`small` is d2l's small BERT in size, `base` BERT-base; both have BERT's architecture (GELU, normalised embeddings, tied
-decoder), so that stock BERT computes the same from the same random weights (`d2l_bert.modeling.conversion`). Texts are
-held-out paragraphs of the corpus, in its order, cut at 64 and 128 tokens. The tasks:
+`small` has the size of d2l's small BERT, `base` that of BERT-base. Both have BERT's architecture (GELU, normalised
+embeddings, tied decoder), so that stock BERT computes the same from the same random weights
+(`d2l_bert.modeling.conversion`). The texts are held-out paragraphs of the corpus, in their order, truncated to 64
+tokens (`small`) or 128 (`base`). The tasks:
 
-    fill-mask    the likeliest token for the one [MASK] of each text; our vocabulary head at `masked_positions` only
+    fill-mask    the most likely token for the one [MASK] of each text; our MLM head computes that position only
     embeddings   the last hidden states, averaged over the tokens of each text
-    pipeline     `pipeline("fill-mask")` with either model, which knows nothing of `masked_positions`
+    pipeline     `pipeline("fill-mask")`, which does not use `masked_positions`
 
-The first two get batches of token ids, each model with the attention that a trial finds faster; the pipeline gets
-texts, and models as they are loaded. Before the turns the models must agree: in the logits of the likeliest tokens, in
-the embeddings, in the pipeline's scores.
+For the first two, the models get batches of token ids and use the attention that a trial finds faster. The pipeline
+gets texts, and models with their default attention. Before the turns, both models must give the same answers: logits
+of the most likely tokens, embeddings, the pipeline's scores.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from transformers import pipeline
 from transformers.utils import logging
 
 from benchmarks.mlm_head import SIZES, heading, positive
-from benchmarks.throughput import spread
+from benchmarks.turns import summary
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, PretrainConfig
 from d2l_bert.modeling.bert_checkpoints import to_bert
 from d2l_bert.tokenization.prepare import prepare
@@ -34,9 +35,9 @@ from d2l_bert.tokenization.prepare import prepare
 
 BERT = {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}
 NAMES = {"small": "d2l's small BERT", "base": "BERT-base"}
-TEXTS = {"small": 512, "base": 32}  # of a turn on a CPU; on a GPU 2,048
+TEXTS = {"small": 512, "base": 32}  # in a turn on a CPU; on a GPU 2,048 for both
 SHORTEST = 8  # tokens; shorter paragraphs are headings
-LIMITS = {"float32": 1e-5, "bfloat16": 3e-2}  # how far apart the two may be, as a share of the norm
+LIMITS = {"float32": 1e-5, "bfloat16": 3e-2}  # largest difference of the models' answers, relative to their norm
 
 
 def main() -> None:
@@ -46,9 +47,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=tuple(LIMITS))
     parser.add_argument("--repetitions", type=positive, default=9, help="turns of each model")
-    parser.add_argument("--texts", type=positive, help="texts in a turn; small: 512, base: 32, on a GPU 2,048")
+    parser.add_argument("--texts", type=positive, help="texts in a turn (512 for small, 32 for base, 2,048 on a GPU)")
     parser.add_argument("--batch_size", type=positive, default=32, help="texts computed at once")
-    parser.add_argument("--vocab_size", type=positive, help="small: 20,256, base: 30,522")
+    parser.add_argument("--vocab_size", type=positive, help="vocabulary size (20,256 for small, 30,522 for base)")
     arguments = parser.parse_args()
     print(heading(arguments.device, arguments.dtype))
     logging.set_verbosity_error()
@@ -58,7 +59,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(size, arguments):
-    """Print texts a second of both models in each task."""
+    """Print the texts/s of both models in each task."""
     numbers, _, length = SIZES[NAMES[size]]
     config = D2lBertConfig(**numbers | BERT)
     config.vocab_size = arguments.vocab_size or config.vocab_size
@@ -81,7 +82,7 @@ def measure(size, arguments):
 
 
 def make_models(config, arguments):
-    """Ours and stock BERT, of the same numbers."""
+    """Our model and stock BERT, with the same random weights."""
     torch.manual_seed(0)
     ours = D2lBertForMaskedLM(config)
     models = {"ours": ours, "stock": to_bert(ours)}
@@ -94,10 +95,10 @@ def make_models(config, arguments):
 
 
 def masked_texts(corpus, vocab_size, length, count):
-    """So many held-out paragraphs, from the first again if they are too few, a word of each masked; the tokenizer."""
+    """`count` held-out paragraphs, repeated if there are too few, with one word of each masked; and the tokenizer."""
     prepared = prepare(PretrainConfig(corpus=corpus, vocab_size=vocab_size))
     rng, texts = np.random.default_rng(0), []
-    for ids in itertools.islice(paragraphs(prepared, length - 2), count):  # [CLS] and [SEP]
+    for ids in itertools.islice(paragraphs(prepared, length - 2), count):  # 2: [CLS] and [SEP]
         words = prepared.tokenizer.decode(ids).split()
         words[rng.integers(len(words))] = prepared.tokenizer.mask_token
         texts.append(" ".join(words))
@@ -106,17 +107,21 @@ def masked_texts(corpus, vocab_size, length, count):
 
 def paragraphs(prepared, most):
     """Token ids of the first `most` tokens of each held-out paragraph."""
-    for document in prepared.held_out_documents:
-        sentence_ends = prepared.tokens.sentence_ends(document)
-        ends = sentence_ends[prepared.tokens.paragraph_ends(document) - 1]
-        for start, end in zip(np.append(0, ends[:-1]), ends, strict=True):
-            ids = prepared.tokens.tokens(document, start, min(end, start + most))
+    corpus = prepared.tokens
+    for document in prepared.held_out:
+        first_sentence, end_sentence = corpus.document_ends.before(np.array([document, document + 1]))
+        first, last = corpus.paragraph_ends.find(np.array([first_sentence, end_sentence - 1]))
+        numbers = np.arange(first, last + 1)
+        starts = corpus.sentence_ends.before(corpus.paragraph_ends.before(numbers))
+        ends = corpus.sentence_ends.before(corpus.paragraph_ends.at(numbers))
+        for start, end in zip(starts, ends, strict=True):
+            ids = corpus.at(np.arange(start, min(end, start + most)))
             if len(ids) >= SHORTEST and prepared.tokenizer.mask_token_id not in ids:
                 yield ids
 
 
 def make_batches(texts, tokenizer, arguments):
-    """Token ids of the texts in their order, each batch with the positions of its masks (B, 1)."""
+    """The texts as batches of token ids in their order, each with the positions of its masks (B, 1)."""
     batches = []
     for first in range(0, len(texts), arguments.batch_size):
         batch = tokenizer(texts[first : first + arguments.batch_size], padding=True, return_tensors="pt")
@@ -130,7 +135,7 @@ def make_batches(texts, tokenizer, arguments):
 
 
 def fill_masks(model, batch, masked_positions):
-    """Logits of the likeliest token for the one [MASK] of each text (B,)."""
+    """Logits of the most likely token for the one [MASK] of each text (B,)."""
     if isinstance(model, D2lBertForMaskedLM):
         logits = model(**batch, masked_positions=masked_positions).logits[:, 0]
     else:
@@ -149,7 +154,7 @@ def answer_all(answer, model, batches):
 
 
 def pipeline_work(model, tokenizer, texts, arguments):
-    """What gives the probability of the likeliest token for each text (texts,), as the pipeline does."""
+    """A function that runs the pipeline; returns the probabilities of the most likely tokens (texts,)."""
     pipe = pipeline("fill-mask", model=model, tokenizer=tokenizer, device=arguments.device)
     return lambda: torch.tensor([best["score"] for (best,) in pipe(texts, batch_size=arguments.batch_size, top_k=1)])
 
@@ -159,24 +164,24 @@ def pipeline_work(model, tokenizer, texts, arguments):
 
 
 def report(what, works, count, arguments, settings=()):
-    """Compare what both models say, let them take turns, and print a line; returns texts a second of each turn."""
+    """Check that both models agree, let them take turns, and print a line; returns the texts/s of each turn."""
     difference = check(*(work() for work in works.values()), arguments.dtype)
     speeds = {name: [] for name in works}
     for turn in range(arguments.repetitions):
         for name in list(works)[:: -1 if turn % 2 else 1]:
             speeds[name].append(count / seconds(works[name], arguments.device))
     ratios = [ours / stock for ours, stock in zip(speeds["ours"], speeds["stock"], strict=True)]
-    shown = "".join(f"{spread(speed):>26}" for speed in speeds.values())
+    shown = "".join(f"{summary(speed):>26}" for speed in speeds.values())
     note = f"   {' and '.join(settings)} attention" if settings else ""
-    print(f"  {what:12}{shown}{spread(ratios, 2):>22}{difference:>11.0e}{note}", flush=True)
+    print(f"  {what:12}{shown}{summary(ratios, 2):>22}{difference:>11.0e}{note}", flush=True)
     return speeds
 
 
 def check(ours, stock, dtype) -> float:
-    """How far the answers are apart, as a share of their norm.
+    """The distance of two answers, relative to the norm of the second.
 
     Raises:
-        AssertionError: further than rounding explains.
+        AssertionError: the distance is larger than rounding explains.
     """
     ours, stock = ours.double(), stock.double()
     difference = float((ours - stock).norm() / stock.norm())
@@ -185,7 +190,7 @@ def check(ours, stock, dtype) -> float:
 
 
 def faster_attention(model, work, device) -> str:
-    """Leave the model with the attention in which it works faster."""
+    """Set the attention with which the model is faster; returns its name."""
     taken = {}
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)

@@ -1,13 +1,13 @@
-"""Kill a run again and again, and see whether it ends as if it had never been.
+"""Kill a run again and again, and check that it ends like a run that was never killed.
 
     python -m benchmarks.kill_and_resume [--kills 50] [--seed 0]
 
-Two runs of the command line train the recipe tiny on 400 documents of Python's documentation, each with a cache of its
-own: 200 steps, a checkpoint after every fourth, batches from a loader's worker. One is left alone. The other one is
-killed (SIGKILL, the worker too) at random instants and started again with `--resume_from_checkpoint latest`, the first
-time too; a tenth of the kills are aimed at reading and tokenizing, a tenth at later start-ups, two tenths at any
-moment of training, five tenths at a save, a tenth at what comes behind the last step. Weights and moments must be the
-same bytes at the end, and the log the same losses, each step once.
+Two runs of the command train the recipe tiny on 400 documents of Python's documentation, each with its own cache: 200
+steps, a checkpoint every fourth step, batches from a loader's worker. One run is not disturbed. The other run is
+killed at random moments (SIGKILL, with its worker), and always started with `--resume_from_checkpoint latest`. Of the
+kills, 10 % are aimed at reading and tokenizing the text, 10 % at later start-ups, 20 % at any moment of training, 50 %
+at a save, 10 % at the time after the last step. At the end the weights and the optimizer's moments must be the same
+bytes, and the log must hold the same losses, each step once.
 """
 
 import argparse
@@ -38,68 +38,69 @@ OPTIONS = (
     f"--max_steps={STEPS} --save_steps={SAVE_STEPS} --eval_steps=100 --logging_steps=1 "
     "--hidden_dropout_prob=0.1 --dataloader_num_workers=1 --resume_from_checkpoint=latest"
 ).split()
-SHARES = {"training": 0.2, "save": 0.5, "start": 0.1}  # and a tenth each at the very start and at the end
-LONGEST = 600  # seconds that a run may live: then something hangs
+# Shares of all kills. The first start and the end of the run get a tenth each, see `plan_kills`.
+AIMS = {"training": 0.2, "save": 0.5, "start": 0.1}
+TIME_LIMIT = 600  # seconds for one process; a run that takes longer hangs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=positive, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments of the kills")
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Run(Path(folder) / "whole"), Run(Path(folder) / "killed")
-        timing = live_alone(whole)
+        timing = run_undisturbed(whole)
         print(
             f"not killed: {timing.start:.1f} s to the first step, {1000 * timing.step:.0f} ms a step, "
             f"{1000 * timing.save:.0f} ms a save, {timing.finish:.1f} s behind the last step",
             flush=True,
         )
         begin = time.monotonic()
-        deaths, made = kill_and_resume(killed, arguments.kills, timing, random.Random(arguments.seed))
-        report(deaths, made, time.monotonic() - begin)
+        kills_by_phase, steps_taken = kill_and_resume(killed, arguments.kills, timing, random.Random(arguments.seed))
+        report(kills_by_phase, steps_taken, time.monotonic() - begin)
         sys.exit(0 if compare(whole, killed) else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A run and its lives
+# A run and its processes
 
 
 class Run:
-    """A run of the command line in a folder of its own, which may live several times."""
+    """A run of the command in a folder of its own. It takes several processes if it is killed."""
 
-    def __init__(self, place: Path):
-        self.model = place / "model"
-        self.place = place
-        place.mkdir()
+    def __init__(self, folder: Path):
+        self.model = folder / "model"
+        self.folder = folder
+        folder.mkdir()
 
-    def live(self) -> "Life":
-        return Life(self)
+    def start(self) -> "RunProcess":
+        return RunProcess(self)
 
-    def saves(self) -> bool:
-        """Whether a checkpoint is being written, or was when the run died."""
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, or was being written when the run was killed."""
         return any(self.model.glob(".checkpoint-*.part"))
 
 
-class Life:
-    """One process of a run, with its loader's worker, from its start to its end."""
+class RunProcess:
+    """One process of a run and its loader's worker, from start to end."""
 
     def __init__(self, run: Run):
-        self.run, self.heard = run, run.place / "stderr.txt"
+        self.run, self.stderr = run, run.folder / "stderr.txt"
         self.starts_at_the_end = (run.model / f"checkpoint-{STEPS}").exists()
-        environment = {**os.environ, "HF_HOME": str(run.place / "cache"), "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "HF_HOME": str(run.folder / "cache"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--output_dir={run.model}", *OPTIONS]
         self.begin = time.monotonic()
-        with self.heard.open("w") as stderr:
-            self.process = subprocess.Popen(
+        with self.stderr.open("w") as stderr:
+            self.popen = subprocess.Popen(
                 command, env=environment, stderr=stderr, stdout=subprocess.DEVNULL, start_new_session=True
             )
 
     def steps(self) -> list[int]:
-        """The steps that it made: it says each of them."""
-        return [int(step) for step in re.findall(rf"(?m)^step +(\d+)/{STEPS} ", self.heard.read_text())]
+        """The steps that this process has taken, from its messages."""
+        return [int(step) for step in re.findall(rf"(?m)^step +(\d+)/{STEPS} ", self.stderr.read_text())]
 
     def step(self) -> int:
         return max(self.steps(), default=0)
@@ -108,32 +109,32 @@ class Life:
         return self.starts_at_the_end or self.step() == STEPS
 
     def wait(self, happened, pause: float = 0.005) -> bool:
-        """Until something has happened: True; or until the process has ended: False."""
+        """Wait until `happened()` (returns True), or until the process ends (returns False)."""
         while not happened():
-            if self.process.poll() is not None:
+            if self.popen.poll() is not None:
                 return False
-            if time.monotonic() > self.begin + LONGEST:
+            if time.monotonic() > self.begin + TIME_LIMIT:
                 self.kill()
-                sys.exit(f"no end after {LONGEST} s:\n{self.heard.read_text()}")
+                sys.exit(f"no end after {TIME_LIMIT} s:\n{self.stderr.read_text()}")
             time.sleep(pause)
         return True
 
     def kill(self) -> None:
-        """Process and worker at once: they are a group."""
+        """Kill the process and its worker at once: both are in one process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
 
-    def succeed(self) -> None:
-        """Live to the end."""
+    def finish(self) -> None:
+        """Wait for the end; exits if the process failed."""
         self.wait(lambda: False)
-        if self.process.returncode:
-            sys.exit(f"exit code {self.process.returncode}:\n{self.heard.read_text()}")
+        if self.popen.returncode:
+            sys.exit(f"exit code {self.popen.returncode}:\n{self.stderr.read_text()}")
 
 
 @dataclass
 class Timing:
-    """Seconds to the first step, of a step, of a save, and behind the last step."""
+    """Seconds from the start to the first step, of one step, of one save, and from the last step to the end."""
 
     start: float
     step: float
@@ -141,23 +142,23 @@ class Timing:
     finish: float
 
 
-def live_alone(run: Run) -> Timing:
-    """A run that nobody kills, and how long its parts took."""
-    life, saves, since = run.live(), [], None
-    life.wait(life.step)
+def run_undisturbed(run: Run) -> Timing:
+    """Run without a kill, and measure how long each phase takes."""
+    process, saves, since = run.start(), [], None
+    process.wait(process.step)
     start = time.monotonic()
-    while life.step() < STEPS and life.process.poll() is None:
-        if since is None and run.saves():
+    while process.step() < STEPS and process.popen.poll() is None:
+        if since is None and run.is_saving():
             since = time.monotonic()
-        elif since is not None and not run.saves():
+        elif since is not None and not run.is_saving():
             saves.append(time.monotonic() - since)
             since = None
         time.sleep(0.001)
     end = time.monotonic()
-    life.succeed()
+    process.finish()
     save = statistics.median(saves)
     step = (end - start) / STEPS - save / SAVE_STEPS
-    return Timing(start - life.begin, step, save, time.monotonic() - end)
+    return Timing(start - process.begin, step, save, time.monotonic() - end)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,94 +166,102 @@ def live_alone(run: Run) -> Timing:
 
 
 def kill_and_resume(run: Run, kills: int, timing: Timing, rng: random.Random) -> tuple[Counter, int]:
-    """Kill a run so often, then let it end: where the kills fell, and the steps that all its lives made."""
-    deaths, made = Counter(), 0
-    for aim, step in planned(kills, rng):
-        while (death := killed_once(run, aim, step, timing, rng)) is None:
-            aim = "start"  # it had ended before: then one of its start-ups is as good
-        where, steps = death
-        deaths[where] += 1
-        made += steps
-        print(f"kill {deaths.total()} of {kills}, {where}: {steps} steps made", file=sys.stderr)
-    life = run.live()
-    life.succeed()
-    return deaths, made + len(life.steps())
+    """Kill a run `kills` times, then let it end.
+
+    Returns:
+        The number of kills in each phase, and the number of steps that all processes took together.
+    """
+    kills_by_phase, steps_taken = Counter(), 0
+    for aim, step in plan_kills(kills, rng):
+        while (killed := kill_once(run, aim, step, timing, rng)) is None:
+            aim = "start"  # the run ended before the kill: aim at a start-up instead
+        where, steps = killed
+        kills_by_phase[where] += 1
+        steps_taken += steps
+        print(f"kill {kills_by_phase.total()} of {kills}, {where}: {steps} steps taken", file=sys.stderr)
+    process = run.start()
+    process.finish()
+    return kills_by_phase, steps_taken + len(process.steps())
 
 
-def planned(kills: int, rng: random.Random) -> list[tuple[str, float]]:
-    """What each kill is aimed at, and from which step on: they are spread over the run."""
+def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, float]]:
+    """The aim of each kill, and the step after which to kill: the steps are spread over the run."""
     ends = kills // 10
-    aims = rng.choices(list(SHARES), list(SHARES.values()), k=kills - 2 * ends)
+    aims = rng.choices(list(AIMS), list(AIMS.values()), k=kills - 2 * ends)
     steps = sorted(rng.uniform(0, 0.95 * STEPS) for _ in aims)
     return [("start", 0)] * ends + list(zip(aims, steps, strict=True)) + [("end", STEPS)] * ends
 
 
-def killed_once(run, aim, step, timing, rng) -> tuple[str, int] | None:
-    """Start a run and kill it: where that fell, and the steps it had made; None if it ended by itself before."""
-    life = run.live()
-    if not aimed(life, aim, step, timing, rng):
-        life.succeed()
+def kill_once(run, aim, step, timing, rng) -> tuple[str, int] | None:
+    """Start the run and kill it.
+
+    Returns:
+        The phase of the kill and the number of steps taken; None if the run ended before.
+    """
+    process = run.start()
+    if not wait_for_kill(process, aim, step, timing, rng):
+        process.finish()
         return None
-    life.kill()
-    steps = life.steps()
-    if life.past_the_last_step() and not run.saves():
+    process.kill()
+    steps = process.steps()
+    if process.past_the_last_step() and not run.is_saving():
         return "behind the last step", len(steps)
-    if not steps:  # what is half saved, if anything, is from the life before
+    if not steps:  # an unfinished save is from an earlier process
         return "before training began", 0
-    return "during a save" if run.saves() else "between saves", len(steps)
+    return "during a save" if run.is_saving() else "between saves", len(steps)
 
 
-def aimed(life, aim, step, timing, rng) -> bool:
-    """Wait for the instant of the kill; False if the run has ended before."""
-    if aim == "start":  # which may be over sooner than it was
-        end = life.begin + rng.uniform(0, timing.start)
-        return life.wait(lambda: time.monotonic() >= end or life.step())
+def wait_for_kill(process, aim, step, timing, rng) -> bool:
+    """Wait for the moment of the kill; returns False if the run ends before."""
+    if aim == "start":  # a start-up may take less time than measured
+        end = process.begin + rng.uniform(0, timing.start)
+        return process.wait(lambda: time.monotonic() >= end or process.step())
     if aim == "end":
-        longest = timing.finish + (timing.start if life.starts_at_the_end else 0)
-        return life.wait(life.past_the_last_step) and survives(life, rng.uniform(0, longest))
-    if not life.wait(life.step):
+        longest = timing.finish + (timing.start if process.starts_at_the_end else 0)
+        return process.wait(process.past_the_last_step) and runs_for(process, rng.uniform(0, longest))
+    if not process.wait(process.step):
         return False
-    timing.start = time.monotonic() - life.begin  # shorter from here on: there is a cache
-    if not life.wait(lambda: life.step() >= step):
+    timing.start = time.monotonic() - process.begin  # shorter than before: the cache is filled
+    if not process.wait(lambda: process.step() >= step):
         return False
     if aim == "training":
-        return survives(life, rng.uniform(0, SAVE_STEPS * timing.step + timing.save))
-    return life.wait(life.run.saves, pause=0.001) and survives(life, rng.uniform(0, timing.save))
+        return runs_for(process, rng.uniform(0, SAVE_STEPS * timing.step + timing.save))
+    return process.wait(process.run.is_saving, pause=0.001) and runs_for(process, rng.uniform(0, timing.save))
 
 
-def survives(life, seconds) -> bool:
-    """Whether a life goes on for so long."""
+def runs_for(process, seconds) -> bool:
+    """Whether the process runs for `seconds` more."""
     end = time.monotonic() + seconds
-    return life.wait(lambda: time.monotonic() >= end, pause=min(0.005, seconds / 10))
+    return process.wait(lambda: time.monotonic() >= end, pause=min(0.005, seconds / 10))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What it came to
+# The result
 
 
-def report(deaths, made, seconds):
-    print(f"killed {deaths.total()} times in {seconds:.0f} s:")
+def report(kills_by_phase, steps_taken, seconds):
+    print(f"killed {kills_by_phase.total()} times in {seconds:.0f} s:")
     for where in ("before training began", "between saves", "during a save", "behind the last step"):
-        print(f"  {where:<22} {deaths[where]:>3}")
-    print(f"steps made: {made}, of them {made - STEPS} again")
+        print(f"  {where:<22} {kills_by_phase[where]:>3}")
+    print(f"steps taken: {steps_taken}, of them {steps_taken - STEPS} again")
 
 
 def compare(whole: Run, killed: Run) -> bool:
-    """Whether two runs left the same, and say so."""
+    """Print whether both runs left the same files; returns that."""
     same = True
     for name in ("model.safetensors", f"checkpoint-{STEPS}/optimizer.safetensors"):
         expected, found = ((run.model / name).read_bytes() for run in (whole, killed))
         print(f"{name}: {f'{len(found):,} bytes, the same' if found == expected else 'DIFFERENT'}")
         same &= found == expected
-    losses = [logged(run) for run in (whole, killed)]
+    losses = [logged_losses(run) for run in (whole, killed)]
     once = [step for step, _ in losses[1]] == list(range(1, STEPS + 1))
     print(f"training_log.jsonl: {f'{STEPS} steps, each once' if once else 'STEPS MISSING OR REPEATED'}")
     print(f"training_log.jsonl: losses {'the same' if losses[0] == losses[1] else 'DIFFERENT'}")
     return same and once and losses[0] == losses[1]
 
 
-def logged(run: Run) -> list[tuple[int, float]]:
-    """Step and loss of each row of training; every line must be JSON."""
+def logged_losses(run: Run) -> list[tuple[int, float]]:
+    """The step and loss of each training row; every line of the log must be JSON."""
     rows = [json.loads(line) for line in (run.model / "training_log.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 

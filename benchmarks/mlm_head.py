@@ -1,18 +1,18 @@
-"""What the MLM head costs at the predicted positions alone, and at every position.
+"""The cost of the MLM head: at the predicted positions only, and at every position.
 
     python -m benchmarks.mlm_head [--repetitions 15] [--device cpu|cuda]
     python -m benchmarks.mlm_head --loss [--vocab_sizes 8192 ...] [--hidden_sizes 128 ...] [--rows 600 4900]
 
-The head's arithmetic is 2 (H^2 + H V) a position forward and twice that backward: T / P times less at P of T
-positions. Its memory, at its peak, is three tensors of V numbers a position (the log-probabilities, their gradient,
-the logits' gradient) and the decoder's gradient, V H. The two variants take turns; the median and the spread are
-printed, for the head alone and for a whole training step (forward, loss, backward) of the model.
+The head needs 2 (H^2 + H V) operations per position in the forward pass and twice that in the backward pass, so it
+needs T / P times fewer at P of T positions. At its peak it holds three tensors of V numbers per position (the
+log-probabilities, their gradient, the logits' gradient) and the decoder's gradient of V H numbers. Both variants take
+turns. Printed are the median and the range, for the head alone and for a whole step (forward, loss, backward).
 
-With `--loss` it compares the loss from hidden states, forward and backward, ours and PyTorch's: ours, PyTorch's
-`linear_cross_entropy` with its own choice of chunks, the same with chunks as large as ours and sums in float32. In
-bf16 the weights are in float32 and cast, as under autocast. Errors are those of the loss and of the gradients of
-states and weight, as a share of their norm, against float64 on the same numbers, for the first 600 rows: of random
-labels, and of labels with probabilities of 0.02 to 0.998.
+`--loss` compares three implementations of the loss from hidden states, forward and backward: ours; PyTorch's
+`linear_cross_entropy` with its default chunks; the same with chunks as large as ours and sums in float32. In bf16 the
+weights are float32 and cast, as under autocast. The errors are those of the loss and of the gradients by states and
+weight, relative to their norm, compared with float64 on the same numbers. They are measured on the first 600 rows,
+once with random labels and once with labels that have probabilities from 0.02 to 0.998.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from benchmarks.peers import memory
+from benchmarks.peers import process_memory
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE, LinearCrossEntropy, cross_entropy
 
@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--loss", action="store_true", help="compare the loss from hidden states with PyTorch's")
     parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[8192, 20256, 30522])
     parser.add_argument("--hidden_sizes", type=positive, nargs="+", default=[128, 256, 768])
-    parser.add_argument("--rows", type=positive, nargs="+", default=[600, 4900], help="labelled rows")
+    parser.add_argument(
+        "--rows", type=positive, nargs="+", default=[600, 4900], help="numbers of labelled rows, with --loss"
+    )
     arguments = parser.parse_args()
     if arguments.loss and not hasattr(F, "linear_cross_entropy"):
         parser.error(f"--loss: torch {torch.__version__} has no linear_cross_entropy; torch 2.13 does")
@@ -80,7 +82,7 @@ def main() -> None:
 
 
 def positive(text: str) -> int:
-    """A number of times or of things, as an argument."""
+    """The type of an argument that must be a whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
@@ -111,23 +113,23 @@ def compare(name, architecture, rows, length, arguments):
         ("head", lambda: head(states, labels), lambda: head(masked_states, at_masked)),
         ("step", lambda: step(labels=labels), lambda: step(labels=at_masked, masked_positions=masked_positions)),
     ):
-        figures = {"every position": measure(full, arguments), "masked_positions": measure(masked, arguments)}
-        alternate({"every position": full, "masked_positions": masked}, figures, arguments)
-        report(what, figures, {"every position": rows * length, "masked_positions": rows * predicted}, config)
+        measured = {"every position": measure(full, arguments), "masked_positions": measure(masked, arguments)}
+        take_turns({"every position": full, "masked_positions": masked}, measured, arguments)
+        report(what, measured, {"every position": rows * length, "masked_positions": rows * predicted}, config)
 
 
-def alternate(functions, figures, arguments):
+def take_turns(functions, measured, arguments):
     for _ in range(arguments.repetitions):
         for label, function in functions.items():
             synchronize(arguments)
             start = time.perf_counter()
             function()
             synchronize(arguments)
-            figures[label]["seconds"].append(time.perf_counter() - start)
+            measured[label]["seconds"].append(time.perf_counter() - start)
 
 
 def measure(function, arguments):
-    """Memory above what was held before, at its peak, once the gradients have their place."""
+    """The bytes that the function takes at its peak, beyond those held before; measured in its second call."""
     function()
     if arguments.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -135,11 +137,11 @@ def measure(function, arguments):
         function()
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already is not held
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before = memory("VmRSS")
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory must not count as held
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+        before = process_memory("VmRSS")
         function()
-        peak = memory("VmHWM") - before
+        peak = process_memory("VmHWM") - before
     return {"peak": peak, "seconds": []}
 
 
@@ -148,16 +150,16 @@ def synchronize(arguments):
         torch.cuda.synchronize()
 
 
-def report(what, figures, positions, config):
-    seconds = {label: statistics.median(figure["seconds"]) for label, figure in figures.items()}
-    for label, figure in figures.items():
-        low, high = min(figure["seconds"]), max(figure["seconds"])
+def report(what, measured, positions, config):
+    seconds = {label: statistics.median(result["seconds"]) for label, result in measured.items()}
+    for label, result in measured.items():
+        low, high = min(result["seconds"]), max(result["seconds"])
         print(
             f"  {what} at {label:17} {1000 * seconds[label]:7.0f} ms ({1000 * low:.0f} to {1000 * high:.0f})"
-            f"   peak memory {figure['peak'] / 2**20:6.0f} MiB"
+            f"   peak memory {result['peak'] / 2**20:6.0f} MiB"
         )
-    every, masked = figures
-    faster, smaller = seconds[every] / seconds[masked], figures[every]["peak"] / figures[masked]["peak"]
+    every, masked = measured
+    faster, smaller = seconds[every] / seconds[masked], measured[every]["peak"] / measured[masked]["peak"]
     print(f"  {what}: {faster:.2f} times faster, {smaller:.2f} times less memory")
     if what == "head":
         H, V = config.hidden_size, config.vocab_size
@@ -195,12 +197,12 @@ LOSSES = {"ours": our_loss, "PyTorch's": pytorch_loss, "PyTorch's, our chunks": 
 
 
 def compare_losses(dtype, hidden_size, vocab_size, arguments):
-    """Print time and memory of each loss with its gradients, and its errors."""
+    """Print the errors of each implementation, and its time and memory with gradients."""
     inputs = {likely: loss_inputs(dtype, hidden_size, vocab_size, likely, arguments) for likely in (False, True)}
-    exact = {likely: exact_loss(*first_rows(given)) for likely, given in inputs.items()}
+    exact = {likely: exact_loss(*first_rows(tensors)) for likely, tensors in inputs.items()}
     print(f"\n{str(dtype).removeprefix('torch.')}, H = {hidden_size}, V = {vocab_size:,}", flush=True)
     for name, loss in LOSSES.items():
-        found = {likely: loss_and_gradients(loss, *first_rows(given)) for likely, given in inputs.items()}
+        found = {likely: loss_and_gradients(loss, *first_rows(tensors)) for likely, tensors in inputs.items()}
         errors = {
             likely: [float((one - other).norm() / other.norm()) for one, other in zip(got, exact[likely], strict=True)]
             for likely, got in found.items()
@@ -209,22 +211,22 @@ def compare_losses(dtype, hidden_size, vocab_size, arguments):
         print(f"  {name:22} errors of loss, states, weight: random labels {shown}", flush=True)
     for rows in arguments.rows:
         states, weight, bias, labels = inputs[False]
-        given = (states[:rows], weight, bias, labels[:rows])
-        work = {name: functools.partial(loss_and_gradients, loss, *given) for name, loss in LOSSES.items()}
-        figures = {name: measure(function, arguments) for name, function in work.items()}
-        alternate(work, figures, arguments)
-        for name, figure in figures.items():
-            ratios = [one / ours for one, ours in zip(figure["seconds"], figures["ours"]["seconds"], strict=True)]
+        tensors = (states[:rows], weight, bias, labels[:rows])
+        work = {name: functools.partial(loss_and_gradients, loss, *tensors) for name, loss in LOSSES.items()}
+        measured = {name: measure(function, arguments) for name, function in work.items()}
+        take_turns(work, measured, arguments)
+        for name, result in measured.items():
+            ratios = [one / ours for one, ours in zip(result["seconds"], measured["ours"]["seconds"], strict=True)]
             print(
-                f"  {rows:5,} rows, {name:22} {1000 * statistics.median(figure['seconds']):8.1f} ms, "
+                f"  {rows:5,} rows, {name:22} {1000 * statistics.median(result['seconds']):8.1f} ms, "
                 f"{statistics.median(ratios):5.2f} times ours ({min(ratios):.2f} to {max(ratios):.2f})   "
-                f"peak memory {figure['peak'] / 2**20:6.0f} MiB",
+                f"peak memory {result['peak'] / 2**20:6.0f} MiB",
                 flush=True,
             )
 
 
 def loss_inputs(dtype, hidden_size, vocab_size, likely, arguments):
-    """States, weight, bias and labels; with `likely`, the labels have probabilities from 0.02 to 0.998."""
+    """States, weight, bias and labels. With `likely`, the labels have probabilities from 0.02 to 0.998."""
     generator, rows = torch.Generator().manual_seed(0), max(*arguments.rows, ROWS_CHECKED)
     states = torch.randn(rows, hidden_size, generator=generator)
     weight = torch.randn(vocab_size, hidden_size, generator=generator) / hidden_size**0.5
@@ -234,7 +236,7 @@ def loss_inputs(dtype, hidden_size, vocab_size, likely, arguments):
         states, labels = states[:ROWS_CHECKED], labels[:ROWS_CHECKED]
         wanted = torch.tensor([0.02, 0.5, 0.9, 0.99, 0.998]).logit().repeat(ROWS_CHECKED)[:ROWS_CHECKED, None]
         of_labels = weight[labels]
-        for _ in range(5):  # a longer way along the label's row changes the other scores a little
+        for _ in range(5):  # repeated, as moving a state towards its label's row also changes its other scores
             scores = states @ weight.T + bias
             distance = scores.gather(1, labels[:, None]).clone()
             distance -= scores.scatter(1, labels[:, None], -torch.inf).logsumexp(1, keepdim=True)
@@ -242,13 +244,13 @@ def loss_inputs(dtype, hidden_size, vocab_size, likely, arguments):
     return [tensor.to(arguments.device) for tensor in (states.to(dtype), weight, bias, labels)]
 
 
-def first_rows(given):
-    states, weight, bias, labels = given
+def first_rows(tensors):
+    states, weight, bias, labels = tensors
     return states[:ROWS_CHECKED], weight, bias, labels[:ROWS_CHECKED]
 
 
 def loss_and_gradients(loss_of, states, weight, bias, labels):
-    """The sum of the losses, and the gradients of states and weight."""
+    """The sum of the losses, and its gradients by states and weight."""
     leaves = [tensor.detach().requires_grad_() for tensor in (states, weight, bias)]
     loss = loss_of(*leaves, labels)
     loss.backward()
@@ -256,7 +258,7 @@ def loss_and_gradients(loss_of, states, weight, bias, labels):
 
 
 def exact_loss(states, weight, bias, labels):
-    """The same in float64, with the weights as they are rounded for the product."""
+    """The same in float64, from weights rounded to the dtype of the states."""
     table, offset = weight.to(states.dtype), bias.to(states.dtype)
 
     def plain(states, weight, bias, labels):
@@ -266,15 +268,15 @@ def exact_loss(states, weight, bias, labels):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What every bench prints first
+# The first lines of every benchmark
 
 
 def heading(device, *more) -> str:
     """
-    What every bench prints first: command and day; machine, versions and whatever else.
+    The first lines of every benchmark: the command and the date; the machine, versions and further settings.
 
     Raises:
-        SystemExit: a GPU is asked for, and there is none.
+        SystemExit: `device` is "cuda" and PyTorch sees no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: PyTorch sees no GPU here; leave it out to measure the CPU")

@@ -1,23 +1,23 @@
-"""One optimizer step, however it is split: over micro-batches, over processes, over an interruption; and a peer's.
+"""A step gives the same gradient however it is split: into micro-batches, over processes, across a resume.
 
     python -m benchmarks.one_step [--corpus PATH...]
     python -m benchmarks.one_step --labels [--repetitions 15] [--corpus PATH...]
 
-The command line trains the recipe tiny for 20 steps of 64 pairs, in float32, at a rate of 1e-4, with a limit on the
-gradient's norm that every step exceeds; in micro-batches of 64, 16 and 1 pairs, on one process and on two, and with
-another number of processes after step 10. The gradient that the optimizer gets in the first step, and the parameters
-after the last, are compared with those of the whole step at once. AdamW makes rounding larger: at this rate, correct
-runs may end 1e-5 apart.
+The first command trains the recipe tiny for 20 steps of 64 pairs, in float32, at a learning rate of 1e-4, with a limit
+on the gradient norm that every step exceeds. The step is split into micro-batches of 64, 16 and 1 pairs, over one
+process and two; two runs are resumed after step 10 with another number of processes. Two results are compared with
+those of the step in one piece: the gradient that the optimizer gets in the first step, and the parameters after the
+last step. AdamW makes rounding errors larger: at this learning rate, correct runs may end 1e-5 apart.
 
-The peer is stock BERT, from the same weights, on the same pairs and masks in the same order, under Transformers'
-Trainer with gradient accumulation. Its first row shows that it is the same task: loss and norm are ours. The others
-are expected to differ, since each micro-batch's loss is a mean of its own, and their sum is not divided.
+For comparison, stock BERT trains under Transformers' Trainer with gradient accumulation, from the same weights, on the
+same pairs and masks in the same order. Its first row has our loss and gradient norm, so the task is the same. Its
+other rows are expected to differ: each micro-batch's loss is a mean of its own, and the sum of these is not divided.
 
-The exit code adds up: 1 if ours are not one step, 2 if the peer's are.
+The exit code is the sum of 1 if our splits differ, and 2 if stock BERT's agree.
 
-`--labels` times one step of d2l's small BERT in bf16, on the same 512 pairs, all padded to 64: by `masked_positions`,
-as `d2l-bert pretrain` does; from labels of every position in a plain loop; and under Transformers' Trainer with
-`PretrainingLoss`. They take turns; all clip the gradient and use AdamW.
+`--labels` times one step of d2l's small BERT in bf16, on the same 512 pairs, all padded to 64 tokens. Three variants
+take turns: with `masked_positions`, as in `d2l-bert pretrain`; with labels of every position in a plain loop; with
+labels of every position under Transformers' Trainer and `PretrainingLoss`. All clip the gradient and use AdamW.
 """
 
 import argparse
@@ -48,27 +48,27 @@ OPTIONS = (
     f"--learning_rate={RATE} --warmup_ratio=0 --max_grad_norm={LONGEST_GRADIENT} --seed={SEED} --mixed_precision=no "
     "--hidden_dropout_prob=0 --attention_probs_dropout_prob=0 --dataloader_num_workers=0"
 ).split()
-SPLITS = ((64, 1), (16, 1), (1, 1), (32, 2), (16, 2))  # pairs in a micro-batch, processes; the whole step comes first
-GRADIENT_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4  # share of the gradient's norm; largest difference
-CAPTURE = "D2L_BERT_BENCHMARK_GRADIENT"  # names the file for the first step's gradient
+SPLITS = ((64, 1), (16, 1), (1, 1), (32, 2), (16, 2))  # (pairs in a micro-batch, processes); the first is one piece
+GRADIENT_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4  # relative to the gradient's norm; largest absolute difference
+CAPTURE = "D2L_BERT_BENCHMARK_GRADIENT"  # environment variable: the file for the first step's gradient
 
 
 @dataclass
 class Result:
-    """What a way of computing the run came to: figures of the first step, and the parameters after the last."""
+    """Results of one way to split the run: from its first step, and the parameters after its last."""
 
-    how: str
+    label: str
     loss: float
-    norm: float  # of the gradient, before it is clipped
-    gradient: torch.Tensor | None  # clipped, flat; None if the first step was not made this way
+    norm: float  # of the gradient, before clipping
+    gradient: torch.Tensor | None  # flat, after clipping; None for a resumed run, which does not take the first step
     parameters: torch.Tensor
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
-    parser.add_argument("--labels", action="store_true", help="time steps from labels of every position")
-    parser.add_argument("--repetitions", type=positive, default=15, help="turns of each, with --labels")
+    parser.add_argument("--labels", action="store_true", help="time steps with labels of every position")
+    parser.add_argument("--repetitions", type=positive, default=15, help="with --labels: turns of each variant")
     arguments = parser.parse_args()
     corpus = arguments.corpus
     if arguments.labels:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def same_step(results) -> bool:
-    """Print how far each result is from the first; True if all are within the limits."""
+    """Print the distance of each result from the first one; returns whether all are within the limits."""
     whole, agree = None, True
     for result in results:
         whole = whole or result
@@ -100,7 +100,7 @@ def same_step(results) -> bool:
             agree &= gradient <= GRADIENT_LIMIT
         shown = "" if gradient is None else f"{gradient:.1e}"
         print(
-            f"{result.how:<50} {result.loss:>9.4f} {result.norm:>9.4f} {shown:>11} {parameters:>15.1e}",
+            f"{result.label:<50} {result.loss:>9.4f} {result.norm:>9.4f} {shown:>11} {parameters:>15.1e}",
             flush=True,
         )
     return agree
@@ -111,18 +111,18 @@ def same_step(results) -> bool:
 
 
 def ours(folder: Path, corpus: list[str]):
-    """The run split in every way, then over two numbers of processes."""
+    """Our results for every split, then for runs resumed with another number of processes."""
     for size, processes in SPLITS:
-        how = f"d2l-bert, micro-batches of {size}, {_processes(processes)}"
-        yield train(folder / f"{size}x{processes}", corpus, size, processes, how)
+        label = f"d2l-bert, micro-batches of {size}, {_processes(processes)}"
+        yield train(folder / f"{size}x{processes}", corpus, size, processes, label)
     for (size, processes), then in (((32, 2), 1), ((64, 1), 2)):
-        how = f"d2l-bert, {_processes(processes)}, {then} after step {STEPS // 2}"
+        label = f"d2l-bert, {_processes(processes)}, {then} after step {STEPS // 2}"
         start = folder / f"{size}x{processes}" / f"checkpoint-{STEPS // 2}"
-        yield train(folder / f"then-{then}", corpus, BATCH // then, then, how, start)
+        yield train(folder / f"then-{then}", corpus, BATCH // then, then, label, start)
 
 
-def train(output: Path, corpus, size, processes, how, start: Path | None = None) -> Result:
-    """Train through the command line, in processes of their own."""
+def train(output: Path, corpus, size, processes, label, start: Path | None = None) -> Result:
+    """Train with the command, in one process or several."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -139,22 +139,22 @@ def train(output: Path, corpus, size, processes, how, start: Path | None = None)
     gradient = load_file(captured)["gradient"] if start is None else None
     parameters = load_file(output / "model.safetensors")
     flat = torch.cat([parameters[name].flatten() for name in sorted(parameters)])
-    return Result(how, first["loss"], first["grad_norm"], gradient, flat)
+    return Result(label, first["loss"], first["grad_norm"], gradient, flat)
 
 
-def worker() -> int:
-    """The command line itself, with its first gradient kept."""
+def run_command() -> int:
+    """Run the command in this process, and write the gradient of its first step to a file."""
     from d2l_bert.cli import main as command_line
 
-    captured = keep_first_gradient()
+    captured = capture_first_gradient()
     code = command_line(sys.argv[1:])
     if os.environ.get("RANK", "0") == "0" and captured:
         save_file({"gradient": captured[0]}, os.environ[CAPTURE])
     return code
 
 
-def keep_first_gradient() -> list[torch.Tensor]:
-    """A list that gets the gradient, clipped and flat, with which an optimizer makes its first step from here on."""
+def capture_first_gradient() -> list[torch.Tensor]:
+    """A list that will hold the gradient, flat and clipped, with which an optimizer takes its next step."""
     captured = []
 
     def keep(optimizer, *_):
@@ -172,11 +172,11 @@ def _processes(count):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The peer
+# Stock BERT
 
 
 def peer(folder: Path, corpus: list[str]):
-    """Stock BERT under Trainer, in micro-batches of each size."""
+    """Stock BERT's results under Trainer, with micro-batches of each size."""
     model, pairs = stock_bert(corpus)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for size in (64, 16, 1):
@@ -185,24 +185,26 @@ def peer(folder: Path, corpus: list[str]):
 
 
 def stock_bert(corpus):
-    """A stock BERT with our start, and the pairs of our run, in its order, with labels as stock BERT wants them."""
+    """A stock BERT with our initial weights, and the pairs of our run, in its order, in stock BERT's format."""
     from d2l_bert.modeling.bert_checkpoints import to_bert
     from d2l_bert.tokenization.prepare import prepare
     from d2l_bert.training import batching
     from d2l_bert.training.initialize import make_model
 
-    architecture, run = as_in_options(corpus)
+    architecture, run = recipe_with_options(corpus)
     text = prepare(run)
     architecture.vocab_size = len(text.tokenizer)
     torch.manual_seed(SEED)
     model = to_bert(make_model(architecture, run, text.tokenizer, None))
     steps = batching.make_steps(run, text, STEPS)
-    pairs = [pair for step in range(STEPS) for batch in steps[step] for pair in as_stock(batch)]
+    pairs = [pair for step in range(STEPS) for batch in steps[step] for pair in stock_pairs(batch)]
     return model, pairs
 
 
-def as_in_options(corpus):
-    """The architecture and run that `OPTIONS` make of the recipe tiny, as far as data and start follow from them."""
+def recipe_with_options(corpus):
+    """
+    The architecture and the run of the recipe tiny with the `OPTIONS` that change the data or the initial weights.
+    """
     from d2l_bert import RECIPES
 
     architecture, run = RECIPES["tiny"]()
@@ -211,8 +213,8 @@ def as_in_options(corpus):
     return architecture, replace(run, corpus=corpus, length_schedule=[], micro_batch_size=BATCH, **whole)
 
 
-def as_stock(batch):
-    """The pairs of a micro-batch, each padded, with -100 where nothing is predicted."""
+def stock_pairs(batch):
+    """The pairs of a micro-batch, each padded; the labels (T,) are -100 where no token is predicted."""
     width = batch["input_ids"].shape[1]
     labels = torch.full_like(batch["input_ids"], -100)
     for row, column in (batch["labels"] != -100).nonzero().tolist():
@@ -227,7 +229,7 @@ def as_stock(batch):
 
 
 def train_stock(model, pairs, size, output) -> Result:
-    """Train a stock BERT as our options say, in micro-batches of one size."""
+    """Train a stock BERT with our options, in micro-batches of one size."""
     arguments = transformers.TrainingArguments(
         output_dir=output,
         per_device_train_batch_size=size,
@@ -246,14 +248,14 @@ def train_stock(model, pairs, size, output) -> Result:
         use_cpu=True,
         remove_unused_columns=False,
     )
-    captured = keep_first_gradient()
+    captured = capture_first_gradient()
     trainer = transformers.Trainer(model, arguments, train_dataset=pairs)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     first = trainer.state.log_history[0]
     parameters = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-    how = f"BertForPreTraining under Trainer, {size} x {BATCH // size}"
-    return Result(how, float(first["loss"]), float(first["grad_norm"]), captured[0], parameters)
+    label = f"BertForPreTraining under Trainer, {size} x {BATCH // size}"
+    return Result(label, float(first["loss"]), float(first["grad_norm"]), captured[0], parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def train_stock(model, pairs, size, output) -> Result:
 
 
 def time_labels(corpus: list[str], repetitions: int):
-    """Print how long a step takes from labels of every position, beside one by `masked_positions`."""
+    """Print the time of a step with labels of every position, relative to one with `masked_positions`."""
     from d2l_bert import RECIPES, PretrainingLoss
     from d2l_bert.tokenization.prepare import prepare
     from d2l_bert.training import batching, distributed
@@ -277,7 +279,7 @@ def time_labels(corpus: list[str], repetitions: int):
     models = [make_model(architecture, run, None, None).train()]
     for _ in range(2):
         models.append(copy.deepcopy(models[0]))
-        models[-1].set_attn_implementation("sdpa")  # as `from_pretrained` sets it
+        models[-1].set_attn_implementation("sdpa")  # the attention that `from_pretrained` chooses
     betas = (run.adam_beta1, run.adam_beta2)
     optimizers = [
         make_optimizers(model, "adamw", run.learning_rate, run.weight_decay, betas, run.adam_epsilon)[0]
@@ -300,7 +302,9 @@ def time_labels(corpus: list[str], repetitions: int):
     seconds = {name: [] for name in names}
 
     class Turns(transformers.TrainerCallback):
-        """Trainer's steps are timed from their first micro-batch on; the others have their turns in between."""
+        """
+        Times Trainer's steps from their first micro-batch on; after each, the two other variants take their turns.
+        """
 
         def on_step_begin(self, *_, **__):
             self.start = time.perf_counter()
@@ -318,7 +322,7 @@ def time_labels(corpus: list[str], repetitions: int):
             output_dir=folder,
             per_device_train_batch_size=len(pairs),
             train_sampling_strategy="sequential",
-            max_steps=repetitions + 2,  # the first ones allocate
+            max_steps=repetitions + 2,  # the first two steps allocate memory, and are left out
             learning_rate=1e-4,
             max_grad_norm=run.max_grad_norm,
             bf16=True,
@@ -330,9 +334,9 @@ def time_labels(corpus: list[str], repetitions: int):
         trainer = transformers.Trainer(models[2], arguments, train_dataset=pairs, callbacks=[Turns()])
         trainer.compute_loss_func = PretrainingLoss(trainer)
         trainer.train()
-    of_ours = seconds[names[0]][2:]
+    our_seconds = seconds[names[0]][2:]
     for name, taken in seconds.items():
-        ratios = [one / other for one, other in zip(taken[2:], of_ours, strict=True)]
+        ratios = [one / other for one, other in zip(taken[2:], our_seconds, strict=True)]
         print(
             f"  {name:26} {1000 * statistics.median(taken[2:]):7.0f} ms, {statistics.median(ratios):.2f} times the "
             f"first ({min(ratios):.2f} to {max(ratios):.2f}), turn by turn"
@@ -340,7 +344,7 @@ def time_labels(corpus: list[str], repetitions: int):
 
 
 def labels_of_every_position(batch):
-    """A batch with labels (B, P) at `masked_positions`, as one with labels (B, T)."""
+    """A batch with labels (B, T), made of one with `masked_positions` and labels (B, P)."""
     batch = dict(batch)
     positions, given = batch.pop("masked_positions"), batch["labels"]
     batch["labels"] = torch.full_like(batch["input_ids"], -100)
@@ -350,4 +354,4 @@ def labels_of_every_position(batch):
 
 
 if __name__ == "__main__":
-    sys.exit(worker() if CAPTURE in os.environ else main())
+    sys.exit(run_command() if CAPTURE in os.environ else main())

@@ -1,9 +1,10 @@
-"""The contestants of `benchmarks.throughput`: ours, the book's, stock BERT. Each is a process that works when told to.
+"""The contestants of `benchmarks.throughput`: ours, d2l's and stock BERT. Each works in a process of its own.
 
-It reads orders from its standard input and answers on its standard output, in lines of JSON: the first answer says who
-it is, then come `steps`, `memory`, `evaluate`, until the input ends. Batches come in files, one for each step, which
-hold our micro-batches; the peers make their own of them: the same pairs with the same ids, segments, masks and labels.
-This file is run by its path, with the Python of an environment that has the peer, and imports only what that has.
+The process reads lines of JSON from stdin and answers each with a line of JSON on stdout. The first line is the setup,
+answered with a description of the contestant. All further lines are calls of `steps`, `memory` or `evaluate`.
+A file holds our micro-batches of one step. Every contestant makes its batches of them: the same pairs, with the same
+ids, segments, masks and labels. This file is started by its path with the Python of a contestant's environment, so it
+imports at its top only packages that every such environment has.
 """
 
 import copy
@@ -47,7 +48,7 @@ def read_step(path: str) -> list[dict[str, torch.Tensor]]:
 
 
 def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
-    """All pairs of a step, each padded to `length` and with as many slots; no longer sorted by length."""
+    """All pairs of a step in one batch: each padded to `length`, with the same number of slots, in random order."""
     slots = max(round(0.15 * length), *(batch["labels"].shape[1] for batch in micro_batches))
     wanted = {"input_ids": (length, pad), "token_type_ids": (length, 0), "attention_mask": (length, 0)}
     wanted |= {"masked_positions": (slots, 0), "labels": (slots, -100)}
@@ -65,7 +66,7 @@ def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
 
 
 def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of random tokens without padding, as large as any of the run."""
+    """A micro-batch of random tokens without padding, as large as the largest of the run."""
     from d2l_bert.training.batching import micro_batch_pairs
 
     rows, length, slots = micro_batch_pairs(run), run.max_seq_length, math.ceil(0.15 * run.max_seq_length)
@@ -76,9 +77,9 @@ def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The step of `d2l-bert pretrain`, as the command and `loop.train` put it together."""
+    """The step of `d2l-bert pretrain`, set up as the command and `loop.train` do."""
 
-    def __init__(self, told):
+    def __init__(self, setup):
         from dataclasses import replace
 
         from d2l_bert import D2lBertConfig, PretrainConfig
@@ -93,8 +94,8 @@ class Ours:
         keep_freed_memory()
         self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
-        run = PretrainConfig(**told["run"])
-        architecture = D2lBertConfig(**told["architecture"])
+        run = PretrainConfig(**setup["run"])
+        architecture = D2lBertConfig(**setup["architecture"])
         attention = faster_attention(architecture, run, self.accelerator.device.type)
         self.run = replace(run, mixed_precision=self.accelerator.mixed_precision, attn_implementation=attention)
         model = make_model(architecture, self.run, None, None)
@@ -107,10 +108,10 @@ class Ours:
             if error := compile_now(model, lambda: self.step(kinds, 0.0)):
                 raise RuntimeError(error)
         compiled = "compiled" if run.torch_compile == "true" else "not compiled"
-        self.is_ours = f"{self.run.mixed_precision}, attention {attention}, {compiled}"
+        self.settings = f"{self.run.mixed_precision}, attention {attention}, {compiled}"
 
     def __str__(self):
-        return f"d2l-bert {version('d2l-bert')}, {self.is_ours}"
+        return f"d2l-bert {version('d2l-bert')}, {self.settings}"
 
     def batches(self, micro_batches):
         return micro_batches
@@ -120,22 +121,24 @@ class Ours:
         self.train_step(self.accelerator, self.model, self.optimizers, micro_batches, rate, run.max_grad_norm)
 
     def scores(self, batch):
-        outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own would compute in bf16
+        outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own `forward` would compute in bf16
         return outputs.prediction_logits, outputs.seq_relationship_logits
 
 
 class Book:
-    """d2l 1.0.3's model, loss and step (section 15.10): Adam, float32, every row as long, 1 for the next sentence."""
+    """
+    The model, loss and step of d2l 1.0.3 (section 15.10): Adam, float32, rows of one length, label 1 for "is next".
+    """
 
-    def __init__(self, told):
-        for name in ("torchvision", "torchvision.transforms"):  # it imports them, and its BERT has no use for them
+    def __init__(self, setup):
+        for name in ("torchvision", "torchvision.transforms"):  # d2l imports them, but its BERT does not use them
             sys.modules.setdefault(name, type(sys)(name))
         sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
         from d2l import torch as d2l
 
-        numbers = told["architecture"]
+        numbers = setup["architecture"]
         self.vocab_size, self.pad = numbers["vocab_size"], numbers["pad_token_id"]
-        self.length, self.device = told["run"]["max_seq_length"], told["device"]
+        self.length, self.device = setup["run"]["max_seq_length"], setup["device"]
         self.model = d2l.BERTModel(
             self.vocab_size,
             numbers["hidden_size"],
@@ -146,7 +149,8 @@ class Book:
             max_len=numbers["max_position_embeddings"],
         ).to(self.device)
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
-        self.model(ids, ids, torch.ones(1, device=self.device), ids)  # its layers learn their sizes
+        # A first call lets its lazy layers learn their sizes.
+        self.model(ids, ids, torch.ones(1, device=self.device), ids)
         self.batch_loss, self.loss = d2l._get_batch_loss_bert, torch.nn.CrossEntropyLoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
@@ -167,7 +171,7 @@ class Book:
         *_, loss = self.batch_loss(self.model, self.loss, self.vocab_size, *batch)
         loss.backward()
         self.optimizer.step()
-        loss.item()  # the book sums its losses up as numbers
+        loss.item()  # the book reads each loss as a number
 
     def scores(self, batch):
         lengths, slots = batch["attention_mask"].sum(1).float(), batch["masked_positions"]
@@ -176,18 +180,18 @@ class Book:
 
 
 class Stock:
-    """`BertForPreTraining`: bf16, fused AdamW, as `told["variant"]` says: COMPILED/ATTENTION/PAIRS at once."""
+    """`BertForPreTraining` in bf16 with fused AdamW; `setup["variant"]` is MODE/ATTENTION/PAIRS, as eager/sdpa/64."""
 
-    def __init__(self, told):
+    def __init__(self, setup):
         from transformers import BertConfig, BertForPreTraining
 
         shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         shared += ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")
         shared += ("tie_word_embeddings", "pad_token_id")
-        config = BertConfig(**{name: told["architecture"][name] for name in shared})
-        self.variant, self.device = told["variant"], told["device"]
-        how, attention, pairs = self.variant.split("/")
-        self.length, self.pairs, self.fixed = told["run"]["max_seq_length"], int(pairs), how == "compiled"
+        config = BertConfig(**{name: setup["architecture"][name] for name in shared})
+        self.variant, self.device = setup["variant"], setup["device"]
+        mode, attention, pairs = self.variant.split("/")
+        self.length, self.pairs, self.fixed = setup["run"]["max_seq_length"], int(pairs), mode == "compiled"
         self.model = BertForPreTraining._from_config(config, attn_implementation=attention).to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.fixed:
@@ -204,7 +208,8 @@ class Stock:
         step["labels"][rows, slots[rows, columns]] = known[rows, columns]
         starts = range(0, len(known), self.pairs)
         parts = [{name: tensor[start : start + self.pairs] for name, tensor in step.items()} for start in starts]
-        for part in parts if not self.fixed else ():  # a compiled model wants one shape
+        # Not for a compiled model, which would be compiled for every shape.
+        for part in parts if not self.fixed else ():
             longest = int(part["attention_mask"].sum(1).max())
             for name in ("input_ids", "token_type_ids", "attention_mask", "labels"):
                 part[name] = part[name][:, :longest].contiguous()
@@ -226,19 +231,19 @@ CONTESTANTS = {"ours": Ours, "d2l": Book, "stock": Stock}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Orders
+# Calls
 
 
-class Worker:
-    """What a contestant's process does when it is told to."""
+class ContestantProcess:
+    """The contestant inside its process, and the methods that another process can call."""
 
-    def __init__(self, told):
+    def __init__(self, setup):
         torch.manual_seed(0)
-        self.device = told["device"]
-        self.contestant = CONTESTANTS[told["name"]](told)
+        self.device = setup["device"]
+        self.contestant = CONTESTANTS[setup["name"]](setup)
 
     def steps(self, files, rates):
-        """Seconds of some steps together; reading them does not count."""
+        """Train on the steps in `files`, with these learning rates; returns the seconds without reading the files."""
         batches = [self.contestant.batches(read_step(file)) for file in files]
         self.synchronize()
         start = time.perf_counter()
@@ -247,29 +252,41 @@ class Worker:
         self.synchronize()
         return time.perf_counter() - start
 
+    def steps_for(self, file, seconds):
+        """Train on one step, again and again for some seconds; returns the number of steps and their seconds."""
+        batches = self.contestant.batches(read_step(file))
+        self.contestant.step(batches, 0.0)  # not timed: another process may have had the caches
+        self.synchronize()
+        count, start, taken = 0, time.perf_counter(), 0.0
+        while not count or taken < seconds:
+            self.contestant.step(batches, 0.0)
+            self.synchronize()
+            count, taken = count + 1, time.perf_counter() - start
+        return count, taken
+
     def memory(self, file):
-        """Bytes held before a step, and those it takes on top, at its peak."""
+        """Train on one step; returns the bytes held before, and the extra bytes at the peak."""
         batches = self.contestant.batches(read_step(file))
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         else:
-            ctypes.CDLL(None).malloc_trim(0)  # what is free already is not held
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-            before = memory("VmRSS")
+            ctypes.CDLL(None).malloc_trim(0)  # freed memory must not count as held
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+            before = process_memory("VmRSS")
         self.contestant.step(batches, 0.0)
-        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else memory("VmHWM")
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else process_memory("VmHWM")
         return before, peak - before
 
     @torch.no_grad()
     def evaluate(self, file):
-        """Sums over held-out pairs, in the order of `COUNTS`, of predicted tokens only, in float32."""
+        """Loss and correct predictions on held-out pairs, summed in float32 in the order of `COUNTS`."""
         sums = torch.zeros(len(COUNTS), dtype=torch.float64)
         self.contestant.model.eval()
         for batch in read_step(file):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             mlm, nsp = self.contestant.scores(batch)
-            sums += torch.stack([*added_up(mlm, batch["labels"]), *added_up(nsp, batch["next_sentence_label"])])
+            sums += torch.stack([*sums_of(mlm, batch["labels"]), *sums_of(nsp, batch["next_sentence_label"])])
         self.contestant.model.train()
         return sums.tolist()
 
@@ -278,45 +295,63 @@ class Worker:
             torch.cuda.synchronize()
 
 
-def added_up(logits, labels):
+def sums_of(logits, labels):
     known = labels != -100
     logits, labels = logits[known].float(), labels[known]
     found = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), known.sum()
     return [number.double().cpu() for number in found]
 
 
-def memory(field):
+def process_memory(field):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
 
-def obey():
-    """Answer orders until there are none; what libraries print goes elsewhere."""
+def answer_calls():
+    """Answer calls until stdin ends. Output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    worker = Worker(json.loads(sys.stdin.readline()))
-    print(json.dumps(str(worker.contestant)), file=answers)
+    process = ContestantProcess(json.loads(sys.stdin.readline()))
+    print(json.dumps(str(process.contestant)), file=answers)
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        print(json.dumps(getattr(worker, what)(*arguments)), file=answers)
+        method, *arguments = json.loads(line)
+        print(json.dumps(getattr(process, method)(*arguments)), file=answers)
 
 
 def environment(device):
-    """What a process is started with, so that it computes on `device` even where there are others."""
+    """The environment variables of a process that has to compute on `device`, even if there are other devices."""
     if device == "cpu":
         return os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
 
 
-class Contestant:
-    """A contestant's process, seen from the one that gives the orders."""
+def command_variables() -> dict[str, str]:
+    """The environment variables that the command `d2l-bert` adds to those of this process."""
+    from d2l_bert.openmp import wait_settings
 
-    def __init__(self, name, told, python=sys.executable):
+    return wait_settings(os.environ)
+
+
+class Contestant:
+    """A handle on a contestant's process: starts the process, calls its methods, ends it."""
+
+    def __init__(self, name, setup, python=sys.executable, variables=None):
+        """
+        Start the process.
+
+        Args:
+            variables: environment variables of the process beside those of this one, None for a variable that must
+                not be set; without it, for our step, those that the command sets.
+        """
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        self.process = subprocess.Popen([python, __file__], env=environment(told["device"]), **pipes)
-        self.who = self._ask({**copy.deepcopy(told), "name": name})
+        if variables is None:
+            variables = command_variables() if name == "ours" else {}
+        variables = {**environment(setup["device"]), **variables}
+        variables = {variable: value for variable, value in variables.items() if value is not None}
+        self.process = subprocess.Popen([python, __file__], env=variables, **pipes)
+        self.description = self._exchange({**copy.deepcopy(setup), "name": name})
 
     def __enter__(self):
         return self
@@ -325,12 +360,12 @@ class Contestant:
         self.process.stdin.close()
         self.process.wait()
 
-    def tell(self, what, *arguments):
-        return self._ask([what, *arguments])
+    def call(self, method, *arguments):
+        return self._exchange([method, *arguments])
 
-    def _ask(self, order):
+    def _exchange(self, message):
         try:
-            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
@@ -343,4 +378,4 @@ class Contestant:
 
 
 if __name__ == "__main__":
-    obey()
+    answer_calls()

@@ -1,10 +1,10 @@
-"""What d2l-bert adds to the start of a program, and how long `d2l-bert --help` takes.
+"""Start-up time: what importing d2l_bert adds to a program, and how long `d2l-bert --help` takes.
 
     python -m benchmarks.start_up [--repetitions 9]
 
-Each figure is the wall-clock time of a fresh process, interpreter included; the processes take turns. What is added
-is the difference within a turn. The goals: importing d2l_bert adds less than 10 % to importing the parts of
-Transformers that any model needs, and `--help` less than 0.3 s to importing d2l_bert.
+Each time is the wall-clock time of a new process, interpreter included. The processes take turns, and added time is
+the difference within a turn. The goals: importing d2l_bert adds less than 10 % to the import of the parts of
+Transformers that every model needs, and `--help` adds less than 0.3 s to the import of d2l_bert.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def take_turns(commands, repetitions) -> dict[str, list[float]]:
-    """Seconds of a process of each command in each turn; a first one, which may compile or read, does not count."""
+    """The seconds of each command in each turn. The first turn, which may compile or fill caches, is left out."""
     taken = {what: [] for what in commands}
     for turn in range(repetitions + 1):
         for what, arguments in list(commands.items())[:: -1 if turn % 2 else 1]:

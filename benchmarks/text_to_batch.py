@@ -1,4 +1,4 @@
-"""Text to batch: memory, time and speed of preparing a text and of training on it, padding, order, shares.
+"""Text to batch: memory, time, padding, order of the pairs, shares of masked tokens, speed of making batches.
 
     python -m benchmarks.text_to_batch memory --books BOOKS [--words 10 100]
     python -m benchmarks.text_to_batch padding --books BOOKS
@@ -6,12 +6,15 @@
     python -m benchmarks.text_to_batch shares --books BOOKS
     python -m benchmarks.text_to_batch producer
 
-BOOKS is a folder of text files. `memory` repeats them until there are as many million words, each time with other
-noise (every twentieth word is made up), runs `d2l-bert prepare` and some steps of `d2l-bert pretrain`, and sums the
-anonymous memory (RssAnon) of all their processes ten times a second. `padding` goes through 50 steps of 256 pairs at
-a length of 128. `order` compares the contents of 200 steps over simulated processes, loader workers and resumed runs.
-`shares` counts what 100,000 sequences of each objective and masking hold. `producer` times the batches of the recipe
-tiny, made by one worker, and the training itself.
+BOOKS is a folder of text files.
+
+    memory     repeats the books up to a number of million words, each time with other noise (every twentieth word is
+               made up); runs `d2l-bert prepare` and 20 steps of `d2l-bert pretrain`; samples the anonymous memory
+               (RssAnon) of all their processes ten times a second
+    padding    the share of padding in 50 steps of 256 pairs at 128 tokens
+    order      whether 200 steps hold the same pairs with other numbers of processes and workers, and after a resume
+    shares     the shares of masked, random and kept tokens in 100,000 sequences of each objective and masking
+    producer   the speed at which one worker makes the batches of the recipe tiny, and the speed of training
 """
 
 import argparse
@@ -43,13 +46,15 @@ from d2l_bert.training.loader import load
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("memory", "padding", "order", "shares", "producer"))
-    parser.add_argument("--books")
-    parser.add_argument("--words", type=positive, nargs="+", default=[10, 100], help="millions")
+    parser.add_argument("benchmark", choices=("memory", "padding", "order", "shares", "producer"))
+    parser.add_argument("--books", metavar="FOLDER", help="text files")
+    parser.add_argument(
+        "--words", type=positive, nargs="+", default=[10, 100], help="sizes of the text in million words"
+    )
     arguments = parser.parse_args()
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
-    globals()[arguments.what](arguments)
+    globals()[arguments.benchmark](arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +71,7 @@ def memory(arguments):
             command = [sys.executable, "-m", "d2l_bert"]
             prepared = [*command, "prepare", "--corpus", folder / "text", "--output_dir", folder / "tokens"]
             prepared += ["--vocab_size", "30522"]
-            seconds, peak, said = watched(prepared, environment)
+            seconds, peak, said = run_and_watch(prepared, environment)
             print(
                 f"{'prepare':>10} {words:>13} {size:>10.0f} {seconds:>8.0f} {size / seconds:>6.1f} {peak:>17.0f}",
                 flush=True,
@@ -76,12 +81,12 @@ def memory(arguments):
                     print(f"{'':>10}   {line}")
             trained = [*command, "pretrain", "--corpus", folder / "tokens", "--output_dir", folder / "model"]
             trained += ["--max_steps", "20", "--eval_steps", "20", "--save_steps", "20"]
-            seconds, peak, _ = watched(trained, environment)
+            seconds, peak, _ = run_and_watch(trained, environment)
             print(f"{'pretrain':>10} {words:>13} {'':>10} {seconds:>8.0f} {'':>6} {peak:>17.0f}", flush=True)
 
 
 def repeat_with_noise(books, folder, words):
-    """Write as many words of the books as asked, again and again; give the bytes written."""
+    """Write the books again and again, up to a number of words; returns the bytes written."""
     rng = random.Random(0)
     folder.mkdir()
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -101,20 +106,20 @@ def repeat_with_noise(books, folder, words):
             size += (folder / f"{turn:03d}-{book.name}").write_bytes(text.encode())
 
 
-def watched(command, environment):
-    """Run a command: seconds, peak RssAnon (MB) of it and all its children, and what it said."""
+def run_and_watch(command, environment):
+    """Run a command; returns its seconds, the peak RssAnon (MB) of the command and its children, and its stderr."""
     start = time.monotonic()
     process = subprocess.Popen(
         [str(part) for part in command], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     peak, done = 0, threading.Event()
 
-    def look():
+    def sample():
         nonlocal peak
         while not done.wait(0.1):
-            peak = max(peak, sum(anonymous(pid) for pid in family(process.pid)))
+            peak = max(peak, sum(rss_anon(pid) for pid in process_tree(process.pid)))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=sample)
     watcher.start()
     _, said = process.communicate()
     done.set()
@@ -124,8 +129,8 @@ def watched(command, environment):
     return time.monotonic() - start, peak / 1000, said
 
 
-def family(pid):
-    """A process and its children."""
+def process_tree(pid):
+    """The ids of a process and of all its descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -133,10 +138,10 @@ def family(pid):
         except OSError:
             continue
         for child in children:
-            yield from family(int(child))
+            yield from process_tree(int(child))
 
 
-def anonymous(pid):
+def rss_anon(pid):
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -145,7 +150,7 @@ def anonymous(pid):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a step holds
+# The contents of a step
 
 
 def base_run(arguments, **changes):
@@ -171,9 +176,9 @@ def padding(arguments):
 
 
 def contents(micro_batches):
-    """A sum over the sequences of what identifies each: ids, segments, masks and labels; and their number.
+    """A hash of the sequences of a step (ids, segments, masks, labels), and their number.
 
-    It does not depend on their order, and two of one kind do not cancel out.
+    The hash is a sum over the sequences: it does not depend on their order, and equal sequences do not cancel out.
     """
     total = count = 0
     for batch in micro_batches:
@@ -209,7 +214,7 @@ def order(arguments):
     for workers in (0, 1, 3):
         same = 0
         for start in range(200):
-            end = 200 if start == 0 else min(start + 5, 200)  # from the first step on all of them
+            end = 200 if start == 0 else min(start + 5, 200)  # the run from step 0 goes through all steps
             again = load(batching.make_steps(run, text, 200), start, end, workers)
             same += list(map(contents, again)) == expected[start:end]
         print(f"  {workers} workers: {same} of 200 runs that begin at another step the same", flush=True)
@@ -229,16 +234,16 @@ def shares(arguments):
         run = base_run(arguments, objective=objective, masking=how, mlm_probability=rate)
         text = prepare(run)
         steps = batching.make_steps(run, text, 400)
-        excess, fates, labels = [], np.zeros(3), []
+        excess, replaced, labels = [], np.zeros(3), []
         for step in range(-(-100_000 // 256)):
             for batch in steps[step]:
-                excess.append(surplus(batch, rate))
-                fates += fates_of(batch, text.tokenizer.mask_token_id)
+                excess.append(chosen_beyond(batch, rate))
+                replaced += replacements(batch, text.tokenizer.mask_token_id)
                 labels += batch.get("next_sentence_label", torch.zeros(0)).tolist()
-        excess, chosen = np.concatenate(excess, axis=1), fates.sum()
+        excess, chosen = np.concatenate(excess, axis=1), replaced.sum()
         (more, tokens), sequences = excess.mean(1), excess.shape[1]
         columns = [(rate + more / tokens, more / (excess[0].std() / np.sqrt(sequences)))]
-        for share, asked in zip(fates / chosen, (0.8, 0.1, 0.1), strict=True):
+        for share, asked in zip(replaced / chosen, (0.8, 0.1, 0.1), strict=True):
             columns.append((share, (share - asked) / np.sqrt(asked * (1 - asked) / chosen)))
         if labels:
             columns.append((np.mean(labels), (np.mean(labels) - 0.5) / (0.5 / np.sqrt(len(labels)))))
@@ -246,15 +251,15 @@ def shares(arguments):
         print(f"{objective:>10} {how:>11} {shown}", flush=True)
 
 
-def surplus(batch, rate):
-    """For each sequence how many tokens more were chosen than the rate says, and how many could be: (2, B)."""
+def chosen_beyond(batch, rate):
+    """For each sequence: chosen tokens beyond the expected number, and the number of candidates: (2, B)."""
     specials = 2 + batch["token_type_ids"].any(1).long()
     candidates = batch["attention_mask"].sum(1) - specials
     return torch.stack([(batch["labels"] != -100).sum(1) - rate * candidates, candidates]).numpy()
 
 
-def fates_of(batch, mask):
-    """How many chosen tokens became [MASK], another token, and stayed: (3,)."""
+def replacements(batch, mask):
+    """The number of chosen tokens that became [MASK], that became another token, and that stayed: (3,)."""
     known = batch["labels"] != -100
     seen, truth = batch["input_ids"].gather(1, batch["masked_positions"])[known], batch["labels"][known]
     return np.array([(seen == mask).sum(), ((seen != mask) & (seen != truth)).sum(), (seen == truth).sum()])
@@ -273,7 +278,7 @@ def producer(arguments):
         for repetition in range(5):
             start = first + 300 * repetition
             batches = load(steps, start, start + 301, num_workers=1)
-            next(batches)  # the worker is there
+            next(batches)  # wait until the worker has started
             begin, tokens = time.monotonic(), 0
             for micro_batches in batches:
                 tokens += sum(int(batch["attention_mask"].sum()) for batch in micro_batches)

@@ -1,28 +1,37 @@
-"""How fast a training step is: ours, d2l 1.0.3's own, and stock BERT's best, on the same pairs, in turns.
+"""The speed of a training step: ours, d2l 1.0.3's, and stock BERT's fastest, on the same pairs, in turns.
 
     python -m benchmarks.throughput [--size small base] [--corpus PATH...] [--d2l_python peers/bin/python]
     python -m benchmarks.throughput --end_to_end 100
     python -m benchmarks.throughput --quality 500 --d2l_python peers/bin/python
     python -m benchmarks.throughput --vocab_sizes 8192 30522 100000 --lengths 64 128 256 512 [--plot cost.png]
 
-Without one of the options of the last three lines the step is compared. `small` is d2l's small BERT, 512 pairs of 64
-a step, `base` BERT-base at 128. Pairs are real ones of the corpus. All contestants train on the same of them, with the
-same masks and labels and as much dropout: ours as `d2l-bert pretrain` does, in micro-batches cut by length; d2l in
-float32 with Adam, all rows as long, its head at the predicted positions too; stock BERT in bf16 with fused AdamW, in
-whichever setting a trial finds fastest (compiled or not, either attention, all pairs of a step at once or fewer). The
-peers do not clip gradients. Each contestant is a process of its own (benchmarks/peers.py).
+The first command compares one training step. `small` is d2l's small BERT with 512 pairs of 64 tokens a step, `base` is
+BERT-base with pairs of 128. The pairs are real pairs of the corpus. All contestants train on the same pairs, with the
+same masks, labels and dropout probability:
 
-MFU is the share of the machine's bf16 matrix-multiply peak, measured in the same turns, that the arithmetic comes to
-which the losses need, the same for all contestants: that of real tokens and predicted positions, in the last block of
-the latter and [CLS] only. Memory is what is held before a step, and what a step takes on top.
+    ours    as `d2l-bert pretrain` computes a step, in micro-batches cut by length
+    d2l     float32 with Adam; all rows padded to one length; its head, too, computes the predicted positions only
+    stock   bf16 with fused AdamW, in the fastest setting found by a trial: compiled or not, eager attention or SDPA,
+            all pairs of a step at once or fewer
 
-`--end_to_end` trains with the command line, so many steps, compiled if `--torch_compile true` says so; every few
-seconds the system stops that run, and the bare step works in its place, on `--repetitions` times `--steps` different
-steps again and again. `--quality` trains ours and d2l's model on the same pairs in the same order, and evaluates both
-on the same held-out pairs and masks, in float32. `--vocab_sizes` and `--lengths` print what a token costs beside what
-the arithmetic says: the vocabulary grows by entries that no text uses, and a step has as many tokens at each length.
+d2l and stock BERT do not clip gradients. Each contestant is a process of its own (benchmarks/peers.py).
 
-The book's package wants an environment of its own, which may borrow torch, numpy and safetensors from this one:
+MFU is the share of the machine's peak for bf16 matrix products, measured in the same turns. Its arithmetic is the same
+for all contestants: the operations that the losses need, for real tokens and predicted positions; the last block
+counts for predicted positions and [CLS] only. Memory is printed as the bytes held before a step + the extra bytes that
+a step takes at its peak.
+
+`--end_to_end STEPS` compares a whole run of the command with the bare step, which has no loop around it. Every few
+seconds the run is stopped by a signal, and the bare step works in its place, on `--repetitions` times `--steps` steps,
+repeatedly. Both are compiled if `--torch_compile true` is given.
+
+`--quality STEPS` trains our model and d2l's on the same pairs in the same order, and evaluates both on the same
+held-out pairs and masks, in float32.
+
+`--vocab_sizes` and `--lengths` compare the measured cost of a token with its arithmetic. The vocabulary grows by
+entries that no text uses; every length has the same number of tokens in a step.
+
+d2l needs an environment of its own, which may use torch, numpy and safetensors of this one:
 
     python -m venv peers
     peers/bin/pip install --no-deps d2l==1.0.3
@@ -33,110 +42,64 @@ The book's package wants an environment of its own, which may borrow torch, nump
 
 import argparse
 import contextlib
-import copy
 import itertools
-import json
 import math
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from benchmarks.mlm_head import SIZES as ARCHITECTURES
 from benchmarks.mlm_head import heading, positive
-from benchmarks.peers import CONTESTANTS, Contestant, environment, write_step
-from d2l_bert import RECIPES, D2lBertConfig, PretrainConfig
-from d2l_bert.model_cards.card import METRICS_FILE
+from benchmarks.peers import CONTESTANTS, write_step
+from benchmarks.turns import Step, Task, describe, per_second, print_peak, step_arguments, summary, take_turns
+from benchmarks.whole_run import end_to_end
+from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching
-from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
-from d2l_bert.training.evaluate import held_out_figures
+from d2l_bert.training.evaluate import held_out_metrics
 from d2l_bert.training.optim import learning_rate_share
-from d2l_bert.training.recipes import architecture_options
-from d2l_bert.training.step import counts_of
-from d2l_bert.training.tracking import TrainingLog
-
-
-@dataclass
-class Task:
-    """What every contestant has to do."""
-
-    size: str
-    architecture: D2lBertConfig
-    run: PretrainConfig
-    device: str
-
-    def __post_init__(self):
-        self.run.check()
-
-    def __str__(self):
-        model, run = self.architecture, self.run
-        return (
-            f"{self.size}, {run.pairing}: {model.num_hidden_layers} x {model.hidden_size}, vocabulary "
-            f"{model.vocab_size:,}, dropout {model.hidden_dropout_prob:g}; {run.global_batch_size} pairs of up to "
-            f"{run.max_seq_length} tokens a step"
-        )
-
-    def contestant(self, name, python=sys.executable, **more) -> Contestant:
-        names = [*architecture_options(), "vocab_size", "pad_token_id"]
-        numbers = {name: getattr(self.architecture, name) for name in names}
-        told = {"architecture": numbers, "run": asdict(self.run), "device": self.device, **more}
-        return Contestant(name, told, python)
-
-    def steps(self, count):
-        cutting = batching.how_to_cut(self.architecture, self.run)
-        return batching.make_steps(self.run, prepare(self.run), count, **cutting)
-
-    def files(self, folder, count) -> list["Step"]:
-        steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))
-        return [Step(steps[number], own / f"{number}.safetensors", self.architecture) for number in range(count)]
-
-
-class Step:
-    """A step's micro-batches in a file, and what they come to."""
-
-    def __init__(self, micro_batches, path, architecture):
-        self.file = str(write_step(micro_batches, path))
-        counts = sum(map(counts_of, micro_batches)).tolist()
-        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
-        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
-        self.pairs, self.tokens = self.counts.examples, self.counts.tokens
-        self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", nargs="+", default=["small"], choices=("small", "base"))
-    parser.add_argument("--pairing", nargs="+", choices=("sentences", "segments"), help="small: sentences; base: both")
+    parser.add_argument(
+        "--pairing", nargs="+", choices=("sentences", "segments"), help="default: sentences; for base both"
+    )
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repetitions", type=positive, default=9, help="turns of each contestant")
-    parser.add_argument("--steps", type=positive, help="steps in a turn; 1, on a GPU 10")
-    parser.add_argument("--global_batch_size", type=positive, help="pairs a step; small: 512, base: 32, on a GPU 256")
-    parser.add_argument("--max_seq_length", type=positive, help="small: 64, base: 128")
-    parser.add_argument("--micro_batch_size", type=positive, help="ours; the default is the recipe's")
-    parser.add_argument("--dropout", type=float, help="small: 0.2, as the book; base: 0.1, as BERT")
+    parser.add_argument("--steps", type=positive, help="steps in a turn (1; on a GPU 10)")
+    parser.add_argument(
+        "--global_batch_size", type=positive, help="pairs in a step (512 for small; 32 for base, on a GPU 256)"
+    )
+    parser.add_argument("--max_seq_length", type=positive, help="tokens in a pair (64 for small, 128 for base)")
+    parser.add_argument("--micro_batch_size", type=positive, help="our pairs at once (that of the recipe)")
+    parser.add_argument(
+        "--dropout", type=float, help="dropout probability (0.2 for small as in d2l, 0.1 for base as in BERT)"
+    )
     parser.add_argument("--contestants", nargs="+", default=["ours", "d2l", "stock"], choices=tuple(CONTESTANTS))
-    parser.add_argument("--d2l_python", metavar="PATH", help="Python of the environment that has d2l 1.0.3")
-    parser.add_argument("--torch_compile", default="auto", choices=("auto", "true", "false"), help="ours; auto tries")
-    parser.add_argument("--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="settings to try")
-    parser.add_argument("--end_to_end", type=positive, metavar="STEPS")
-    parser.add_argument("--quality", type=positive, metavar="STEPS")
-    parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[])
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[])
-    parser.add_argument("--plot", metavar="PATH", help="draw the tables of costs")
+    parser.add_argument("--d2l_python", metavar="PATH", help="Python of the environment with d2l 1.0.3")
+    parser.add_argument(
+        "--torch_compile", default="auto", choices=("auto", "true", "false"), help="for ours; auto tries both"
+    )
+    parser.add_argument(
+        "--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="stock BERT's settings to try"
+    )
+    parser.add_argument("--end_to_end", type=positive, metavar="STEPS", help="compare whole runs of this length")
+    parser.add_argument("--quality", type=positive, metavar="STEPS", help="compare losses after runs of this length")
+    parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[], help="compare the cost of a token")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[], help="compare the cost of a token")
+    parser.add_argument("--plot", metavar="PATH", help="draw the tables of --vocab_sizes and --lengths")
     arguments = parser.parse_args()
-    end_in_order()
+    exit_on_signals()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
     print(heading(arguments.device))
     if "d2l" in arguments.contestants and not arguments.d2l_python:
@@ -159,8 +122,8 @@ def main() -> None:
                 parser.error(str(error))
 
 
-def end_in_order():
-    """Have signals that end this program end the processes that it started, too."""
+def exit_on_signals():
+    """Turn SIGTERM and SIGHUP into an ordinary exit, which also ends the processes that this program has started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -168,9 +131,9 @@ def end_in_order():
 def measure(task, arguments, folder):
     tables = {}
     if arguments.vocab_sizes:
-        tables["vocabulary"] = vocabularies(task, arguments, folder)
+        tables["vocabulary"] = cost_by_vocabulary(task, arguments, folder)
     if arguments.lengths:
-        tables["tokens in a pair"] = lengths(task, arguments, folder)
+        tables["tokens in a pair"] = cost_by_length(task, arguments, folder)
     if arguments.plot and tables:
         plot(tables, arguments.plot)
     if arguments.end_to_end:
@@ -210,57 +173,12 @@ def make_task(size, pairing, arguments) -> Task:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In turns
-
-
-def take_turns(contestants, steps_of, arguments):
-    """
-    Let contestants work in turns, each as often, and measure the machine's peak in between.
-
-    Args:
-        contestants: by their labels.
-        steps_of: the steps of each label; contestants with the same ones do the same work in the same turn.
-
-    Returns:
-        For each label a list of (steps, seconds), one for each turn; and the peaks in bf16, operations a second.
-    """
-    taken, peaks = {label: [] for label in contestants}, []
-    for label, contestant in contestants.items():  # allocate, and compile every shape
-        contestant.tell("steps", *orders(steps_of[label]))
-    for turn in range(arguments.repetitions):
-        peaks.append(matmul_peak(torch.device(arguments.device), torch.bfloat16))
-        first = turn * arguments.steps
-        for label in list(contestants)[:: -1 if turn % 2 else 1]:
-            steps = list(itertools.islice(itertools.cycle(steps_of[label]), first, first + arguments.steps))
-            taken[label].append((steps, contestants[label].tell("steps", *orders(steps))))
-    return taken, peaks
-
-
-def orders(steps, rate=1e-4):
-    return [step.file for step in steps], [rate] * len(steps)
-
-
-def rates(turns, what):
-    """A figure of the steps, for each turn, a second."""
-    return [sum(getattr(step, what) for step in steps) / seconds for steps, seconds in turns]
-
-
-def spread(values, digits=0, unit=""):
-    median, low, high = statistics.median(values), min(values), max(values)
-    return f"{median:,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
-
-
-def say_peak(peaks):
-    print(f"  peak of matrix products in bf16: {spread([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The step
 
 
 def compare(task, arguments, folder):
-    """Our step, d2l's and stock BERT's."""
-    steps = task.files(folder, max(4, arguments.steps))
+    """Print the speed, MFU and memory of a step of each contestant."""
+    steps = task.write_steps(folder, max(4, arguments.steps))
     describe(task, steps)
     with contextlib.ExitStack() as opened:
         contestants = {}
@@ -270,56 +188,45 @@ def compare(task, arguments, folder):
             best = fastest(task, steps, name, settings)
             contestants[name] = opened.enter_context(task.contestant(name, python, **best))
         for name, contestant in contestants.items():
-            print(f"  {name}: {contestant.who}")
+            print(f"  {name}: {contestant.description}")
         taken, peaks = take_turns(contestants, dict.fromkeys(contestants, steps), arguments)
-        memory = {name: contestant.tell("memory", steps[0].file) for name, contestant in contestants.items()}
-    say_peak(peaks)
+        memory = {name: contestant.call("memory", steps[0].file) for name, contestant in contestants.items()}
+    print_peak(peaks)
     print(f"  {'':6}{'ms a step':>24}{'pairs/s':>28}{'tokens/s':>32}{'MFU':>8}{'memory, MiB':>20}")
     for name, turns in taken.items():
-        ms = spread([1000 * seconds / len(done) for done, seconds in turns])
-        share = statistics.median(rates(turns, "arithmetic")) / statistics.median(peaks)
+        ms = summary([1000 * seconds / len(done) for done, seconds in turns])
+        share = statistics.median(per_second(turns, "arithmetic")) / statistics.median(peaks)
         held, more = (number / 2**20 for number in memory[name])
-        pairs, tokens = spread(rates(turns, "pairs"), 1), spread(rates(turns, "tokens"))
+        pairs, tokens = summary(per_second(turns, "pairs"), 1), summary(per_second(turns, "tokens"))
         print(f"  {name:6}{ms:>24}{pairs:>28}{tokens:>32}{share:>8.1%}{f'{held:,.0f} + {more:,.0f}':>20}")
     for name in taken:
         if name != "ours" and "ours" in taken:
             ratios = [theirs / ours for (_, theirs), (_, ours) in zip(taken[name], taken["ours"], strict=True)]
-            print(f"  ours is {spread(ratios, 2)} times as fast as {name}, turn by turn")
-    sys.stdout.flush()
-
-
-def describe(task, steps):
-    total = {name: sum(getattr(step.counts, name) for step in steps) for name in vars(steps[0].counts)}
-    full = total["tokens"] / total["examples"] / task.run.max_seq_length
-    predicted, cut = total["masked_tokens"] / total["examples"], 1 - total["tokens"] / total["padded_tokens"]
-    print(f"\n{task}\n  {full:.1%} full, {predicted:.1f} tokens predicted in a pair, {cut:.1%} padding as we cut them")
-    known = len(prepare(task.run).tokenizer)
-    if known != task.architecture.vocab_size:
-        print(f"  the tokenizer has {known:,} entries; the model's others occur in no pair")
+            print(f"  ours is {summary(ratios, 2)} times as fast as {name}, turn by turn")
     sys.stdout.flush()
 
 
 def our_settings(task, arguments) -> dict[str, dict]:
-    """Compiled or not, which a long run finds out for itself."""
+    """Our settings to try: not compiled and compiled, unless `--torch_compile` chooses one."""
     choices = {"auto": ("false", "true")}.get(arguments.torch_compile, (arguments.torch_compile,))
     return {f"torch_compile {choice}": {"run": asdict(replace(task.run, torch_compile=choice))} for choice in choices}
 
 
 def stock_settings(task, arguments) -> dict[str, dict]:
-    """Compiled or not, either attention, all pairs of a step at once or fewer."""
+    """Stock BERT's settings to try: compiled or not, SDPA or eager attention, all pairs of a step at once or fewer."""
     pairs = sorted({task.run.global_batch_size, min(task.run.global_batch_size, 64 if task.size == "small" else 16)})
     variants = map("/".join, itertools.product(("eager", "compiled"), ("sdpa", "eager"), map(str, pairs)))
     return {variant: {"variant": variant} for variant in arguments.stock or variants}
 
 
 def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
-    """The setting in which a contestant is fastest here, by a trial of each."""
+    """Try each setting of a contestant; returns the fastest."""
     best, shortest = next(iter(settings.values())), math.inf
     for label, setting in settings.items() if len(settings) > 1 else ():
         try:
             with task.contestant(name, **setting) as contestant:
-                contestant.tell("steps", *orders(steps[:3]))  # allocate, and compile every shape
-                seconds = min(contestant.tell("steps", *orders([step])) for step in steps[1:3])
+                contestant.call("steps", *step_arguments(steps[:3]))  # allocates memory, and compiles for every shape
+                seconds = min(contestant.call("steps", *step_arguments([step])) for step in steps[1:3])
         except RuntimeError as error:
             print(f"  {name}, trial of {label}: {str(error).splitlines()[-1]}", flush=True)
             continue
@@ -330,57 +237,59 @@ def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a token costs
+# The cost of a token
 
 
-def vocabularies(task, arguments, folder):
-    """The same text and tokenizer, and a larger and larger table of tokens."""
+def cost_by_vocabulary(task, arguments, folder):
+    """Compare costs for growing vocabularies, with the same text and tokenizer."""
     run, tasks = replace(task.run, vocab_size=min(arguments.vocab_sizes)), {}
     for size in arguments.vocab_sizes:
         numbers = {**task.architecture.to_diff_dict(), "vocab_size": size}
         numbers.pop("transformers_version", None)
         tasks[size] = replace(task, run=run, architecture=D2lBertConfig(**numbers))
-    return costs(tasks, "vocabulary", arguments, folder)
+    return compare_costs(tasks, "vocabulary", arguments, folder)
 
 
-def lengths(task, arguments, folder):
-    """Pairs of segments, as many tokens a step at each length."""
+def cost_by_length(task, arguments, folder):
+    """Compare costs for several sequence lengths, with pairs of segments and the same number of tokens a step."""
     tokens, tasks = task.run.global_batch_size * task.run.max_seq_length, {}
     for length in arguments.lengths:
         pairs = max(1, tokens // length)
         micro = max(1, batching.most_tokens(task.run) // length)
         changes = {"pairing": "segments", "global_batch_size": pairs, "micro_batch_size": micro}
         tasks[length] = replace(task, run=replace(task.run, max_seq_length=length, **changes))
-    return costs(tasks, "tokens in a pair", arguments, folder)
+    return compare_costs(tasks, "tokens in a pair", arguments, folder)
 
 
-def costs(tasks, what, arguments, folder):
-    """Our tokens a second in each task, beside what the first one's would become by the arithmetic alone.
+def compare_costs(tasks, what, arguments, folder):
+    """Print our tokens/s in each task, and the tokens/s that the arithmetic predicts from the first task.
 
-    Below them the line that the times of a token lie on, and the arithmetic that it grows by.
+    With three tasks or more, fit a line to the seconds per token, and print its slope and how well it fits.
 
     Returns:
-        For each task its label, operations a token, tokens a second as measured and on that line, if there is one.
+        For each task: label, operations per token, measured tokens/s, fitted tokens/s (None without a line).
     """
-    steps_of = {label: task.files(folder, max(4, arguments.steps)) for label, task in tasks.items()}
+    steps_of = {label: task.write_steps(folder, max(4, arguments.steps)) for label, task in tasks.items()}
     for label, task in tasks.items():
         describe(task, steps_of[label])
     with contextlib.ExitStack() as opened:
         contestants = {label: opened.enter_context(task.contestant("ours")) for label, task in tasks.items()}
         taken, peaks = take_turns(contestants, steps_of, arguments)
     print()
-    say_peak(peaks)
+    print_peak(peaks)
     print(f"  {what:>18}{'MFLOP a token':>16}{'tokens/s':>32}{'by arithmetic':>16}{'MFU':>8}")
     rows = []
     for label, turns in taken.items():
         operations = sum(step.arithmetic for step in steps_of[label]) / sum(step.tokens for step in steps_of[label])
-        speed = rates(turns, "tokens")
+        speed = per_second(turns, "tokens")
         rows.append((label, operations, statistics.median(speed)))
         _, first_operations, first_speed = rows[0]
         expected = first_speed * first_operations / operations
-        share = statistics.median(rates(turns, "arithmetic")) / statistics.median(peaks)
-        print(f"  {label:>18,}{operations / 1e6:>16.2f}{spread(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True)
-    if len(rows) < 3:  # a line goes through any two
+        share = statistics.median(per_second(turns, "arithmetic")) / statistics.median(peaks)
+        print(
+            f"  {label:>18,}{operations / 1e6:>16.2f}{summary(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True
+        )
+    if len(rows) < 3:  # a line fits any two points exactly
         return [(*row, None) for row in rows]
     labels, operations, speeds = map(np.array, zip(*rows, strict=True))
     slope, own = np.polyfit(labels, 1 / speeds, 1)
@@ -413,151 +322,11 @@ def plot(tables, path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A whole run
-
-RUNS, ROWS = 3, 10
-TURN = 3.0  # seconds, at least a step
-
-
-def end_to_end(task, arguments, folder):
-    """`d2l-bert pretrain` in turns with the bare step, with the tokenizer's vocabulary as its own."""
-    compiled = "true" if arguments.torch_compile == "true" else "false"  # both the same, however long the run
-    run, architecture = replace(task.run, torch_compile=compiled), copy.deepcopy(task.architecture)
-    architecture.vocab_size = len(prepare(run).tokenizer)
-    task = replace(task, run=run, architecture=architecture)
-    # The bare step takes these again and again, and knows their shapes; a run's are new.
-    steps, count = task.files(folder, arguments.repetitions * arguments.steps), arguments.end_to_end
-    describe(task, steps)
-    found = []
-    with task.contestant("ours") as ours:
-        for number in range(RUNS):
-            output = Path(folder) / f"model-{number}"
-            bare = BareStep(ours, steps)
-            stopped_seconds = train_in_turns(command_of(task, count, output), task.device, output, count, bare)
-            found.append({"bare": bare.tokens / bare.seconds, **speeds(output, count, stopped_seconds)})
-            share = found[-1]["later"] / found[-1]["bare"]
-            print(
-                f"  run {number + 1} of {RUNS}: {share:.1%} of the bare step's tokens/s, {bare.turns} turns",
-                flush=True,
-            )
-    bare, later, whole, waited, mfu = ([each[name] for each in found] for name in found[0])
-    print(f"  bare step, in turns with the runs: {spread(bare)} tokens/s")
-    first = steps_in_a_row(count)
-    print(f"  d2l-bert pretrain, {RUNS} runs of {count} steps, after the first {first}: {spread(later)} tokens/s")
-    for what, runs in (("", later), (f", the first {first} too", whole)):
-        shares = [100 * run / beside for run, beside in zip(runs, bare, strict=True)]
-        print(f"  of the bare step's{what}: {spread(shares, 1, ' %')}")
-    waiting = statistics.median(waited)
-    print(f"  waiting for batches {waiting:.2%} of the time; MFU {statistics.median(mfu):.1%}", flush=True)
-
-
-def steps_in_a_row(count) -> int:
-    """Steps in a row of the log of a run of so many."""
-    return max(1, count // ROWS)
-
-
-def command_of(task, count, output) -> list[str]:
-    """The command that trains what the bare step trains."""
-    flags = {"corpus": task.run.corpus, "output_dir": output}
-    flags |= {"max_steps": count, "logging_steps": steps_in_a_row(count), "eval_steps": count, "save_steps": count}
-    flags |= {"length_schedule": "none", "batch_size_schedule": "none", "torch_compile": task.run.torch_compile}
-    for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
-        flags[name] = getattr(task.run, name)
-    flags["micro_batch_size"] = batching.micro_batch_pairs(task.run)
-    flags |= {name: getattr(task.architecture, name) for name in architecture_options()}
-    command = [sys.executable, "-m", "d2l_bert", "pretrain", "--recipe", task.run.recipe]
-    for name, value in flags.items():
-        values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else str(value)]
-        command += [f"--{name}", *values] if value is not None else []
-    return command
-
-
-class BareStep:
-    """A contestant that goes through some steps again and again, and what it did since it knows them."""
-
-    def __init__(self, contestant, steps):
-        self.contestant, self.steps = contestant, itertools.cycle(steps)
-        self.turns, self.tokens, self.seconds = 0, 0, 0.0
-        self.a_step = contestant.tell("steps", *orders(steps)) / len(steps)
-
-    def work(self, seconds) -> float:
-        """About so long, a step at least; how long it was."""
-        steps = list(itertools.islice(self.steps, max(1, round(seconds / self.a_step))))
-        spent = self.contestant.tell("steps", *orders(steps))
-        self.turns, self.seconds, self.a_step = self.turns + 1, self.seconds + spent, spent / len(steps)
-        self.tokens += sum(step.tokens for step in steps)
-        return spent
-
-
-def train_in_turns(command, device, output, count, bare) -> float:
-    """
-    Train with the command line. From the first row of its log to the last the system stops the run every few seconds,
-    with the processes that load for it, and the bare step works; each of them as long as the other.
-
-    Returns:
-        The seconds for which it was stopped.
-
-    Raises:
-        ValueError: if it failed, or ended before it was stopped.
-    """
-    log, turn, stopped_seconds = output / "training_log.jsonl", TURN, 0.0
-    with tempfile.TemporaryFile("w+") as errors:
-        outputs = {"stdout": subprocess.DEVNULL, "stderr": errors}
-        process = subprocess.Popen(command, env=environment(device), start_new_session=True, **outputs)
-        try:
-            while is_at_work(process, turn):
-                since = time.monotonic()
-                os.killpg(process.pid, signal.SIGSTOP)
-                rows = speed_rows(log)
-                if rows and rows[-1]["step"] < count:
-                    turn = bare.work(TURN)
-                    stopped_seconds += time.monotonic() - since
-                os.killpg(process.pid, signal.SIGCONT)
-        finally:
-            if process.returncode is None:  # something went wrong here; nobody would wake it
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if process.returncode:
-            errors.seek(0)
-            reason = errors.read().strip().rpartition("\n")[2]
-            raise ValueError(f"d2l-bert pretrain failed with exit code {process.returncode}: {reason}")
-    if not stopped_seconds:
-        raise ValueError(f"a run of {count} steps is over before the bare step has a turn; give --end_to_end more")
-    return stopped_seconds
-
-
-def is_at_work(process, seconds) -> bool:
-    """Whether a process is still at it after so long."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.returncode is None
-
-
-def speeds(output, count, stopped_seconds) -> dict[str, float]:
-    """Tokens a second after the first row of the log, and of all steps; the share of time waited, and MFU. The time in
-    which the run was stopped, which its own clock counts, is taken off."""
-    rows, metrics = speed_rows(output / "training_log.jsonl"), json.loads((output / METRICS_FILE).read_text())
-    seconds = metrics["train_seconds"]
-    tokens, working = seconds * metrics["train_tokens_per_second"], seconds - stopped_seconds
-    # A row does not say how long its steps took, but how long those will take that are left.
-    a_step = [row["seconds_left"] / (count - row["step"]) for row in rows[:-1]]
-    first = rows[0]["step"] * a_step[0]
-    # A run that is stopped while it waits seems to wait long; in the row in the middle it is not.
-    waits = [row["data_wait_share"] * each for row, each in zip(rows, a_step, strict=False)]
-    return {
-        "later": (tokens - first * rows[0]["tokens_per_second"]) / (working - first),
-        "whole": tokens / working,
-        "waited": statistics.median(waits) * count / working,
-        "mfu": metrics["train_mfu"] * seconds / working,
-    }
-
-
-def speed_rows(log: Path) -> list[dict]:
-    return [row for row in TrainingLog(log).rows() if "tokens_per_second" in row]
+# The loss
 
 
 def quality(task, arguments, folder):
-    """Ours and d2l's model on the same pairs, then on the same held-out ones."""
+    """Train our model and d2l's on the same pairs, and print both losses on the same held-out pairs."""
     count, run = arguments.quality, task.run
     steps = task.steps(count)
     held_out = str(write_step(list(batching.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
@@ -576,10 +345,10 @@ def quality(task, arguments, folder):
             step = Step(steps[number], Path(folder) / "step", task.architecture)
             evaluated = (number + 1) % math.ceil(count / 5) == 0 or number + 1 == count
             for label, contestant in contestants.items():
-                spent[label] += contestant.tell("steps", [step.file], [rates_of[label][number]])
+                spent[label] += contestant.call("steps", [step.file], [rates_of[label][number]])
                 if evaluated:
-                    sums = torch.tensor(contestant.tell("evaluate", held_out))
-                    found = held_out_figures(sums, PAIR_TASKS[run.objective])
+                    sums = torch.tensor(contestant.call("evaluate", held_out))
+                    found = held_out_metrics(sums, PAIR_TASKS[run.objective])
                     columns = [f"eval_{loss}_{figure}" for loss in ("mlm", "nsp") for figure in ("loss", "accuracy")]
                     shown = "".join(f"{found[column]:>10.4f}" for column in columns)
                     print(f"  {label:22}{number + 1:>6}{shown}{spent[label]:>13.1f}", flush=True)

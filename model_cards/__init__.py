@@ -1,1 +1,1 @@
-"""The model card's template."""
+"""The model card, and publishing on the Hub."""

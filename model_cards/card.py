@@ -1,10 +1,11 @@
-"""The model card: each figure in it is from a file of the model's own folder, and what no file says is left out."""
+"""Writes and reads the model card. All numbers in a new card come from the files in the model's folder."""
 
 import json
 import math
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
@@ -23,7 +24,7 @@ RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
 
-# What a model is for, by its head: the Hub's tasks.
+# The Hub's task (`pipeline_tag`) of each model class, without the prefix D2lBert.
 PIPELINE_TAGS = {
     "ForPreTraining": "fill-mask",
     "ForMaskedLM": "fill-mask",
@@ -42,12 +43,12 @@ OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of the encoder's 
 
 def render_card(folder: Path, name: str | None = None) -> str:
     """
-    The card of a model folder: metadata for the Hub and a text for people.
+    The card of a model folder: metadata for the Hub, and a text for people.
 
     Args:
-        folder: with `config.json` and `model.safetensors`; what `run_config.json`, `metrics.json` and
-            `training_curves.png` say is told where they are there.
-        name: of the model; the folder's by default.
+        folder: has `config.json` and `model.safetensors`. The card also shows the contents of `run_config.json`,
+            `metrics.json` and `training_curves.png`, if the folder has these files.
+        name: the name of the model, by default the name of the folder.
     """
     config = read_json(folder / "config.json")
     record, metrics = read_json(folder / RUN_FILE), read_json(folder / METRICS_FILE)
@@ -62,14 +63,23 @@ def render_card(folder: Path, name: str | None = None) -> str:
 
 
 def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dict, has_curves: bool) -> str:
-    """`render_card` of what the files say; `record` is that of run_config.json, empty where there is none."""
+    """
+    As `render_card`, from the contents of the files.
+
+    Args:
+        config: the content of config.json.
+        parameters: the number of weights.
+        record: the content of run_config.json; empty if there is no such file.
+        metrics: the content of metrics.json; empty if there is no such file.
+        has_curves: whether there is a training_curves.png.
+    """
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
     start, language = run.get("init_from"), run.get("language")
     base_model = start
     if start in (local := record.get("local_paths", {})):
         start, base_model = local[start]["name"], None
-    elif start in (path["name"] for path in record.get("fingerprints", [])):  # of a published folder
+    elif start in (path["name"] for path in record.get("fingerprints", [])):  # a published run_config.json
         base_model = None
     pipeline_tag = PIPELINE_TAGS[_head(config)]
     prompts = [example["text"] for example in metrics.get("predictions", [])]
@@ -105,13 +115,15 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         unit=unit(task),
         start=start,
         has_curves=has_curves,
-        # Nobody makes one step of a run alone. Old records have no command.
+        # A checkpoint has no command of its own, and old records have no command at all.
         command=record.get("command") if "checkpoint_step" not in record else None,
         is_prepared=record.get("corpus_is_prepared"),
         checkpoint_step=record.get("checkpoint_step"),
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
-        evaluation_rows=[(row, shown(metrics[key], measured_in)) for row, key, measured_in, *_ in figures(metrics)],
+        evaluation_rows=[
+            (metric.name, formatted(metrics[metric.key], metric.unit)) for metric in reported_metrics(metrics)
+        ],
         machine_rows=_machine_rows(record, metrics, task),
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
@@ -123,23 +135,26 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
 
 def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
     """
-    The card, made from the folder's other files if there is none, and its metadata.
+    The text of a folder's card, and its metadata. If the folder has no card, one is written from the other files.
 
     Args:
-        license: takes the place of the card's.
+        license: replaces the licence in the card.
+
+    Raises:
+        UserError: the card cannot be read, or cannot be written from the other files.
     """
     path = folder / CARD_FILE
     try:
         card = path.read_text(encoding="utf-8") if path.is_file() else render_card(folder)
         metadata = read_metadata(card)
     except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); write it anew in UTF-8, or delete it") from None
+        raise UserError(f"{path}: cannot be read ({error}); save the file in UTF-8, or delete the file") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (ValueError, AttributeError, LookupError, TypeError, UndefinedError) as error:
         raise UserError(
             f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE} ({type(error).__name__}: {error}); put "
-            f"back what the run wrote, or take them out"
+            f"back the files that the run wrote, or delete them"
         ) from None
     if license is not None:
         metadata = {**metadata, "license": license}
@@ -148,17 +163,18 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
 
 
 def auto_class(config: dict) -> str:
-    """The class of Transformers' that loads a model for what it is mostly used for."""
+    """The name of the Auto class that loads the model for its usual task, such as `AutoModelForMaskedLM`."""
     head = _head(config)
     return "AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}"
 
 
 def _head(config):
+    """The name of the model class without the prefix D2lBert, such as `ForMaskedLM`."""
     return config["architectures"][0].removeprefix("D2lBert")
 
 
 def count_parameters(folder: Path) -> int:
-    """How many numbers the weights hold; what is tied is there once."""
+    """The number of weights in the safetensors files; a tied matrix counts once."""
     count = 0
     for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -167,34 +183,35 @@ def count_parameters(folder: Path) -> int:
 
 
 def quoted(text: str) -> str:
-    """Text as Python and JSON write it."""
+    """Text as a string literal of Python and JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def cell(text: str) -> str:
-    """Text for a cell of a table."""
+    """Text for a cell of a Markdown table: in one line, with | escaped."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of its tables: what, and how much
+# Rows of the card's tables: name and text
 
 
 def _data_rows(run, data):
     rows = [
         ("corpus", f"{data['corpus_name']}, fingerprint `{data['corpus_fingerprint']}`"),
         ("training text", f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"),
-        ("held out", f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"),
+        *_evaluation_text(data),
         ("language", run.get("language")),
         *_choices(run, data),
     ]
     if report := data.get("tokenizer"):
         added = f"; up to {run['extend_vocab']:,} words of the corpus were added" if run.get("extend_vocab") else ""
         pieces = " ".join(f"`{piece}`" for piece in report["longest_pieces"])
+        words = "words" if data.get("validation") else "held-out words"
         rows += [
             (
                 "tokenizer",
-                f"WordPiece; on {report['words']:,} held-out words {report['pieces_per_word']:.2f} pieces a word, "
+                f"WordPiece; on {report['words']:,} {words} {report['pieces_per_word']:.2f} pieces a word, "
                 f"{100 * report['unknown_share']:.2f} % `[UNK]`{added}",
             ),
             ("its longest pieces", pieces),
@@ -202,8 +219,22 @@ def _data_rows(run, data):
     return [(name, cell(text)) for name, text in rows if text]
 
 
+def _evaluation_text(data):
+    """What the model was evaluated on: a part held out of the corpus, or a text that the user gave."""
+    size = f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"
+    if not (validation := data.get("validation")):
+        return [("held out", size)]
+    name, texts, shared = (validation[key] for key in ("corpus_name", "texts", "texts_in_training"))
+    of_training = f"{shared:,} of its {texts:,}" if shared else f"none of its {texts:,}"
+    return [
+        ("validation text", f"{name}, fingerprint `{validation['corpus_fingerprint']}`: {size}"),
+        ("held out", "nothing; the validation text is a text of its own, not a part of the corpus"),
+        ("validation text in the training text", f"{of_training} files and rows"),
+    ]
+
+
 def _choices(run, data):
-    """What was taken of the text, where that is not all of it, as it is."""
+    """Rows for the options that select or clean text. The text of a row is empty if its option is not used."""
     are_all_on_hub = 0 < len(run["dataset"]) == len(data["hub_datasets"])
     cleaning = [f"`{name}={run[name]}`" for name in CLEANING if run[name] not in ("none", 0, False)]
     return [
@@ -228,7 +259,7 @@ def _procedure_rows(record, metrics, config, task, start):
         for number, entry in enumerate(run["batch_size_schedule"])
     )
     skipped = metrics.get("train_skipped_steps")
-    left_out = f"; {skipped:,} of them left out, their loss or gradient not being finite" if skipped else ""
+    skipped_text = f"; {skipped:,} steps skipped because their loss or gradient was not finite" if skipped else ""
     share = run["mlm_probability"]
     decay_ratio = run["decay_ratio"] or record.get("decay_ratio")
     falls = f"in the last {_percent(decay_ratio)} of the steps" if decay_ratio else "at the end"
@@ -258,7 +289,7 @@ def _procedure_rows(record, metrics, config, task, start):
         (
             "steps",
             f"{f'{step:,} of ' if step else ''}{run['max_steps']:,} of {run['global_batch_size']:,} {units}{batches}"
-            f"{left_out}",
+            f"{skipped_text}",
         ),
         (
             "optimizer",
@@ -268,7 +299,7 @@ def _procedure_rows(record, metrics, config, task, start):
         ),
         ("gradient norm", f"at most {run['max_grad_norm']:g}; a longer gradient is scaled down"),
         ("dropout", f"{config['hidden_dropout_prob']:g}, in attention {config['attention_probs_dropout_prob']:g}"),
-        ("rows", "several to a row, which cannot see each other" if run["packing"] else ""),
+        ("rows", f"several {units} in a row, without attention between them" if run["packing"] else ""),
         ("precision", {"no": "float32"}.get(run["mixed_precision"], run["mixed_precision"])),
         ("seed", run["seed"]),
     ]
@@ -278,20 +309,20 @@ def _procedure_rows(record, metrics, config, task, start):
 def _machine_rows(record, metrics, task):
     machine, versions = record.get("machine", {}), record.get("versions", {})
     processes, threads = machine.get("processes", 1), machine.get("threads")
-    on = machine.get("accelerator") or machine.get("processor") or machine.get("device")
-    if on and not machine.get("accelerator") and threads:
-        on += f", {threads} {'thread' if threads == 1 else 'threads'}"
-    if on and processes > 1:
-        on = f"{processes} processes, each on {on}"
+    device = machine.get("accelerator") or machine.get("processor") or machine.get("device")
+    if device and not machine.get("accelerator") and threads:
+        device += f", {threads} {'thread' if threads == 1 else 'threads'}"
+    if device and processes > 1:
+        device = f"{processes} processes, each on {device}"
     speeds = [
-        f"{metrics[key]:,.0f} {what}/s"
-        for what in (unit(task), "tokens")
-        if (key := f"train_{what}_per_second") in metrics
+        f"{metrics[key]:,.0f} {counted}/s"
+        for counted in (unit(task), "tokens")
+        if (key := f"train_{counted}_per_second") in metrics
     ]
     mfu, padding, wait = (metrics.get(f"train_{name}") for name in ("mfu", "padding_share", "data_wait_share"))
     seconds, memory, energy = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb", "energy_kwh"))
     rows = [
-        ("machine", on),
+        ("machine", device),
         ("time", None if seconds is None else _time(seconds)),
         ("speed", ", ".join(speeds)),
         (
@@ -306,35 +337,56 @@ def _machine_rows(record, metrics, task):
             None
             if None in (energy, seconds)
             else f"about {_energy(energy)}: E = P x t = {metrics['train_power_watts']:,.1f} W x {seconds:,.0f} s; "
-            f"{metrics['train_power_source']}; cooling is not in it",
+            f"{metrics['train_power_source']}; without cooling",
         ),
         ("software", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return [(name, cell(text)) for name, text in rows if text]
 
 
-def figures(metrics: dict) -> list[tuple[str, str, str, str, str, str]]:
-    """Of each figure in metrics.json: its name, its key there, its unit, the Hub's task and its name, and its type."""
+class ReportedMetric(NamedTuple):
+    """
+    A metric that the card shows.
+
+    Args:
+        name: in the card.
+        key: in metrics.json.
+        unit: `nats`, `%` or nothing.
+        task_type, task_name: the Hub's task, and the task's name in the card's metadata.
+        metric_type: the kind of the metric in the card's metadata.
+    """
+
+    name: str
+    key: str
+    unit: str
+    task_type: str
+    task_name: str
+    metric_type: str
+
+
+def reported_metrics(metrics: dict) -> list[ReportedMetric]:
+    """The metrics that the card shows, as far as `metrics` (the content of metrics.json) has them."""
     task = pair_task(metrics)
     mlm = ("fill-mask", "Masked language modeling")
     known = [
-        ("MLM loss", "eval_mlm_loss", "nats", *mlm, "loss"),
-        ("MLM perplexity", "eval_perplexity", "", *mlm, "perplexity"),
-        ("MLM accuracy", "eval_mlm_accuracy", "%", *mlm, "accuracy"),
+        ReportedMetric("MLM loss", "eval_mlm_loss", "nats", *mlm, "loss"),
+        ReportedMetric("MLM perplexity", "eval_perplexity", "", *mlm, "perplexity"),
+        ReportedMetric("MLM accuracy", "eval_mlm_accuracy", "%", *mlm, "accuracy"),
     ]
     if task:
         pair = ("text-classification", task.name.capitalize())
         known += [
-            (f"{task.short} loss", f"eval_{task.key}_loss", "nats", *pair, "loss"),
-            (f"{task.short} accuracy", f"eval_{task.key}_accuracy", "%", *pair, "accuracy"),
+            ReportedMetric(f"{task.short} loss", f"eval_{task.key}_loss", "nats", *pair, "loss"),
+            ReportedMetric(f"{task.short} accuracy", f"eval_{task.key}_accuracy", "%", *pair, "accuracy"),
         ]
-    known.append(("BLiMP accuracy", "eval_blimp_accuracy", "%", "text-classification", "Minimal pairs", "accuracy"))
-    return [figure for figure in known if figure[1] in metrics]
+    blimp = ("text-classification", "Minimal pairs")
+    known.append(ReportedMetric("BLiMP accuracy", "eval_blimp_accuracy", "%", *blimp, "accuracy"))
+    return [metric for metric in known if metric.key in metrics]
 
 
-def shown(value: float, measured_in: str) -> str:
-    """A figure as the card's text says it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(measured_in, f"{value:.1f}")
+def formatted(value: float, unit: str) -> str:
+    """The value of a metric as the card's text shows it."""
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(unit, f"{value:.1f}")
 
 
 def _guess(label, score):
@@ -358,21 +410,23 @@ def _percent(share):
 
 
 def _eval_results(metrics, data):
-    corpus = data.get("corpus_name")
-    # The Hub takes a name of a data set as a type, no list of them.
+    validation = data.get("validation")
+    corpus = (validation or data).get("corpus_name")
+    part = "validation text" if validation else "held-out documents"
+    # The Hub's dataset type is the id of one data set or an invented name: a corpus of several gets an invented name.
     if (corpus_type := corpus) not in data.get("hub_datasets", []):
         corpus_type = re.sub(r"[^\w.-]+", "-", corpus or "", flags=re.ASCII).strip("-") or "text"
     datasets = {"BLiMP accuracy": ("nyu-mll/blimp", "BLiMP")}
     return [
         EvalResult(
-            task_type=task_type,
-            task_name=task_name,
-            dataset_type=datasets.get(name, (corpus_type,))[0],
-            dataset_name=datasets.get(name, (None, f"{corpus}, held-out documents"))[1],
-            metric_type=metric_type,
-            metric_name=name,
-            metric_value=round(metrics[key], 4),
+            task_type=metric.task_type,
+            task_name=metric.task_name,
+            dataset_type=datasets.get(metric.name, (corpus_type,))[0],
+            dataset_name=datasets.get(metric.name, (None, f"{corpus}, {part}"))[1],
+            metric_type=metric.metric_type,
+            metric_name=metric.name,
+            metric_value=round(metrics[metric.key], 4),
         )
-        for name, key, _, task_type, task_name, metric_type in figures(metrics)
-        if corpus and math.isfinite(metrics[key])
+        for metric in reported_metrics(metrics)
+        if corpus and math.isfinite(metrics[metric.key])
     ]

@@ -1,4 +1,4 @@
-"""What a model folder must be to be published: configuration, code, tokenizer, weights and card, and all agree."""
+"""Checks a model folder before it is published: configuration, code, tokenizer, weights and card must agree."""
 
 import contextlib
 import re
@@ -11,7 +11,15 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, PIPELINE_TAGS, RUN_FILE, figures, read_card, shown
+from d2l_bert.model_cards.card import (
+    CARD_FILE,
+    METRICS_FILE,
+    PIPELINE_TAGS,
+    RUN_FILE,
+    formatted,
+    read_card,
+    reported_metrics,
+)
 from d2l_bert.model_cards.metadata import check_metadata
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -23,31 +31,32 @@ CODE = {Path(module.__file__).name: Path(module.__file__) for module in (configu
 
 OURS = [AUTO_MAP[name].partition(".")[2] for name in AUTO_MAP if name != "AutoConfig"]
 
-# What Transformers reads a tokenizer.json with; the last is version 5's name for the one before.
+# The tokenizer classes of Transformers that read tokenizer.json. `TokenizersBackend` is version 5's name for
+# `PreTrainedTokenizerFast`.
 STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
-# What may be another in a model than in the run that it is from; the vocabulary is compared with the tokenizer.
+# Fields in which config.json may differ from the run's architecture; `check_tokenizer` checks the vocabulary.
 CHANGEABLE = (*FREE_FIELDS, "vocab_size", "pad_token_id")
 
 INDEX_FILE = "model.safetensors.index.json"
 
-# Of the figures that only a run measures.
+# Metrics that a card may name only if metrics.json has them.
 NAMES = {"MLM loss", "MLM perplexity", "MLM accuracy"}
 
 
 def check_folder(folder: Path, changed_code: bool = False, license: str | None = None) -> None:
     """
-    Refuse a folder whose configuration, code, tokenizer, weights and card are not there or do not agree.
+    Refuse a folder in which configuration, code, tokenizer, weights or card is missing, or two of them disagree.
 
     Args:
-        changed_code: whether the folder's two files of code may differ from the installed ones.
-        license: takes the place of the card's.
+        changed_code: whether the folder's two Python files may differ from those of the installed package.
+        license: replaces the licence in the card.
 
     Raises:
-        UserError: the first thing that is wrong, in one line.
+        UserError: the first problem, in one line.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give one that d2l-bert pretrain has left")
+        raise UserError(f"{folder}: no such folder; give a folder that d2l-bert pretrain has written")
     check_record(folder)
     config = check_config(folder)
     model_class = check_code(folder, config, changed_code)
@@ -57,33 +66,36 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
 
 
 def check_record(folder: Path) -> None:
-    """Refuse a run_config.json or a metrics.json whose parts are not of the kind that a run writes."""
+    """Refuse a run_config.json or a metrics.json whose entries do not have the types that a run writes."""
     record = folders.read_json(folder / RUN_FILE)
     for part in ("run", "architecture", "data", "local_paths", "machine", "versions"):
         if not isinstance(record.get(part, {}), dict):
             raise UserError(f"{folder / RUN_FILE}: {part} is {record[part]!r:.50}; put back what the run wrote")
-    for path, told in record.get("local_paths", {}).items():
-        if not isinstance(told, dict) or not isinstance(told.get("name"), str) or "fingerprint" not in told:
+    for path, entry in record.get("local_paths", {}).items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "fingerprint" not in entry:
             raise UserError(
-                f"{folder / RUN_FILE}: local_paths has {told!r:.50} for {path}; put back what the run wrote"
+                f"{folder / RUN_FILE}: local_paths has {entry!r:.50} for {path}; put back what the run wrote"
             )
-    known = record.get("data", {}).get("hub_datasets", [])
-    if not isinstance(known, list):
-        raise UserError(f"{folder / RUN_FILE}: hub_datasets is {known!r:.50}; put back what the run wrote")
-    measured = folders.read_json(folder / METRICS_FILE)
-    for name, key, *_ in figures(measured):
-        if isinstance(measured[key], bool) or not isinstance(measured[key], (int, float)):
+    datasets = record.get("data", {}).get("hub_datasets", [])
+    if not isinstance(datasets, list):
+        raise UserError(f"{folder / RUN_FILE}: hub_datasets is {datasets!r:.50}; put back what the run wrote")
+    metrics = folders.read_json(folder / METRICS_FILE)
+    for metric in reported_metrics(metrics):
+        value = metrics[metric.key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise UserError(
-                f"{folder / METRICS_FILE}: {key} ({name}) is {measured[key]!r:.50}, no number; put back what was "
-                f"measured"
+                f"{folder / METRICS_FILE}: {metric.key} ({metric.name}) is {value!r:.50}, not a number; put back the "
+                f"file that the run wrote"
             )
 
 
 def check_config(folder: Path) -> D2lBertConfig:
-    """The configuration, which must be of one of our classes."""
+    """Read config.json, and refuse a configuration that is not of a d2l-bert class or not that of the run."""
     config = folders.read_json(folder / "config.json")
     if not config:
-        raise UserError(f"{folder}: config.json is missing, so it is no model; give a folder of save_pretrained")
+        raise UserError(
+            f"{folder}: config.json is missing, so the folder has no model; give a folder of save_pretrained"
+        )
     kind, classes = config.get("model_type"), config.get("architectures") or []
     if kind != D2lBertConfig.model_type:
         raise UserError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
@@ -93,7 +105,7 @@ def check_config(folder: Path) -> D2lBertConfig:
             f"model again with save_pretrained"
         )
     mend = "mend config.json, or save the model again with save_pretrained"
-    # Transformers meets entries of another kind with AttributeError, IndexError, TypeError or ValueError.
+    # Transformers raises AttributeError, IndexError, TypeError or ValueError if an entry has the wrong type.
     with refused(folder, mend, Exception):
         config = D2lBertConfig.from_pretrained(folder)
     for name, trained in folders.read_json(folder / RUN_FILE).get("architecture", {}).items():
@@ -106,12 +118,17 @@ def check_config(folder: Path) -> D2lBertConfig:
 
 
 def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
-    """The class that loads the folder: the installed one, or that of the folder's code where it may differ."""
+    """
+    Compare the folder's two Python files with those of the installed package.
+
+    Returns:
+        The class of the model, from the folder's code if that differs and `changed_code` is true.
+    """
     changed = []
     for name, installed in CODE.items():
         if not (folder / name).is_file():
             raise UserError(
-                f"{folder}: {name} is missing, which readers without the package need; copy it from {installed.parent}"
+                f"{folder}: {name} is missing, which loads the model without d2l-bert; copy it from {installed.parent}"
             )
         if (folder / name).read_bytes() != installed.read_bytes():
             changed.append(name)
@@ -121,9 +138,9 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
     if not changed_code:
         made_with = folders.read_json(folder / RUN_FILE).get("versions", {}).get("d2l-bert")
         raise UserError(
-            f"{folder}/{changed[0]}: differs from that of the installed d2l-bert {version('d2l-bert')}"
-            f"{f' (the run was made with {made_with})' if made_with else ''}; put that one back, or say with "
-            f"--changed_code that the difference is meant"
+            f"{folder}/{changed[0]}: differs from the file of the installed d2l-bert {version('d2l-bert')}"
+            f"{f' (the run was made with {made_with})' if made_with else ''}; put back that file, or give "
+            f"--changed_code if the change is intended"
         )
     with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code", Exception, SystemExit):
         for reference in AUTO_MAP.values():
@@ -132,8 +149,8 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
 
 
 def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
-    """Refuse a tokenizer that is missing, not stock, or has another vocabulary than the model or its own vocab.txt."""
-    mend = "save the tokenizer that the model was trained with there"
+    """Refuse a tokenizer that is missing, is not a stock class, or does not fit the model or vocab.txt."""
+    mend = "save the tokenizer that the model was trained with into the folder"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: {name} is missing; {mend}")
@@ -143,10 +160,9 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
         raise UserError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
     if settings.get("auto_map"):
         raise UserError(
-            f"{folder}/tokenizer_config.json: auto_map asks for code of its own, which is never sent; take auto_map "
-            f"out"
+            f"{folder}/tokenizer_config.json: auto_map asks for code, which is not published; remove auto_map"
         )
-    with refused(folder, f"its tokenizer cannot be loaded; {mend}", Exception):  # tokenizers raises just that
+    with refused(folder, f"its tokenizer cannot be loaded; {mend}", Exception):  # `tokenizers` raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         vocabulary = folder / "vocab.txt"
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
@@ -156,9 +172,9 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
             f"{config.vocab_size:,}; {mend}"
         )
     if max(tokenizer.get_vocab().values()) >= config.vocab_size:
-        raise UserError(f"{folder}: the tokenizer's numbers have holes, and end beyond the model's; {mend}")
+        raise UserError(f"{folder}: the ids of the tokenizer have gaps, and exceed the model's vocabulary; {mend}")
     if beside != pieces(tokenizer):
-        raise UserError(f"{folder}: vocab.txt holds other tokens than tokenizer.json; {mend}")
+        raise UserError(f"{folder}: vocab.txt and tokenizer.json have different tokens; {mend}")
     for name in ("pad", "unk", "cls", "sep", "mask"):
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise UserError(f"{folder}: the tokenizer has no {name} token; {mend}")
@@ -170,15 +186,17 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
 
 
 def check_weights(folder: Path, model_class) -> None:
-    """Refuse weights that are missing, cut short, not finite, or of another model than config.json says."""
+    """Refuse weights that are missing, damaged, not finite, or not those of the model in config.json."""
     files = sorted(folder.glob("model*.safetensors"))
     mend = "save the model there again with save_pretrained, or copy the file anew"
     if not files:
-        raise UserError(f"{folder}: model.safetensors is missing, and nothing but safetensors is published; {mend}")
+        raise UserError(
+            f"{folder}: model.safetensors is missing, and weights are published as safetensors only; {mend}"
+        )
     if (index := folder / INDEX_FILE).is_file():
         places = folders.read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-            raise UserError(f"{index}: has no weight_map that names a file for each weight; {mend}")
+            raise UserError(f"{index}: weight_map does not name a file for each weight; {mend}")
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
@@ -186,8 +204,8 @@ def check_weights(folder: Path, model_class) -> None:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: damaged or cut short ({error}); {mend}") from None
         if bad:
-            raise UserError(f"{file}: {bad} holds numbers that are not finite; publish an earlier checkpoint")
-    # The folder's own code may raise anything, and the installed code what `load_and_compare` raises.
+            raise UserError(f"{file}: {bad} has numbers that are not finite; publish an earlier checkpoint")
+    # The folder's own code may raise any exception. Of the installed code, other exceptions are bugs.
     kinds = (
         (ValueError, OSError, SafetensorError)
         if model_class.__module__ == modeling_d2l_bert.__name__
@@ -196,17 +214,16 @@ def check_weights(folder: Path, model_class) -> None:
     with refused(folder, mend, *kinds):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
     if missing:
-        raise UserError(f"{folder}: its weights lack {sorted(missing)[0]}, which config.json asks for; {mend}")
+        raise UserError(f"{folder}: the weights lack {sorted(missing)[0]}, which the model of config.json has; {mend}")
     if unexpected:
         raise UserError(
-            f"{folder}: its weights hold {sorted(unexpected)[0]}, which config.json has no use for; {mend}"
+            f"{folder}: the weights have {sorted(unexpected)[0]}, which the model of config.json does not have; {mend}"
         )
 
 
 def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) -> None:
     """
-    Refuse a card whose metadata the Hub would refuse, or that says another task than config.json or other figures than
-    metrics.json.
+    Refuse a card whose metadata the Hub would refuse, or whose task or metrics are not those of the folder's files.
     """
     path = folder / CARD_FILE
     card, metadata = read_card(folder, license)
@@ -218,38 +235,39 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
     served = {PIPELINE_TAGS[head], "feature-extraction", "sentence-similarity"}
     if task is not None and task not in served | ({"text-classification"} if head == "ForPreTraining" else set()):
         raise UserError(
-            f"{path}: says pipeline_tag {task}, and config.json {config.architectures[0]}, which is for "
-            f"{PIPELINE_TAGS[head]}; write that"
+            f"{path}: says pipeline_tag {task}, but {config.architectures[0]} of config.json is for "
+            f"{PIPELINE_TAGS[head]}; write pipeline_tag: {PIPELINE_TAGS[head]}"
         )
-    measured = folders.read_json(folder / METRICS_FILE)
-    told = {  # figures of whatever kind
+    metrics = folders.read_json(folder / METRICS_FILE)
+    in_metadata = {  # metrics by name, of every task
         metric.get("name"): metric["value"]
         for model in metadata.get("model-index") or []
         for result in model["results"]
         for metric in result["metrics"]
     }
-    if not measured and (folder / RUN_FILE).is_file() and (unfounded := told.keys() & NAMES):
+    if not metrics and (folder / RUN_FILE).is_file() and (unmeasured := in_metadata.keys() & NAMES):
         raise UserError(
-            f"{path}: says {min(unfounded)} {told[min(unfounded)]}, and there is no {METRICS_FILE} to say so; put "
-            f"that back, or delete {CARD_FILE} to have it written anew"
+            f"{path}: says {min(unmeasured)} {in_metadata[min(unmeasured)]}, but {METRICS_FILE} is missing; put back "
+            f"{METRICS_FILE}, or delete {CARD_FILE}, which is then written again"
         )
     in_text = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
-    for name, key, unit, *_ in figures(measured):
-        for says, is_right in ((told, round(measured[key], 4)), (in_text, shown(measured[key], unit))):
-            if name in says and says[name] != is_right:
+    for metric in reported_metrics(metrics):
+        value = metrics[metric.key]
+        for in_card, expected in ((in_metadata, round(value, 4)), (in_text, formatted(value, metric.unit))):
+            if metric.name in in_card and in_card[metric.name] != expected:
                 raise UserError(
-                    f"{path}: says {name} {says[name]}, and {METRICS_FILE} {is_right}; put the measured one back, or "
-                    f"delete {CARD_FILE} to have it written anew"
+                    f"{path}: says {metric.name} {in_card[metric.name]}, and {METRICS_FILE} says {expected}; write "
+                    f"{expected} into the card, or delete {CARD_FILE}, which is then written again"
                 )
 
 
 @contextlib.contextmanager
 def refused(folder: Path, mend: str, *kinds: type[BaseException]):
     """
-    Raise what is said of a folder as one line.
+    Raise exceptions of the block as `UserError`, in one line with the folder and the mend.
 
     Args:
-        kinds: of exceptions; others are bugs of this package, and pass.
+        kinds: the classes of exceptions to convert; others are bugs of this package, and pass unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The Hub's rules for a model card's metadata, checked here before anything is sent."""
+"""Checks the metadata of a model card by the rules of the Hub, before anything is sent."""
 
 import datetime
 import difflib
@@ -15,8 +15,8 @@ from huggingface_hub.utils import validate_repo_id
 from d2l_bert.errors import UserError
 
 
-# What the Hub's own check lists when it refuses a licence (POST /api/validate-yaml; the same in its OpenAPI
-# description and, less up to date, in https://huggingface.co/docs/hub/repositories-licenses).
+# The list in the Hub's answer to an unknown licence (POST /api/validate-yaml). The Hub's OpenAPI description has the
+# same list, and https://huggingface.co/docs/hub/repositories-licenses an older one.
 LICENSES = """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
     afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
@@ -28,7 +28,8 @@ LICENSES = """
     deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
     grok2-community gemma unknown other
 """.split()
-# https://github.com/huggingface/huggingface.js/blob/main/packages/tasks/src/pipelines.ts; of another the Hub warns.
+# https://github.com/huggingface/huggingface.js/blob/main/packages/tasks/src/pipelines.ts; the Hub
+# warns of other tasks.
 TASKS = """
     biology text-classification token-classification table-question-answering question-answering
     zero-shot-classification translation summarization feature-extraction text-generation text2text-generation
@@ -44,23 +45,24 @@ TASKS = """
 """.split()
 # https://huggingface.co/docs/hub/model-cards#specifying-a-base-model
 RELATIONS = ["adapter", "merge", "quantized", "finetune"]
-# The pattern that the Hub quotes when it refuses a model-index's dataset.type.
+# A dataset.type in model-index must match this pattern, which the Hub's error message shows.
 DATASET_TYPE = re.compile(r"(?:[\w-]+/)?[\w.-]+", re.ASCII)
-# The Hub's two rules for what `license: other` has beside it; the link is a file of the folder or an address.
+# The Hub's rules for license_name and license_link, which `license: other` needs. The link is a file in the folder
+# or an address.
 LICENSE_NAME = re.compile(r"[a-z0-9.-]+")
 LICENSE_LINK = re.compile(r"https?://\S+|[\w.-]*licen[cs]e[\w.-]*", re.ASCII | re.IGNORECASE)
 DATA_SUFFIXES = tuple(".txt .md .json .jsonl .csv .tsv .parquet .arrow .gz .zst .zip".split())
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, as the Hub's YAML does; Python's takes the last."""
+    """A YAML loader that refuses duplicate keys, as the Hub does; PyYAML takes the last value."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                    raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} appears twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -70,15 +72,15 @@ def read_metadata(card: str) -> dict:
     The metadata at the top of a model card.
 
     Args:
-        card: README.md's text.
+        card: the text of README.md.
 
     Raises:
-        UserError: there is none, or it is not YAML, has a key twice or is no mapping.
+        UserError: the card has no metadata, or the metadata is not valid YAML, has a duplicate key, or is no mapping.
     """
     block, _ = split_card(card)
     try:
         metadata = yaml.load(block, _Loader)
-    except Exception as error:  # a date that does not exist, say, is none of YAML's own
+    except Exception as error:  # PyYAML raises other errors too, such as ValueError for a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f", line {card[: card.index(block)].count(chr(10)) + mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error)
@@ -90,10 +92,10 @@ def read_metadata(card: str) -> dict:
 
 def split_card(card: str) -> tuple[str, str]:
     """
-    A card's block of YAML and its text.
+    Split a card into the YAML block at the top, and the text after the block.
 
     Raises:
-        UserError: it begins with no block.
+        UserError: the card does not begin with a YAML block.
     """
     card = card.removeprefix("\ufeff")
     block = REGEX_YAML_BLOCK.search(card)
@@ -104,17 +106,17 @@ def split_card(card: str) -> tuple[str, str]:
 
 def check_metadata(metadata: dict, mask_token: str | None = None) -> None:
     """
-    Refuse what the Hub would refuse in a model card, or show wrongly. Keys it does not know are left alone.
+    Refuse metadata that the Hub would refuse or show wrongly. Keys that the Hub does not know are not checked.
 
     The rules are those of https://huggingface.co/docs/hub/model-cards, of the specification at
-    https://github.com/huggingface/hub-docs/blob/main/modelcard.md, and of what the Hub says when it refuses a card.
+    https://github.com/huggingface/hub-docs/blob/main/modelcard.md, and of the error messages of the Hub.
 
     Args:
-        metadata: as `read_metadata` gives it.
-        mask_token: what each of the widget's texts has to hold.
+        metadata: what `read_metadata` returned.
+        mask_token: the token that each text of the widget needs; None if the texts are not checked.
 
     Raises:
-        UserError: the first thing wrong, in one line.
+        UserError: the first problem, in one line.
     """
     for key in metadata:
         _text("a key", key)
@@ -139,16 +141,16 @@ def check_metadata(metadata: dict, mask_token: str | None = None) -> None:
             check(key, given[key])
     try:
         ModelCardData(**metadata).to_yaml()
-    except Exception as error:  # it raises ValueError, TypeError and what its parts raise
+    except Exception as error:  # the client raises ValueError, TypeError and others
         raise UserError(f"huggingface_hub refuses the card's metadata: {_line(error)}; mend it") from None
 
 
 def check_license(identifier: str) -> None:
     """
-    Refuse a licence that the Hub does not know by this name.
+    Check a licence.
 
     Raises:
-        UserError: it is none of the Hub's identifiers.
+        UserError: the Hub does not have this licence identifier.
     """
     page = "https://huggingface.co/docs/hub/repositories-licenses"
     _one_of("license", identifier, LICENSES, f"one of {page}, or other, with a license_name and a license_link")
@@ -177,7 +179,7 @@ def _check_languages(key, value):
         if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", code):
             part = re.match(r"([a-z]{2,3})[-_][a-z]", code, re.IGNORECASE)
             mend = "write an ISO 639 code of two or three small letters such as en, or code, or multilingual"
-            if part:  # a language of a region or script, which has a key of its own
+            if part:  # a code with a region or script, for which the card has the key language_bcp47
                 mend = f"write {part[1].lower()}, and {code.replace('_', '-')} under language_bcp47"
             raise UserError(f"{key} {_shown(code)} is not one that the Hub takes; {mend}")
 
@@ -189,14 +191,14 @@ def _check_inference(key, value):
 
 def _check_ids(key, value, kind):
     for name in _each_text(key, value):
-        mend = f"take it out, or name the {kind}'s id on the Hub, owner/name"
+        mend = f"remove the entry, or write the {kind}'s id on the Hub, owner/name"
         local = re.match(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:", name) or "\\" in name
         if local or os.path.exists(name):
-            raise UserError(f"{key}: {_shown(name)} is a path on this machine, which nobody else has; {mend}")
+            raise UserError(f"{key}: {_shown(name)} is a path on this machine; {mend}")
         if name.lower().endswith(DATA_SUFFIXES):
             raise UserError(f"{key}: {_shown(name)} is the name of a file, not of a {kind} on the Hub; {mend}")
         try:
-            if not name.isascii():  # version 1 of the client takes other letters, the Hub none
+            if not name.isascii():  # version 1 of the client accepts other letters, the Hub does not
                 raise HFValidationError
             validate_repo_id(name)
         except HFValidationError:
@@ -237,7 +239,7 @@ def _check_widget(key, value, mask_token):
         if mask_token and mask_token not in example["text"]:
             raise UserError(f"{where}.text {_shown(example['text'])} has no {mask_token}; put one into it")
         output = example.get("output", [])
-        if isinstance(output, dict):  # of other tasks: an answer, a text, the address of an image
+        if isinstance(output, dict):  # the output of other tasks: an answer, a text, the address of an image
             continue
         for j, guess in enumerate(_list(f"{where}.output", output)):
             _fields(f"{where}.output[{j}]", guess, texts=["label"], others=["score"])
@@ -247,7 +249,14 @@ def _check_widget(key, value, mask_token):
 
 
 def _fields(where, mapping, texts=(), optional=(), others=()):
-    """Refuse what is no mapping, lacks a field, or has something else for text; the Hub takes no null for text."""
+    """
+    Check the fields of a mapping.
+
+    Args:
+        texts: fields that must be there and be text; null is not text.
+        optional: fields that must be text if they are there.
+        others: fields that must be there, with any value.
+    """
     if not isinstance(mapping, dict):
         raise UserError(f"{where} is {_shown(mapping)}; give it as lines of `key: value`")
     for name in (*texts, *others):
@@ -265,7 +274,7 @@ def _list(key, value):
 
 
 def _each_text(key, value, alone=True):
-    """The texts of a list, or of one that stands for a list of itself where it may."""
+    """The texts of a list; if `alone`, a single text instead of a list is allowed."""
     values = [value] if alone and not isinstance(value, list) else _list(key, value)
     return [_text(key, each) for each in values]
 
@@ -290,7 +299,7 @@ def _one_of(key, value, known, choice):
 
 
 def _shown(value):
-    """A value as Python writes it, in one line and not too long."""
+    """A value as Python writes it, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:99]}…"
 

@@ -1,4 +1,4 @@
-"""From a model folder to the Hub: checked first, then sent in one commit and tagged."""
+"""Sends a finished model folder to the Hub: checks it, sends its files in one commit, tags the commit."""
 
 import contextlib
 import copy
@@ -37,10 +37,10 @@ from d2l_bert.tokenization.wordpiece import pieces
 logger = logging.getLogger(__name__)
 
 
-TAG = "model-"  # and a name for what it holds
+TAG = "model-"  # the tag of a commit is this and 12 digits of a hash of the files
 
-# What we write, of which no earlier commit's may be left beside this one's, and what an edited card may show or name:
-# all that is ever sent. Whatever else lies in the folder stays there.
+# Only files with a name in PUBLISHED are sent: those that this package writes, and those that an edited card may
+# show or mention. A file with a name in WRITTEN that an earlier commit has and this one lacks is deleted.
 WRITTEN = (
     "config.json",
     "model.safetensors",
@@ -54,7 +54,7 @@ WRITTEN = (
     CURVES_FILE,
     RUN_FILE,
     METRICS_FILE,
-    # a sentence-transformers model has these
+    # files of a sentence-transformers model
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
@@ -62,11 +62,13 @@ WRITTEN = (
 )
 PUBLISHED = (*WRITTEN, "LICENSE*", "*.png", "*.jpg", "*.svg")
 
-AGAIN = "what has arrived is kept: the same command again completes it"
+AGAIN = "files that have arrived are kept: run the same command again to complete the upload"
 
-HOMES = re.compile(r"(?<![\w.])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]+")  # of whatever machine
+HOMES = re.compile(
+    r"(?<![\w.])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]+"
+)  # home folders of Linux, macOS and Windows
 
-UNREADABLE = (".safetensors", ".png", ".jpg")
+BINARY_SUFFIXES = (".safetensors", ".png", ".jpg")
 
 
 def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
@@ -74,16 +76,16 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     Send a model folder to the Hub.
 
     Args:
-        folder: what `pretrain` left, or any folder with a d2l-bert model and its tokenizer; a card is made where there
-            is none.
-        repo_id: `owner/name`, or `name` under the account that the token belongs to.
+        folder: the output of `pretrain`, or any folder with a d2l-bert model and its tokenizer. If the folder has no
+            card, a card is written.
+        repo_id: `owner/name`, or `name` for a repository of the token's account.
 
     Returns:
-        What to tell: the page's address and how to load the model; on a dry run, what would be sent.
+        A message for the user: the page's address and how to load the model; on a dry run, the files to send.
 
     Raises:
-        UserError: the folder is not fit to be published, or the options contradict each other (nothing was sent then);
-            or the Hub cannot be reached or does not allow it (the same call completes what was begun).
+        UserError: the folder fails a check, or the options contradict each other: then nothing was sent. Or the Hub
+            cannot be reached, or refuses a request: then the same call can be repeated, and completes the upload.
     """
     config.check()
     check_repo_id(repo_id)
@@ -97,12 +99,12 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     if config.dry_run:
         if config.public:
             warn_on_dry_run(repo_id)
-        return listing(folder, addressed(files, name, repo_id, tag or config.revision))
+        return listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
     return send(files, tag, name, repo_id, config)
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what is no name on the Hub."""
+    """Raise `UserError` if the Hub does not allow the name of the repository."""
     try:
         validate_repo_id(repo_id)
     except ValueError as error:
@@ -110,26 +112,29 @@ def check_repo_id(repo_id: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is sent
+# The files to send
 
 
 def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | bytes], str | None]:
     """
-    What is sent, by its name there, and the tag that it gets: a name for its content, the same for the same content.
-    A pull request has none.
+    The files to send.
 
-    The configuration says which class of the code serves which head, the tokenizer has the vocab.txt that Transformers
-    5 does not write, and the record has no paths.
+    Some files differ from those in the folder: config.json gets `auto_map`, run_config.json loses its paths, and a
+    vocab.txt is added, which Transformers 5 does not write.
+
+    Returns:
+        Paths or contents by the name in the repository; and the tag of the commit, which depends on the contents only,
+        or None for a pull request.
 
     Raises:
-        UserError: a file that would tell where it lay on this machine.
+        UserError: a file names a folder of this machine.
     """
     files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
     settings = {**folders.read_json(folder / "config.json"), "auto_map": AUTO_MAP}
     record = folders.read_json(folder / RUN_FILE)
     files["config.json"] = _json(settings)
     classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
-    files["tokenizer_config.json"] = classes  # Transformers 4 does not know the first name
+    files["tokenizer_config.json"] = classes  # Transformers 4 does not know TokenizersBackend
     if "vocab.txt" not in files:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
@@ -145,18 +150,18 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
 
 
 def published_files(folder: Path) -> list[Path]:
-    """The files of a folder that are ever sent, in order."""
-    found = {path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if is_written(path.relative_to(folder).as_posix()) or not path.is_symlink())
+    """The files of a folder whose names are in PUBLISHED, sorted by path."""
+    paths = {path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in paths if is_written(path.relative_to(folder).as_posix()) or not path.is_symlink())
 
 
 def read(content: Path | bytes) -> bytes:
-    """The bytes of what is sent."""
+    """The bytes of a file, given as a path or as content."""
     return content if isinstance(content, bytes) else content.read_bytes()
 
 
 def read_object(files: dict[str, Path | bytes], name: str) -> dict:
-    """The content of a JSON file among what is sent; empty if it is not."""
+    """The content of a JSON file in `files`; an empty dict if `files` does not have the file."""
     return json.loads(read(files[name])) if name in files else {}
 
 
@@ -165,15 +170,15 @@ def _json(content):
 
 
 def without_paths(record: dict) -> dict:
-    """run_config.json as it is published: base names for paths, with the fingerprints of what was read there."""
+    """run_config.json as published: paths become base names, `fingerprints` has the fingerprints of the files read."""
     record = copy.deepcopy(record)
     paths = record.pop("local_paths", {})
 
     def without(value):
         if isinstance(value, dict):
-            return {name: without(part) for name, part in value.items()}
+            return {name: without(entry) for name, entry in value.items()}
         if isinstance(value, list):
-            return [without(part) for part in value]
+            return [without(entry) for entry in value]
         if isinstance(value, str) and value in paths:
             return paths[value]["name"]
         if isinstance(value, str) and re.match(r"~?[/\\]\S|[A-Za-z]:[\\/]", value):
@@ -185,32 +190,40 @@ def without_paths(record: dict) -> dict:
 
 
 def check_private(folder: Path, files: dict[str, Path | bytes], record: dict) -> None:
-    """Refuse text that names a folder of this machine."""
-    here = {folder.resolve(), folder.absolute(), Path.home()}
-    here |= {Path(path).absolute() for path in record.get("local_paths", {})}
-    known = [str(path) for path in sorted(here, reverse=True) if len(path.parts) > 1]  # the longest first
-    known += [escaped for path in known if (escaped := json.dumps(path)[1:-1]) != path]  # as JSON has it
+    """Raise `UserError` if a text file names a folder of this machine, or any home folder."""
+    folders_here = {folder.resolve(), folder.absolute(), Path.home()}
+    folders_here |= {Path(path).absolute() for path in record.get("local_paths", {})}
+    known = [
+        str(path) for path in sorted(folders_here, reverse=True) if len(path.parts) > 1
+    ]  # subfolders before their parents
+    known += [escaped for path in known if (escaped := json.dumps(path)[1:-1]) != path]  # escaped as in JSON
     for name, content in files.items():
-        if name in ("tokenizer.json", "vocab.txt") or name.endswith(UNREADABLE):
-            continue  # a vocabulary has whatever words its text has
+        if name in ("tokenizer.json", "vocab.txt") or name.endswith(BINARY_SUFFIXES):
+            continue  # a vocabulary may have any word of the corpus
         text = read(content).decode(errors="replace")
         for path in (*known, *(home[0] for home in HOMES.finditer(text))):
             if re.search(rf"(?<![\w.~-]){re.escape(path)}(?![\w-])", text):
                 raise UserError(
-                    f"{folder / name}: names a folder of this machine ({path}); take it out before it goes"
+                    f"{folder / name}: names a folder of this machine ({path}); remove the path before you publish"
                 )
 
 
-def addressed(
+def with_repository_in_card(
     files: dict[str, Path | bytes], name: str, repo_id: str, revision: str | None
 ) -> dict[str, Path | bytes]:
     """
-    What is sent, with a card whose examples load this model from the Hub; those that run code pin a revision.
+    The files to send, with a card whose examples load the model from `repo_id`.
+
+    The model's name is replaced after `from_pretrained(`, `model=` and `d2l-bert convert `, and nowhere else. Names of
+    the model are: the name of the folder, the names in the card's metadata (`model-index`), its headings of the first
+    level, and repositories that the card pins to an automatic tag (`model-...`), where the model was published before.
+
+    `from_pretrained("<repo_id>", trust_remote_code=True` gets the revision, so that it runs the code of this commit; a
+    revision that is already there is replaced, or removed if `revision` is None.
 
     Args:
-        name: the folder's, which the examples call the model by; so they may by the card's name for it, its heading,
-            or where it was published before.
-        revision: to pin; None for none.
+        name: the name of the folder.
+        revision: the tag or branch to name in the examples; None for none.
     """
     card = files[CARD_FILE].decode()
     names = {name, *(model["name"] for model in read_metadata(card).get("model-index") or [])}
@@ -227,7 +240,7 @@ def addressed(
 
 
 def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
-    """What would be sent, with sizes, and what would not."""
+    """The output of a dry run: the files to send, with sizes, and the names of the files that stay."""
     sizes = {
         name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in files.items()
     }
@@ -240,24 +253,25 @@ def listing(folder: Path, files: dict[str, Path | bytes]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sending it
+# Sending
 
 
 def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: str, config: PublishConfig) -> str:
     """
-    Make the repository if need be, commit once, and tag the commit. Whatever was done already is not done again. A
-    repository becomes public last, when everything else is done.
+    Create the repository if it does not exist, send the files in one commit, and tag the commit.
+
+    Each request can be repeated: files that are already in the repository are not sent again. The repository becomes
+    public in the last request.
 
     Args:
-        files: as `outgoing` gives them.
-        tag: of the commit; None for none.
-        name: the folder's.
+        files, tag: what `outgoing` returned.
+        name: the name of the folder.
 
     Returns:
         The page's address and how to load the model.
 
     Raises:
-        UserError: the Hub cannot be reached, or does not allow it.
+        UserError: the Hub cannot be reached, or refuses a request.
     """
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
     with hub_errors(repo_id):
@@ -277,7 +291,7 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
             [
                 *(
                     CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
-                    for path, content in addressed(files, name, repo_id, tag or config.revision).items()
+                    for path, content in with_repository_in_card(files, name, repo_id, tag or config.revision).items()
                 ),
                 *(CommitOperationDelete(path) for path in left_over(info, files)),
             ],
@@ -290,7 +304,7 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
         if collection:
             api.add_collection_item(collection, repo_id, "model", exists_ok=True)
         is_private = info.private
-        if is_private and config.public:  # last: if a request above fails, what was private stays private
+        if is_private and config.public:  # last: if a request above fails, the repository stays private
             api.update_repo_settings(repo_id, private=False)
             is_private = False
     if config.create_pr:
@@ -300,14 +314,14 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
 
 
 def full_repo_id(api: HfApi, repo_id: str) -> str:
-    """`owner/name`; a name alone is put under the account that the token belongs to. It asks the Hub in any case."""
+    """`owner/name` for a name, with the token's account as owner. Asks the Hub in any case, which checks the token."""
     account = api.whoami()["name"]
     return repo_id if "/" in repo_id else f"{account}/{repo_id}"
 
 
 def warn_of_earlier_commits(api: HfApi, repo_id: str) -> None:
     """
-    Say that a private repository will be made public with all its commits. Nothing is said of a public or a new one.
+    Log a warning if the repository exists and is private: publishing will show all its commits to everybody.
 
     Args:
         repo_id: `owner/name`.
@@ -315,26 +329,25 @@ def warn_of_earlier_commits(api: HfApi, repo_id: str) -> None:
     with contextlib.suppress(RepositoryNotFoundError):
         if api.model_info(repo_id).private:
             logger.warning(
-                f"{repo_id} is private: it is made public when the model is there, and its earlier commits will be "
-                f"seen by everybody"
+                f"{repo_id} is private: it is made public when the model is there, and then everybody can see the "
+                f"earlier commits"
             )
 
 
 def warn_on_dry_run(repo_id: str) -> None:
-    """`warn_of_earlier_commits`; where the Hub cannot be asked, say it of a repository that may be private."""
+    """As `warn_of_earlier_commits`; if the Hub cannot be asked, warn that the repository may be private."""
     api = HfApi()
     try:
         with hub_errors(repo_id):
             warn_of_earlier_commits(api, full_repo_id(api, repo_id))
     except UserError:
         logger.warning(
-            f"the Hub could not be asked: if {repo_id} exists and is private, its earlier commits will be seen by "
-            f"everybody"
+            f"the Hub could not be asked: if {repo_id} exists and is private, everybody will see the earlier commits"
         )
 
 
 def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
-    """The three lines that load the model where the package is not, of this revision."""
+    """Three lines of Python that load this revision of the model without the package d2l_bert."""
     loader = auto_class(config)
     there = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
     return f"""\
@@ -344,7 +357,7 @@ def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
 
 
 def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
-    """Refuse a card with datasets that the Hub does not know; those that the run has loaded from there it knew."""
+    """Raise `UserError` if the card names a data set that the Hub lacks. Those that the run loaded are not checked."""
     named = read_metadata(files[CARD_FILE].decode()).get("datasets") or []
     loaded = read_object(files, RUN_FILE).get("data", {}).get("hub_datasets", [])
     for name in [named] if isinstance(named, str) else named:
@@ -358,7 +371,7 @@ def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
 
 
 def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
-    """The slug of the collection, which is made if there is none of this title."""
+    """The slug of the collection in the options; a title without a collection creates one."""
     if re.fullmatch(r"[\w.-]+/[\w.-]+-[0-9a-f]{24}", config.collection):
         return api.get_collection(config.collection).slug
     owner = repo_id.partition("/")[0]
@@ -366,24 +379,29 @@ def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
 
 
 def left_over(info: ModelInfo, files: dict[str, Path | bytes]) -> list[str]:
-    """The files that we write, of an earlier commit, which are not among what is sent."""
+    """Files in the repository whose names this package writes (`is_written`) and which `files` does not have."""
     there = [file.rfilename for file in info.siblings or []]
     return [path for path in there if path not in files and is_written(path)]
 
 
 def is_written(path: str) -> bool:
-    """Whether a file in the repository is one of those that we write."""
+    """Whether the name of a file is in WRITTEN."""
     return any(fnmatchcase(path, pattern) for pattern in WRITTEN)
 
 
 @contextlib.contextmanager
 def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
-    """Say in one line what the Hub, or the way to it, has against publishing, and how to go on after that."""
+    """
+    Raise errors of the Hub, the network or the Hub's client as `UserError`, in one line with the mend.
+
+    Args:
+        again: the mend for errors after which the same request may succeed.
+    """
     try:
         with retries_said_once():
             yield
     except (OSError, HTTPError, RuntimeError, KeyError, UnicodeEncodeError, json.JSONDecodeError) as error:
-        # An upload that fails is a RuntimeError, with the reason behind it: any, as its threads share a connection.
+        # A failed upload is a RuntimeError whose cause may be any exception, as upload threads share a connection.
         is_upload = isinstance(error, RuntimeError) and "Error while uploading" in str(error)
         reason = (error.__cause__ if is_upload else None) or error
         line = explanation(reason, again)
@@ -396,7 +414,7 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
 
 @contextlib.contextmanager
 def retries_said_once() -> Iterator[None]:
-    """One line for all that the client has to say of requests that it repeats, with addresses that are nobody's."""
+    """Replace the client's log messages about repeated requests, which show internal addresses, by one line."""
     was_said = threading.Event()
 
     def pass_on(record):
@@ -416,18 +434,18 @@ def retries_said_once() -> Iterator[None]:
 
 
 def explanation(error: BaseException, again: str) -> str | None:
-    """What a person can do about an error of the Hub's client; None if it is none."""
+    """The reason and the mend for an error of the Hub's client; None if the error is none of the client's."""
     said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
     status = getattr(getattr(error, "response", None), "status_code", None)
     log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
     if isinstance(error, LocalTokenNotFoundError):
         return f"no token for the Hub here; {log_in}"
     if isinstance(error, UnicodeEncodeError):
-        return f"the token holds signs that no token has; {log_in}"
+        return f"the token has characters that no token has; {log_in}"
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to publish"
+        return "HF_HUB_OFFLINE is set, so no request is sent; unset HF_HUB_OFFLINE to publish"
     if isinstance(error, RevisionNotFoundError):
-        return f"the Hub has no such revision ({said}); a pull request is made to a branch that is there"
+        return f"the Hub has no such revision ({said}); a pull request needs an existing branch"
     if status == 401 and not isinstance(error, RepositoryNotFoundError):
         return f"the Hub does not accept the token ({said}); {log_in}"
     if status == 403:
@@ -439,7 +457,7 @@ def explanation(error: BaseException, again: str) -> str | None:
     if status is not None:
         return f"the Hub refuses ({status}: {said})"
     if isinstance(error, (KeyError, json.JSONDecodeError)):
-        return f"{constants.ENDPOINT} answers as no Hub does ({said}); see that HF_ENDPOINT is right"
+        return f"{constants.ENDPOINT} does not answer like the Hub ({said}); check HF_ENDPOINT"
     if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
         return f"{constants.ENDPOINT} cannot be reached ({said}); {again}"
     return None

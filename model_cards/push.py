@@ -1,4 +1,4 @@
-"""To the Hub while a run goes on: its checkpoints in the background, the finished model at its end."""
+"""Sends the checkpoints of a running training to the Hub in the background; at the end `publish` sends the model."""
 
 import logging
 import queue
@@ -32,21 +32,22 @@ from d2l_bert.model_cards.publish import (
 logger = logging.getLogger(__name__)
 
 
-STAGED = ".hub-"  # folders of checkpoints on their way to the Hub, beside them
+STAGED = ".hub-"  # prefix of temporary folders in the run's folder: copies of checkpoints that wait to be sent
 
 
 def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) -> None:
     """
-    Refuse at the start what would be refused when all the work is done: name, licence, token, and whether it may write
-    there. So the repository is made now, but for a dry run: private, whatever `private` says, until
-    `Pusher.finish` has sent the finished model.
+    Check at the start of a run that the model can be published at the end: name, licence, token, right to write.
+
+    To check the right to write, the repository is created now, except on a dry run. The repository is private until
+    `Pusher.finish` has sent the finished model, whatever `private` says.
 
     Args:
-        license: what the model's card will say.
-        private: whether the repository stays private in the end.
+        license: the licence for the model's card.
+        private: whether the repository stays private after the run.
 
     Raises:
-        UserError: in one line.
+        UserError: the model could not be published.
     """
     check_repo_id(repo_id)
     if license is None:
@@ -63,20 +64,20 @@ def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) 
 
 class Pusher:
     """
-    Sends the run's checkpoints to the Hub while it goes on, and the finished model at its end.
+    Sends the checkpoints of a run to the Hub in a background thread, and the finished model at the end.
 
-    A checkpoint goes in the background: model, tokenizer, code and a card, never the optimizer's state. `every_save`
-    puts each onto the main branch, `checkpoint` onto the branch last-checkpoint, and both pass over those that come
-    while one is being sent; `all_checkpoints` sends every one to a branch of its name. What cannot be sent is said,
-    and the run goes on.
+    Of a checkpoint the model, tokenizer and code are sent, with a card, but not the state of the optimizer. The
+    strategy `every_save` sends checkpoints to the main branch, `checkpoint` to the branch last-checkpoint; both skip a
+    checkpoint while an earlier one is being sent. `all_checkpoints` sends each checkpoint to a branch of its name.
+    If a checkpoint cannot be sent, a warning is logged, and the run continues.
     """
 
     def __init__(self, folder: Path, record: dict, repo_id: str, strategy: str, public: bool):
         """
         Args:
-            folder: the run's.
-            record: the run's; while it goes on, the folder may still hold that of a finished run.
-            strategy: what is sent before the end; `end` is nothing.
+            folder: the run's folder.
+            record: the content of the run's run_config.json; the file may still be that of an earlier run.
+            strategy: which checkpoints are sent, as above; `end` sends none.
             public: whether the finished model makes the repository public.
         """
         self.folder, self.record = folder, record
@@ -85,25 +86,27 @@ class Pusher:
         self.thread = None
 
     def saved(self, checkpoint: Path, step: int) -> None:
-        """A checkpoint was written after `step` optimizer steps."""
+        """Send the checkpoint that was written after `step` optimizer steps, as the strategy says; returns at once."""
         if self.strategy == "end":
             return
         if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:
-            logger.warning(f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier one still is")
+            logger.warning(
+                f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier checkpoint is still being sent"
+            )
             return
         try:
             staged = self._stage(checkpoint, step)
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # the run continues after any error
             self._not_sent(checkpoint.name, error)
             return
         branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
         self.waiting.put((staged, branch, checkpoint.name))
-        if self.thread is None:  # a daemon: a run that is told to stop does not wait for it
+        if self.thread is None:  # a daemon, so that a run that stops does not wait for uploads
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
 
     def _stage(self, checkpoint, step):
-        """A copy of what is sent, as the checkpoint may be deleted meanwhile; it goes when this process does."""
+        """Copy the files to send into a temporary folder, as the checkpoint may be deleted before they are sent."""
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
         for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
@@ -114,20 +117,21 @@ class Pusher:
         return staged
 
     def _work(self):
+        """The background thread: send the waiting checkpoints, until None arrives."""
         while task := self.waiting.get():
             staged, branch, name = task
             try:
                 config = PublishConfig(revision=branch, commit_message=name)
                 files, _ = outgoing(Path(staged.name), config)
                 send(files, None, self.folder.resolve().name, self.repo_id, config)
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # the run continues after any error
                 self._not_sent(name, error)
             finally:
                 staged.cleanup()
                 self.waiting.task_done()
 
     def _not_sent(self, name, error):
-        """Say why a checkpoint was not sent; a bug of this package is shown with its traceback."""
+        """Log why a checkpoint was not sent; for a bug of this package, with the traceback."""
         if not isinstance(error, (UserError, OSError)):
             logger.warning("".join(traceback.format_exception(error)).rstrip())
             error = f"this is a bug of d2l-bert ({type(error).__name__}): please report it with the lines above"
@@ -135,20 +139,23 @@ class Pusher:
 
     def finish(self) -> str:
         """
-        Send the finished model when all else is sent; return what `publish` has to tell.
+        Wait for the checkpoints, then send the finished model.
+
+        Returns:
+            The message of `publish`.
 
         Raises:
-            UserError: it cannot be sent; the folder is complete all the same.
+            UserError: the model cannot be sent; the model folder is complete all the same.
         """
         self.waiting.join()
-        self.waiting.put(None)  # the thread ends
+        self.waiting.put(None)  # ends the thread
         public = " --public" if self.public else ""
         command = f"d2l-bert publish {shlex.quote(str(self.folder))} {self.repo_id}{public}"
         try:
             return publish(self.folder, self.repo_id, PublishConfig(public=self.public))
         except UserError as error:
-            what = str(error).removesuffix(f"; {AGAIN}")
-            raise UserError(f"{what}; the model is complete in {self.folder}: {command}") from None
+            reason = str(error).removesuffix(f"; {AGAIN}")
+            raise UserError(f"{reason}; the model is complete in {self.folder}: {command}") from None
         except (KeyboardInterrupt, SystemExit):
             logger.warning(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
             raise

@@ -1,1 +1,1 @@
-"""What the Hub receives: the configuration and the model, one file each, in the book's order."""
+"""The model and its configuration, which are published with the weights; conversion from and to other BERTs."""

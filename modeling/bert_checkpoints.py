@@ -1,6 +1,6 @@
-"""Checkpoints of stock BERT <-> ours: the same numbers under other names.
+"""Converts stock BERT to a d2l-bert model and back: the same weights under other names.
 
-Stock BERT normalises its embeddings. What one of the two cannot express is refused, never approximated.
+Stock BERT normalises its embeddings. A model that the other side cannot express is refused, never approximated.
 """
 
 import json
@@ -15,10 +15,11 @@ from transformers.utils import cached_file
 
 from . import modeling_d2l_bert
 from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
-from .conversion import ANEW, filled, is_tied, lacks, load_and_compare, module_names, renamed
+from .conversion import SAVE_AGAIN, filled, is_tied, lacks, load_and_compare, module_names, renamed
 from .modeling_d2l_bert import D2lBertForMultipleChoice, D2lBertPreTrainedModel
 
 
+# Names of modules in d2l-bert and in stock BERT; {n} is the number of a block. The prefix `bert.` is the same in both.
 BERT_NAMES = (
     ("embeddings.word_embeddings", "embeddings.word_embeddings"),
     ("embeddings.token_type_embeddings", "embeddings.token_type_embeddings"),
@@ -40,10 +41,10 @@ BERT_NAMES = (
     ("classifier", "classifier"),
     ("qa_outputs", "qa_outputs"),
 )
-PRETRAINING_PARTS = ("cls.predictions", "cls.seq_relationship", "bert.pooler")
-BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}
+PRETRAINING_MODULES = ("cls.predictions", "cls.seq_relationship", "bert.pooler")
+BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}  # two names of one tensor
 SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-# Heads that one checkpoint may hold together, whichever of them it is named after.
+# A checkpoint whose config.json names one of these classes may have the weights of all of them.
 PRETRAINED = ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining")
 
 OTHER_BERT = "give another BERT, or use this one with Transformers as it is"
@@ -55,17 +56,18 @@ OTHER_BERT = "give another BERT, or use this one with Transformers as it is"
 
 def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     """
-    A stock BERT with all the heads that its checkpoint holds.
+    A stock BERT with all heads that its checkpoint has.
 
     Args:
-        name: a folder or an id on the Hub; `model.safetensors` or `pytorch_model.bin`, of which only tensors are read.
+        name: a folder or an id on the Hub, with `model.safetensors` or `pytorch_model.bin`. Only tensors are read from
+            `pytorch_model.bin`; no pickled code is run.
 
     Returns:
-        The model, and the names in the checkpoint that it has no place for.
+        The model, and the names of weights in the checkpoint that the model does not use.
 
     Raises:
-        ValueError: it is not a BERT, or holds no weights that PyTorch reads.
-        OSError: nothing there.
+        ValueError: the model is not a BERT that d2l-bert can express, or has no weights in PyTorch's formats.
+        OSError: there is no such model.
     """
     folder = Path(name)
     if folder.is_file():
@@ -77,82 +79,89 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         )
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
-        mend = "it is ours already, so take it as it is" if isinstance(config, D2lBertConfig) else "give a stock BERT"
+        mend = "it needs no conversion" if isinstance(config, D2lBertConfig) else "give a stock BERT"
         raise ValueError(f"it is a {config.model_type} model, not a bert one; {mend}")
-    _bert_numbers(config)  # what we cannot be is refused before gigabytes are read
+    _shared_fields(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
-        model_class = BertForPreTraining  # it shows which heads there are
+        model_class = BertForPreTraining  # the weights that are missing after loading tell which heads there are
     model, missing, unexpected = load_and_compare(model_class, name)
     if model_class is BertForPreTraining:
-        without_mlm, without_nsp, without_pooler = (lacks(model, missing, part) for part in PRETRAINING_PARTS)
+        without_mlm, without_nsp, without_pooler = (lacks(model, missing, module) for module in PRETRAINING_MODULES)
         if without_mlm or without_nsp:
             heads = {(True, False): "ForNextSentencePrediction", (False, True): "ForMaskedLM", (True, True): "Model"}
             model_class = getattr(transformers, "Bert" + heads[without_mlm, without_nsp])
             options = {"add_pooling_layer": False} if without_mlm and without_nsp and without_pooler else {}
             model, missing, unexpected = load_and_compare(model_class, name, **options)
     if BIASES <= set(dict(model.named_parameters(remove_duplicate=False))) and len(missing & BIASES) == 1:
-        # One bias under two names, of which only one was saved.
+        # The checkpoint has this bias under one of its two names: give the model the bias under both.
         predictions = model.cls.predictions
         kept = predictions.bias if "cls.predictions.decoder.bias" in missing else predictions.decoder.bias
         predictions.bias = predictions.decoder.bias = kept
         missing -= BIASES
     if missing:
-        raise ValueError(f"it has no weights for {sorted(missing)[0]}; {ANEW}")
+        raise ValueError(f"the model has no weights for {sorted(missing)[0]}; {SAVE_AGAIN}")
     for key in sorted(unexpected):
         if re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", key):
             raise ValueError(
-                f"its config.json has no place for {key}: it is another model's; put back the one that was saved with "
-                f"the weights"
+                f"the checkpoint has a weight {key}, which does not exist in the model of config.json; put back the "
+                f"config.json that was saved with the weights"
             )
     return model, sorted(unexpected)
 
 
 def copy_sentence_transformer(name: str, folder: Path) -> None:
     """
-    Copy what makes a sentence-transformers model of an encoder (pooling, lengths, prompts), if `name` brings it.
+    Copy the files that turn an encoder into a sentence-transformers model (pooling, lengths, prompts).
+
+    Nothing is copied if the model has no modules.json.
+
+    Args:
+        name: the model to copy from, a folder or an id on the Hub.
+        folder: the folder to copy to.
 
     Raises:
-        ValueError: its list of modules is damaged, or names a place that is not below it.
+        ValueError: modules.json is damaged, or names a folder outside of the model's folder.
     """
-    listed = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
-    if listed is None:
+    modules_file = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
+    if modules_file is None:
         return
     try:
-        parts = [module["path"] for module in json.loads(Path(listed).read_text(encoding="utf-8")) if module["path"]]
+        modules = json.loads(Path(modules_file).read_text(encoding="utf-8"))
+        subfolders = [module["path"] for module in modules if module["path"]]
     except (ValueError, TypeError, KeyError):
         raise ValueError(
-            "its modules.json is no list of sentence-transformers modules; put back the one that was saved, or take "
-            "it out"
+            "modules.json is not a list of sentence-transformers modules; put back the modules.json that was saved "
+            "with the model, or delete modules.json"
         ) from None
-    for part in parts:
-        if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", part):
+    for subfolder in subfolders:
+        if not isinstance(subfolder, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", subfolder):
             raise ValueError(
-                f"its modules.json names {part!r}, which is no folder below it; put back the one that was saved, or "
-                f"take it out"
+                f"modules.json names {subfolder!r}, which is no subfolder of the model's folder; put back the "
+                f"modules.json that was saved with the model, or delete modules.json"
             )
-    patterns = [*SENTENCE_TRANSFORMER_FILES, *(f"{part}/*" for part in parts)]
+    patterns = [*SENTENCE_TRANSFORMER_FILES, *(f"{subfolder}/*" for subfolder in subfolders)]
     source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     for file in SENTENCE_TRANSFORMER_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, folder / file)
-    for part in parts:
-        if (source / part).is_dir():  # a module without numbers of its own, such as Normalize, need not have one
-            shutil.copytree(source / part, folder / part, dirs_exist_ok=True)
+    for subfolder in subfolders:
+        if (source / subfolder).is_dir():  # a module without weights or options, such as Normalize, may have none
+            shutil.copytree(source / subfolder, folder / subfolder, dirs_exist_ok=True)
 
 
 def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
     """
-    A stock BERT as ours, with the same head; the weights are the same numbers, bit for bit.
+    Convert a stock BERT to the d2l-bert class with the same head. The weights stay the same, bit for bit.
 
     Raises:
-        ValueError: a BERT that our switches cannot express; it says why.
+        ValueError: d2l-bert cannot express this BERT, for the reason in the message.
     """
     our_class = _our_class(type(model))
     if our_class is None:
-        raise ValueError(f"{type(model).__name__} is none of the BERTs that d2l-bert has; {OTHER_BERT}")
+        raise ValueError(f"d2l-bert has no class for {type(model).__name__}; {OTHER_BERT}")
     config = D2lBertConfig(
-        **{**_bert_numbers(model.config), "tie_word_embeddings": is_tied(model)},
+        **{**_shared_fields(model.config), "tie_word_embeddings": is_tied(model)},
         embedding_layer_norm=True,
         id2label=model.config.id2label,
         label2id=model.config.label2id,
@@ -167,15 +176,15 @@ def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
 
 def to_bert(model: D2lBertPreTrainedModel) -> PreTrainedModel:
     """
-    Ours as a stock BERT, usable where no code of ours is; the weights are the same numbers, bit for bit.
+    Convert a d2l-bert model to stock BERT, which loads without d2l-bert. The weights stay the same, bit for bit.
 
     Raises:
         ValueError: stock BERT cannot express this model.
     """
     if not model.config.embedding_layer_norm:
         raise ValueError(
-            "stock BERT cannot express this model: it normalises the sum of the embeddings, which this one does not "
-            "(embedding_layer_norm is false); load it with d2l_bert or trust_remote_code=True"
+            "stock BERT cannot express this model: stock BERT normalises the sum of the embeddings, and this model "
+            "does not (embedding_layer_norm is false); load the model with d2l_bert or trust_remote_code=True"
         )
     shared = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
     config = BertConfig(
@@ -186,19 +195,25 @@ def to_bert(model: D2lBertPreTrainedModel) -> PreTrainedModel:
     )
     bert = getattr(transformers, type(model).__name__.removeprefix("D2l"))(config, **_pooling(model))
     state = renamed(model, _bert_names(type(model), config.num_hidden_layers))
-    if "cls.predictions.decoder.bias" in state:  # stock BERT has it under two names
+    if "cls.predictions.decoder.bias" in state:  # stock BERT has two names for this bias
         state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
     return filled(bert, state)
 
 
 def _our_class(bert_class):
+    """The d2l-bert class that corresponds to a class of stock BERT; None if there is none."""
     if bert_class is None or not bert_class.__name__.startswith("Bert"):
         return None
     return getattr(modeling_d2l_bert, "D2l" + bert_class.__name__, None)
 
 
-def _bert_numbers(config):
-    """The fields of ours that a BertConfig has too, if ours mean the same."""
+def _shared_fields(config):
+    """
+    The fields of a BertConfig that `D2lBertConfig` has too.
+
+    Raises:
+        ValueError: d2l-bert cannot express the architecture, or a value is out of range.
+    """
     if config.is_decoder or config.add_cross_attention:
         raise ValueError(
             f"this BERT is a decoder (is_decoder, add_cross_attention), and d2l-bert has encoders only; {OTHER_BERT}"
@@ -213,17 +228,19 @@ def _bert_numbers(config):
             f"this BERT has hidden_act {config.hidden_act}, and d2l-bert has {', '.join(ACTIVATIONS)} only; "
             f"{OTHER_BERT}"
         )
-    numbers = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
-    D2lBertConfig(**numbers)  # refuses numbers that no BERT has
-    return numbers
+    fields = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
+    D2lBertConfig(**fields)  # raises ValueError if a value is out of range
+    return fields
 
 
 def _pooling(model):
+    """The argument of a model class that leaves out the pooler, if `model` has none."""
     has_none = getattr(model, "pooler", ...) is None
     return {"add_pooling_layer": False} if has_none else {}
 
 
 def _bert_names(our_class, layers):
+    """Names of modules in stock BERT by their names in d2l-bert, for a class of d2l-bert."""
     names = module_names(BERT_NAMES, layers)
     if our_class is D2lBertForMultipleChoice:
         names["scorer"] = names.pop("classifier")

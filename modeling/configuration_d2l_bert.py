@@ -1,4 +1,4 @@
-"""The numbers of one architecture: what travels to the Hub as `config.json`."""
+"""`D2lBertConfig`: the architecture of a model, which is saved and published as config.json."""
 
 import dataclasses
 import difflib
@@ -8,13 +8,12 @@ from transformers import PreTrainedConfig
 
 
 ACTIVATIONS = ("relu", "gelu")
-# What `initializer_range` and `layer_norm_eps` may be: float32 rounds what is smaller to 0, or to few digits. PyTorch
-# itself draws weights of 1 at most (an embedding's), and a score of attention multiplies four of them, which overflows
-# float32 from some 1e9 on.
+# The limits of `initializer_range` and `layer_norm_eps`. Below 2^-126 a float32 loses digits or becomes 0. Weights of
+# about 1e9 overflow float32, as an attention score multiplies four weights; PyTorch's own initial weights are about 1.
 SMALLEST, LARGEST = 2.0**-126, 100.0
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
-# Keyword arguments that every Transformers configuration takes although they are not dataclass fields.
+# Keyword arguments that every configuration of Transformers takes, besides the dataclass fields.
 _COMMON_ARGUMENTS = {
     "attn_implementation",
     "auto_map",
@@ -30,36 +29,37 @@ class D2lBertConfig(PreTrainedConfig):
     r"""
     Configuration of a BERT encoder as *Dive into Deep Learning* builds it (sections 15.8 to 15.10).
 
-    With no arguments this is the book's small BERT. Three switches of architecture, `hidden_act`,
-    `embedding_layer_norm` and `tie_word_embeddings`, reach from there to the original BERT (Devlin et al., 2018):
-    `relu`, `False`, `False` is the book's setting; `gelu`, `True`, `True` is Google's.
+    The defaults are the book's small BERT. Three fields tell the book's BERT from the original (Devlin et al., 2018):
+    `hidden_act`, `embedding_layer_norm` and `tie_word_embeddings` are `relu`, `False`, `False` in the book, but
+    `gelu`, `True`, `True` in the original.
 
     Args:
         vocab_size: tokens in the vocabulary (V). The book's WikiText-2 vocabulary has 20,256.
         hidden_size: width of every hidden state (H); a multiple of `num_attention_heads`.
-        num_hidden_layers: Transformer encoder blocks.
-        num_attention_heads: heads of each multi-head attention.
+        num_hidden_layers: number of Transformer encoder blocks.
+        num_attention_heads: number of attention heads in each block.
         intermediate_size: width of the position-wise feed-forward network.
-        hidden_act: `"relu"` or `"gelu"` (the exact one, not its tanh approximation).
-        embedding_layer_norm: normalise, then drop out, the sum of the three embeddings. The book does neither.
-        tie_word_embeddings: let the MLM decoder share its matrix with the token embedding. The book does not.
-        hidden_dropout_prob: dropout on each residual branch (and on the embeddings if they are normalised).
+        hidden_act: `"relu"` or `"gelu"` (the exact GELU, not the tanh approximation).
+        embedding_layer_norm: apply LayerNorm and dropout to the sum of the three embeddings. The book does neither.
+        tie_word_embeddings: use one matrix as MLM decoder and token embedding. The book uses two matrices.
+        hidden_dropout_prob: dropout on each residual branch, and on the embeddings with `embedding_layer_norm`.
         attention_probs_dropout_prob: dropout on attention probabilities.
-        classifier_dropout: dropout before the layer of a fine-tuned head; `None` is `hidden_dropout_prob`.
+        classifier_dropout: dropout before the linear layer of a fine-tuned head; `None` means `hidden_dropout_prob`.
         max_position_embeddings: longest sequence, in tokens. The book allows 1,000.
-        type_vocab_size: segment embeddings; 2 for a pair of segments.
-        initializer_range: standard deviation of the normal distribution that weights start from, as in BERT.
-        layer_norm_eps: epsilon of every LayerNorm; 1e-5 is the book's, 1e-12 is BERT's. This and `initializer_range`
-            may be from 1.2e-38, the smallest number that float32 has all digits of, to 100.
-        pad_token_id: token whose embedding stays zero.
+        type_vocab_size: number of segment embeddings; 2 for a pair of segments.
+        initializer_range: standard deviation of the normal distribution of the initial weights, as in BERT. From
+            1.2e-38, the smallest normal number of float32, to 100.
+        layer_norm_eps: epsilon of every LayerNorm, 1e-5 in the book and 1e-12 in BERT. From 1.2e-38 to 100.
+        pad_token_id: the token whose embedding is always zero.
 
     Raises:
-        ValueError: a value out of its range, `hidden_size` not divisible by the heads, an activation other than the
-            two, or an argument that no configuration has. A saved `config.json` may carry unknown entries.
+        ValueError: a value is out of range, `hidden_size` is not a multiple of `num_attention_heads`, `hidden_act` has
+            another value, or an argument is unknown. Unknown entries of a saved config.json are accepted.
     """
 
     model_type = "d2l-bert"
-    keys_to_ignore_at_inference = ["mlm_loss", "nsp_loss"]  # Trainer gathers the other outputs as predictions
+    # `Trainer` gathers all outputs of an evaluation as predictions, except these.
+    keys_to_ignore_at_inference = ["mlm_loss", "nsp_loss"]
 
     vocab_size: int = 20256
     hidden_size: int = 128
@@ -79,7 +79,7 @@ class D2lBertConfig(PreTrainedConfig):
     pad_token_id: int | None = 0
 
     def __post_init__(self, **kwargs):
-        # Only a saved config.json brings its model_type along; a call written by hand is checked for misspellings.
+        # Transformers passes model_type from a saved config.json. All other calls are checked for misspelt names.
         if "model_type" not in kwargs:
             self._refuse_unknown_arguments(kwargs)
         if not _is_whole(kwargs.get("num_labels") or 1):
@@ -96,7 +96,7 @@ class D2lBertConfig(PreTrainedConfig):
                 raise ValueError(f"D2lBertConfig has no argument {name!r}{hint}")
 
     def check(self) -> None:
-        """Refuse a value out of its range, and values that contradict each other, with a ValueError."""
+        """Raise ValueError if a value is out of range, or if values contradict each other."""
         for name in (
             "vocab_size",
             "hidden_size",

@@ -1,4 +1,4 @@
-"""What conversions share: checkpoints of ours read and compared, weights renamed."""
+"""Shared by both conversions: reads d2l-bert models, compares their weights with a checkpoint, renames weights."""
 
 import functools
 
@@ -11,46 +11,54 @@ from .configuration_d2l_bert import D2lBertConfig
 from .modeling_d2l_bert import D2lBertModel, D2lBertPreTrainedModel
 
 
-ANEW = "save the model there again with save_pretrained, or copy its files anew"
+SAVE_AGAIN = "save the model again with save_pretrained, or copy its files again"
 
 
 def read_ours(name: str) -> D2lBertPreTrainedModel:
     """
-    A model of ours with the heads that it was saved with.
+    A d2l-bert model, as an object of the class that was saved.
 
     Args:
         name: a folder or an id on the Hub.
 
     Raises:
-        ValueError: it is another model.
-        OSError: nothing there.
+        ValueError: the model is of another kind, or weights are missing.
+        OSError: there is no such model.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
         mend = "give a model of d2l-bert"
         if isinstance(config, BertConfig):
-            mend = "it is stock BERT already, and --from bert makes it ours"
+            mend = "a stock BERT becomes a d2l-bert model with --from bert"
         if isinstance(config, D2lBertConfig):
             raise ValueError(
-                f"its config.json names a class that d2l-bert has not, {config.architectures[0]}; put back the one "
-                f"that was saved with the weights"
+                f"config.json names a class that d2l-bert does not have, {config.architectures[0]}; put back the "
+                f"config.json that was saved with the weights"
             )
         raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one; {mend}")
     model, missing, _ = load_and_compare(model_class, name)
     if model_class is D2lBertModel and lacks(model, missing, "pooler"):
         model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
     if missing:
-        raise ValueError(f"it has no weights for {sorted(missing)[0]}; {ANEW}")
+        raise ValueError(f"the model has no weights for {sorted(missing)[0]}; {SAVE_AGAIN}")
     return model
 
 
 def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
     """
-    `from_pretrained` without its report: the model, the names that the checkpoint lacks, and those it has too many.
+    Load a model with `from_pretrained`, without log messages.
+
+    Args:
+        name: a folder or an id on the Hub.
+        options: arguments of `from_pretrained`.
+
+    Returns:
+        The model, the names of its weights that the checkpoint lacks, and the names of weights in the checkpoint that
+        the model lacks.
 
     Raises:
-        ValueError: a weight of another shape than the configuration says.
+        ValueError: a weight does not have the shape that the configuration gives.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
@@ -60,22 +68,29 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(
-            "a weight has another shape than its config.json says; put back the config.json that was saved with it"
+            "a weight does not have the shape that config.json gives; put back the config.json that was saved with "
+            "the weights"
         ) from None
     finally:
         logging.set_verbosity(verbosity)
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
 
 
-def lacks(model: PreTrainedModel, missing: set[str], part: str) -> bool:
-    """Whether all weights of a part are missing."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{part}.")}
+def lacks(model: PreTrainedModel, missing: set[str], module: str) -> bool:
+    """
+    Whether a checkpoint lacks a whole module of a model, such as `mlm`.
+
+    Args:
+        missing: the names of the weights that the checkpoint lacks.
+    """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{module}.")}
+    # A tied decoder is never missing, as the checkpoint has the token embedding.
     tied = {name for name in names if name.endswith("decoder.weight")} if is_tied(model) else set()
     return names - tied <= missing
 
 
 def is_tied(model):
-    """Whether the decoder is the embedding; where there is no decoder, whether the configuration says so."""
+    """Whether the decoder and the token embedding share their matrix; for a model without decoder, as configured."""
     decoder = model.get_output_embeddings()
     if decoder is None:
         return model.config.tie_word_embeddings
@@ -87,7 +102,13 @@ def is_tied(model):
 
 
 def module_names(table, layers):
-    """Our module -> theirs, written out for every block."""
+    """
+    The names of the other model's modules by the names of our modules.
+
+    Args:
+        table: pairs of names, ours first; `{n}` stands for the number of a block.
+        layers: the number of blocks.
+    """
     return {
         ours.format(n=n): theirs.format(n=n)
         for ours, theirs in table
@@ -96,25 +117,41 @@ def module_names(table, layers):
 
 
 def renamed(model, names):
-    """The state dict of `model` under other names; the encoder's prefix `bert.` stays where it is."""
+    """
+    The state dict of `model` with its modules renamed; a prefix `bert.` stays.
+
+    Args:
+        names: new names by old names, without the prefix `bert.`.
+
+    Raises:
+        ValueError: the model has a weight in a module that is not in `names`.
+    """
     state = {}
     for name, value in model.state_dict().items():
         prefix = "bert." if name.startswith("bert.") else ""
         module, leaf = name.removeprefix(prefix).rsplit(".", 1)
         if module in names:
             state[f"{prefix}{names[module]}.{leaf}"] = value
-        elif name != "cls.predictions.bias":  # the decoder's bias, once more
-            raise ValueError(f"{name}: d2l-bert knows no weight of this name; take it out, and save the model again")
+        elif name != "cls.predictions.bias":  # a second name of the decoder's bias
+            raise ValueError(
+                f"{name}: d2l-bert has no weight of this name; remove the weight, and save the model again"
+            )
     return state
 
 
 def filled(model, state):
-    """`model` with the weights of `state`, in its precision; every weight, and no other."""
+    """
+    Load `state` into `model`, and return the model in the precision of `state` and in evaluation mode.
+
+    Raises:
+        ValueError: a weight in `state` does not have the model's shape.
+        RuntimeError: `state` lacks a weight of the model, or has a weight that the model lacks.
+    """
     for name, value in model.state_dict().items():
         if name in state and state[name].shape != value.shape:
             raise ValueError(
-                f"{name}: has shape {tuple(state[name].shape)}, where {tuple(value.shape)} is wanted by the other "
-                f"weights; save all of one model again"
+                f"{name}: has shape {tuple(state[name].shape)}, but the other weights need shape "
+                f"{tuple(value.shape)}; save all weights of one model again"
             )
     model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
     model.load_state_dict(state, strict=True)

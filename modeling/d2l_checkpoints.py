@@ -1,7 +1,7 @@
-"""Checkpoints of the book's `BERTModel` <-> ours: the same numbers under other names.
+"""Converts the book's `BERTModel` to a d2l-bert model and back: the same weights under other names.
 
-d2l 1.0's model is `relu`, no embedding LayerNorm, untied. What one of the two cannot express is refused, never
-approximated.
+The model of d2l 1.0 has `relu`, no LayerNorm after the embeddings, and an untied decoder. A model that the other side
+cannot express is refused, never approximated.
 """
 
 import json
@@ -21,7 +21,7 @@ from .conversion import filled, module_names
 from .modeling_d2l_bert import D2lBertForPreTraining
 
 
-# Our modules, and the same ones elsewhere; {n} is the number of a block.
+# Names of modules in d2l-bert and in the book's model; {n} is the number of a block.
 D2L_NAMES = (
     ("bert.embeddings.word_embeddings", "encoder.token_embedding"),
     ("bert.embeddings.token_type_embeddings", "encoder.segment_embedding"),
@@ -41,11 +41,7 @@ D2L_NAMES = (
 )
 OUR_POSITIONS, D2L_POSITIONS = "bert.embeddings.position_embeddings.weight", "encoder.pos_embedding"
 
-LAZY = "a lazy layer has no weights yet; run the net on one batch before you save its state dict"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The book's model
+LAZY = "a lazy layer has no weights yet; run the net on one batch before you save the state dict"
 
 D2L_SPECIAL_TOKENS = {
     "pad_token": "<pad>",
@@ -58,13 +54,13 @@ D2L_SPECIAL_TOKENS = {
 
 def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
     """
-    A state dict that `torch.save(net.state_dict(), path)` wrote, read without running what it may have pickled.
+    Read a state dict that `torch.save(net.state_dict(), path)` wrote, without running pickled code.
 
     Args:
-        path: the file; or a folder with `pretrained.params`, as the book publishes its own.
+        path: the file, or a folder with a file `pretrained.params`, as in the download of the book's BERT.
 
     Raises:
-        ValueError: no such file, or one that holds something else.
+        ValueError: there is no such file, or the file is not a state dict.
     """
     path = Path(path)
     if path.is_dir():
@@ -75,17 +71,17 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle's protocol: it is read or refused below
+            warnings.simplefilter("ignore")  # PyTorch warns of unusual pickle protocols
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a pickle of code, a file cut short, MXNet's format: each has a class of its own
+    except Exception as error:  # pickled code, a truncated file and MXNet's format raise different exceptions
         if "UninitializedParameter" in str(error):
             raise ValueError(LAZY) from None
         raise ValueError(
-            "it is no PyTorch state dict; save one with torch.save(net.state_dict(), path). "
+            "it is not a PyTorch state dict; save one with torch.save(net.state_dict(), path). "
             "Whole pickled models, MXNet and TensorFlow weights cannot be read"
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError("it holds no state dict; save one with torch.save(net.state_dict(), path)")
+        raise ValueError("it is not a state dict; save one with torch.save(net.state_dict(), path)")
     return state
 
 
@@ -93,18 +89,20 @@ def from_d2l(
     state_dict: dict[str, torch.Tensor], num_attention_heads: int, tokens: list[str] | None = None
 ) -> D2lBertForPreTraining:
     """
-    The book's `BERTModel` (section 15.8.6) as ours: same encodings, same MLM logits, NSP logits with their two
-    columns exchanged, since the book's label 1 means that B follows A and Hugging Face's means that it does not.
+    Convert the book's `BERTModel` (section 15.8.6) to a d2l-bert model.
+
+    Hidden states and MLM logits stay the same. The two columns of the NSP logits are exchanged: label 1 means that B
+    follows A in the book, and that B does not follow A in Hugging Face's BERT.
 
     Args:
-        state_dict: of a d2l 1.0 `BERTModel`, or of an older edition with the same names. Wrapped in `DataParallel`
-            it will do; without biases in its attention, as older editions can be, too.
-        num_attention_heads: the one number that the weights do not tell.
-        tokens: its vocabulary in the order of the ids; it tells which one pads.
+        state_dict: of the `BERTModel` of d2l 1.0, or of an older edition with the same names. The model may have been
+            wrapped in `DataParallel`. The attention may have no biases, as in older editions; they become 0.
+        num_attention_heads: the heads of the model, the only number that the weights do not show.
+        tokens: the model's vocabulary in the order of the ids; `<pad>` gives the `pad_token_id`.
 
     Raises:
-        ValueError: a name is missing or unknown, a shape does not fit, a lazy layer never saw a batch, or the
-            vocabulary is another model's.
+        ValueError: a name is missing or unknown, a shape does not fit, a lazy layer has no weights yet, or the
+            vocabulary belongs to another model.
     """
     state = {str(name).removeprefix("module."): value for name, value in state_dict.items()}
     for name, value in state.items():
@@ -112,8 +110,8 @@ def from_d2l(
             raise ValueError(f"{name}: {LAZY}")
         if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
             raise ValueError(
-                f"{name}: holds no plain numbers but {value.dtype}, {value.layout}, {value.device}; save the state "
-                f"dict of the net in float32, dense, on a CPU"
+                f"{name}: is {value.dtype}, {value.layout}, {value.device}, not a dense floating-point tensor; save "
+                f"the state dict of the net in float32, dense, on a CPU"
             )
     blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
     theirs_of = module_names(D2L_NAMES, max(blocks, default=-1) + 1)
@@ -126,13 +124,13 @@ def from_d2l(
     _, max_length, _ = _sizes(state, D2L_POSITIONS, 3)
     if tokens is not None and len(tokens) != vocab_size:
         raise ValueError(
-            f"the vocabulary has {len(tokens)} tokens and the model {vocab_size}: it is another model's; give the one "
-            f"that this model was trained with"
+            f"the vocabulary has {len(tokens)} tokens and the model has {vocab_size}; give the vocabulary that the "
+            f"model was trained with"
         )
     if num_attention_heads > 0 and hidden_size % num_attention_heads:
         raise ValueError(
-            f"its hidden size of {hidden_size} is no multiple of {num_attention_heads} heads; give as "
-            f"num_attention_heads the number that the net was made with"
+            f"the hidden size of the model, {hidden_size}, is not a multiple of {num_attention_heads} heads; give as "
+            f"num_attention_heads the number of heads that the net was made with"
         )
     config = D2lBertConfig(
         vocab_size=vocab_size,
@@ -154,35 +152,41 @@ def from_d2l(
 
 def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
     """
-    The state dict of the book's `BERTModel` that computes what `model` does; `from_d2l` the other way round.
+    The state dict of the book's `BERTModel` that computes the same as `model`: the inverse of `from_d2l`.
 
     Raises:
-        ValueError: the book's model cannot express this one; it says why.
+        ValueError: the book's `BERTModel` cannot express this model, for the reason in the message.
     """
     config = model.config
     reasons = {
-        "it has no next sentence and masked language model heads": not isinstance(model, D2lBertForPreTraining),
-        f"hidden_act is {config.hidden_act}, the book's is relu": config.hidden_act != "relu",
-        "it normalises its embeddings, the book does not": config.embedding_layer_norm,
-        f"layer_norm_eps is {config.layer_norm_eps}, the book's is 1e-05": config.layer_norm_eps != 1e-5,
-        f"it has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
+        "this model lacks the MLM head or the NSP head": not isinstance(model, D2lBertForPreTraining),
+        f"hidden_act is {config.hidden_act}, in the book relu": config.hidden_act != "relu",
+        "this model normalises the embeddings, the book does not": config.embedding_layer_norm,
+        f"layer_norm_eps is {config.layer_norm_eps}, in the book 1e-05": config.layer_norm_eps != 1e-5,
+        f"this model has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(
-                f"d2l's BERTModel cannot express this model: {reason}; train one of --recipe d2l for it, or convert "
-                f"this one --to bert"
+                f"d2l's BERTModel cannot express this model: {reason}; train a model with --recipe d2l, or convert "
+                f"this model --to bert"
             )
     state = _with_nsp_flipped(model.state_dict())
     theirs = {D2L_POSITIONS: state[OUR_POSITIONS].unsqueeze(0)}
     for our_module, their_module in module_names(D2L_NAMES, config.num_hidden_layers).items():
         for leaf in _leaves(their_module):
-            theirs[f"{their_module}.{leaf}"] = state[f"{our_module}.{leaf}"].clone()  # a tied matrix becomes two
+            # Cloned, so that a tied matrix becomes two matrices.
+            theirs[f"{their_module}.{leaf}"] = state[f"{our_module}.{leaf}"].clone()
     return theirs
 
 
 def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
-    """Write `pretrained.params` and `vocab.json`, the two files that the book loads its own BERT from (16.7.1)."""
+    """
+    Write `pretrained.params` and `vocab.json`, the two files that section 16.7.1 of the book loads a BERT from.
+
+    Args:
+        tokenizer: the model's tokenizer; None to leave out `vocab.json`.
+    """
     torch.save(to_d2l(model), folder / "pretrained.params")
     if tokenizer is not None:
         tokens = d2l_vocabulary(tokenizer)
@@ -195,10 +199,11 @@ def read_vocabulary(path: str | Path) -> list[str]:
     The tokens of a d2l `Vocab`, in the order of their ids.
 
     Args:
-        path: `idx_to_token` as a JSON list, `token_to_idx` as a JSON object, or text with a token a line.
+        path: a .json file with `idx_to_token` (a list) or `token_to_idx` (an object), or a text file with one token
+            per line.
 
     Raises:
-        ValueError: no such file, or one that holds something else.
+        ValueError: there is no such file, or the file is not a vocabulary.
     """
     path = Path(path)
     try:
@@ -208,25 +213,25 @@ def read_vocabulary(path: str | Path) -> list[str]:
         raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror}); give a file of tokens") from None
     except (ValueError, RecursionError):
         raise ValueError(
-            f"{path}: the vocabulary is neither JSON nor UTF-8 text; save its idx_to_token with json.dump"
+            f"{path}: the vocabulary is neither JSON nor UTF-8 text; save the Vocab's idx_to_token with json.dump"
         ) from None
     if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
         tokens = sorted(tokens, key=tokens.get)
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
         raise ValueError(
-            f"{path}: a vocabulary is a list of tokens in the order of their ids, none of them empty; save its "
-            f"idx_to_token with json.dump"
+            f"{path}: a vocabulary is a list of tokens in the order of their ids, without empty tokens; save the "
+            f"Vocab's idx_to_token with json.dump"
         )
     for index, token in enumerate(tokens):
         if any("\ud800" <= character <= "\udfff" for character in token):
             raise ValueError(
-                f"{path}: token {index}, {ascii(token)}, holds half of a character (a surrogate); write the whole "
-                f"character there"
+                f"{path}: token {index}, {ascii(token)}, has half of a character (a surrogate); write the whole "
+                f"character"
             )
-    twice = [token for token, count in Counter(tokens).items() if count > 1]
-    if twice:
+    duplicates = [token for token, count in Counter(tokens).items() if count > 1]
+    if duplicates:
         raise ValueError(
-            f"{path}: the token {twice[0]!r} stands in the vocabulary twice; save the idx_to_token of the model's own "
+            f"{path}: the vocabulary has the token {duplicates[0]!r} twice; save the idx_to_token of the model's "
             f"Vocab, which has each token once"
         )
     return tokens
@@ -234,20 +239,22 @@ def read_vocabulary(path: str | Path) -> list[str]:
 
 def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast:
     """
-    A tokenizer with the ids of a d2l `Vocab` (section 15.9): words between white space, lower case if all tokens are.
+    A tokenizer with the ids of a d2l `Vocab` (section 15.9).
+
+    The tokenizer splits text at white space. It converts text to lower case if all tokens are in lower case.
 
     Args:
-        tokens: in the order of their ids. `<pad>`, `<unk>`, `<cls>`, `<sep>` and `<mask>` are found by name.
+        tokens: in the order of their ids, with `<pad>`, `<unk>`, `<cls>`, `<sep>` and `<mask>`.
         max_length: longest sequence, in tokens.
 
     Raises:
-        ValueError: one of the five is not there.
+        ValueError: one of the five special tokens is missing.
     """
     for token in D2L_SPECIAL_TOKENS.values():
         if token not in tokens:
             raise ValueError(
-                f"the vocabulary makes no tokenizer, since it has no {token}; "
-                f"leave it out to convert the weights alone"
+                f"the vocabulary has no {token}, which the tokenizer needs; convert without a vocabulary to get the "
+                f"weights alone"
             )
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -269,46 +276,50 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
 
 def d2l_vocabulary(tokenizer) -> list[str]:
     """
-    The tokens of any of our tokenizers for a d2l `Vocab`: in the order of their ids, the special ones by d2l's names.
+    The tokens of a tokenizer for a d2l `Vocab`: in the order of the ids, the special tokens under d2l's names.
 
     Raises:
-        ValueError: a token that is not special has the name of one of d2l's.
+        ValueError: an ordinary token has the name of one of d2l's special tokens.
     """
     ids = tokenizer.get_vocab()
     renamed = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
     tokens = [renamed.get(token, token) for token in sorted(ids, key=ids.get)]
     if len(set(tokens)) < len(tokens):
         raise ValueError(
-            f"the vocabulary has an ordinary token with one of d2l's names, {', '.join(renamed.values())}; rename it "
-            f"in tokenizer.json, or convert the model --to bert"
+            f"the vocabulary has an ordinary token with the name of a special token of d2l "
+            f"({', '.join(renamed.values())}); rename the token in tokenizer.json, or convert the model --to bert"
         )
     return tokens
 
 
 def _with_nsp_flipped(state):
+    """A state dict with the two labels of the NSP head exchanged."""
     return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
 
 
 def _sizes(state, name, dimensions):
+    """The shape of a weight; ValueError unless the weight has this number of dimensions."""
     shape = tuple(state[name].shape)
     if len(shape) != dimensions:
         raise ValueError(
-            f"{name}: has shape {shape}, and in a d2l BERTModel {dimensions} dimensions; give the state dict of its "
+            f"{name}: has shape {shape}, but {dimensions} dimensions in a d2l BERTModel; give the state dict of a d2l "
             f"BERTModel"
         )
     return shape
 
 
 def _refuse_other_names(state, wanted, optional=None):
+    """Raise ValueError unless `state` has the `wanted` names; names that match the regex `optional` may be missing."""
     for name in wanted:
         if name not in state and not (optional and re.search(optional, name)):
-            raise ValueError(
-                f"{name} is not in the state dict: it is not one of a d2l BERTModel; give that of its BERTModel"
-            )
+            raise ValueError(f"{name} is not in the state dict; give the state dict of a d2l BERTModel")
     for name in state:
         if name not in wanted:
-            raise ValueError(f"{name}: a d2l BERTModel has no weight of this name; give that of its BERTModel")
+            raise ValueError(
+                f"{name}: a d2l BERTModel has no weight of this name; give the state dict of a d2l BERTModel"
+            )
 
 
 def _leaves(module):
+    """The names of the parameters of one of the book's modules."""
     return ("weight",) if module.endswith("embedding") else ("weight", "bias")

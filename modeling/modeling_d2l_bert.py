@@ -1,11 +1,11 @@
 """BERT as *Dive into Deep Learning* builds it, in the book's order (sections 11.5 to 11.7 and 15.8 to 15.10).
 
-Names at the border are Hugging Face's (`input_ids`, `attention_mask`, `labels`); the pieces inside are the book's.
+Arguments and outputs have Hugging Face's names (`input_ids`, `attention_mask`, `labels`), modules mostly the book's.
 
 Shapes:
-    B batch rows        T tokens in a row         P predicted slots in a row      S sequences packed into a row
-    H hidden size       N attention heads         D = H / N, a head's width       V vocabulary
-    Q queries in a row: T, and in the last block only as many as are read
+    B rows in the batch   T tokens in a row     P predicted slots in a row     S sequences packed into a row
+    H hidden size         N attention heads     D = H / N, a head's width      V vocabulary size
+    Q queries in a row: T, but in the last block only the positions that a head reads
 
 With x the token ids, s the segment ids and t the positions:
 
@@ -49,19 +49,21 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_d2l_bert import D2lBertConfig
 
 
-NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT. In the book 1 is the next sentence.
+NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT. In the book 1 means that B follows A.
 
 
-# Logits that are there at a time while the loss is computed without keeping them: 64 MB in bf16.
+# `LinearCrossEntropy` holds at most this many logits in memory at a time. In bf16 the logits alone take 64 MB; their
+# gradient takes as much again.
 LOGITS_AT_ONCE = 2**25
 
 
 def _unused_name(name: str) -> str:
     """
-    A name for an operator that no operator of this process has, in a namespace named after this file.
+    A name for a PyTorch operator that no operator in this process has; the namespace is this module's name.
 
-    A process may hold several copies of this file, the package's and those of model folders, which Transformers may
-    import again. To take a name again PyTorch destroys the operator that has it, and calling that one crashes.
+    A process may import several copies of this file: the package's copy, and the copies in model folders, which
+    Transformers may import again. If an operator's name is registered a second time, PyTorch destroys the first
+    operator, and calling the first operator then crashes.
     """
     namespace = __name__.replace(".", "_")
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -71,19 +73,20 @@ def _unused_name(name: str) -> str:
 @torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=(), device_types="cpu")
 def dropout_mask(values: torch.Tensor, dropped: int) -> torch.Tensor:
     """
-    A mask for values on the CPU (uint8, of their shape): 0 with a probability of `dropped` / 2^16, else 1.
+    A dropout mask on the CPU, uint8 in the shape of `values`: 0 with probability `dropped` / 2^16, else 1.
 
-    PyTorch draws its masks there one number for each value, in one thread, which takes longer than the matrix products
-    around it. Here each value takes 16 random bits of NumPy's SFC64, whose seed comes from PyTorch's generator.
+    On a CPU, PyTorch draws a whole random number for each value in one thread, which takes longer than the matrix
+    products of the model. Here a value needs only 16 random bits of NumPy's SFC64, seeded by PyTorch's generator.
 
-    The operator hides the drawing from PyTorch's compiler, which may still do two things to it. It merges calls with
-    the same arguments: the values tell the calls of a block apart. And with `aggressive_recomputation` it would call
-    the operator again in the backward pass, for another mask: `d2l_bert.training.trials` does without that setting.
+    The mask is drawn in a custom operator because PyTorch's compiler cannot trace NumPy. The compiler merges calls of
+    the operator with equal arguments; so `values` is an argument, as each call in a block has other values. With the
+    compiler's setting `aggressive_recomputation` the backward pass would draw another mask than the forward pass, so
+    `d2l_bert.training.trials` does not use that setting.
     """
     seed = torch.randint(2**63 - 1, ()).item()
     bits = np.random.SFC64(seed).random_raw(-(-values.numel() // 4)).view(np.int16)
     kept = torch.from_numpy(bits)[: values.numel()] >= dropped - 2**15
-    # Not booleans: compiled programs for CPUs read and write those one by one.
+    # uint8 instead of bool: compiled CPU code reads and writes bool without vector instructions.
     return kept.view(torch.uint8).view(values.shape)
 
 
@@ -93,7 +96,7 @@ def _(values, dropped):
 
 
 class Dropout(nn.Dropout):
-    """Dropout (section 5.6). In training on a CPU its masks are cheap, and `p` is rounded to a multiple of 2^-16."""
+    """Dropout (section 5.6). On a CPU, training uses `dropout_mask`, with `p` rounded to a multiple of 2^-16."""
 
     def forward(self, values):
         dropped = round(self.p * 2**16)
@@ -110,7 +113,7 @@ class D2lBertEmbeddings(nn.Module):
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        # The original BERT normalises this sum and drops out; the book does neither.
+        # The original BERT applies LayerNorm and dropout to the sum; the book does neither.
         self.LayerNorm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.embedding_layer_norm else None
         )
@@ -134,11 +137,17 @@ class D2lBertEmbeddings(nn.Module):
 
 
 def dot_product_attention(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Scaled dot-product attention (section 11.3), spelt out.
+    """
+    Scaled dot-product attention (section 11.3) in plain tensor operations: the "eager" kernel.
 
-    The query is (B, N, Q, D), key and value are (B, N, T, D), the mask is added to the scores and broadcasts to
-    (B, N, Q, T).
-    Returns the output as (B, Q, N, D) and the attention probabilities as (B, N, Q, T).
+    Args:
+        module: has the `dropout` for the attention probabilities.
+        query: (B, N, Q, D).
+        key, value: (B, N, T, D).
+        attention_mask: added to the scores; broadcasts to (B, N, Q, T).
+
+    Returns:
+        The output (B, Q, N, D), and the attention probabilities (B, N, Q, T).
     """
     scores = query @ key.transpose(-1, -2) * scaling  # (B, N, Q, T)
     if attention_mask is not None:
@@ -148,7 +157,7 @@ def dot_product_attention(module, query, key, value, attention_mask, scaling, **
 
 
 class D2lBertMultiHeadAttention(nn.Module):
-    """Multi-head self-attention (section 11.5). Which kernel computes it is `config._attn_implementation`."""
+    """Multi-head self-attention (section 11.5), computed by the kernel that `config._attn_implementation` names."""
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -164,7 +173,12 @@ class D2lBertMultiHeadAttention(nn.Module):
         self.dropout = Dropout(config.attention_probs_dropout_prob)
 
     def forward(self, queries, hidden_states, attention_mask=None, **kwargs):
-        """Queries (B, Q, H) attend to hidden states (B, T, H), with a mask that broadcasts to (B, N, Q, T)."""
+        """
+        Queries (B, Q, H) attend to hidden states (B, T, H), with a mask that broadcasts to (B, N, Q, T).
+
+        Returns:
+            The output (B, Q, H), and the attention probabilities (B, N, Q, T) if the kernel gives them.
+        """
 
         def heads(states):
             shape = (*states.shape[:-1], self.config.num_attention_heads, self.head_size)
@@ -187,7 +201,7 @@ class D2lBertMultiHeadAttention(nn.Module):
 
 
 class D2lBertAddNorm(nn.Module):
-    """Residual connection, then LayerNorm (section 11.7.3): the norm stands after the sum."""
+    """Residual connection, then LayerNorm (section 11.7.3), as in the original Transformer (post-norm)."""
 
     def __init__(self, config):
         super().__init__()
@@ -199,7 +213,7 @@ class D2lBertAddNorm(nn.Module):
 
 
 class D2lBertPositionWiseFFN(nn.Module):
-    """The same two-layer perceptron at every position (section 11.7.2)."""
+    """A two-layer perceptron, applied to each position separately (section 11.7.2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -225,18 +239,18 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         """
         Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q).
 
-        Of the other positions only keys and values are computed; but everything, and then `positions` chosen, if the
-        mask is one of flex attention, from which no queries can be left out.
+        With `positions`, the other positions only get keys and values. Flex attention is an exception: its block mask
+        cannot be restricted to some queries, so all positions are computed, and then those at `positions` gathered.
         """
-        queries, left = hidden_states, positions
+        queries, gather_later = hidden_states, positions is not None
         if positions is not None and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-            queries, left = states_at(hidden_states, positions), None
+            queries, gather_later = states_at(hidden_states, positions), False
             attention_mask = None if attention_mask is None else mask_at(attention_mask, positions)
         outputs = self.compute(queries, hidden_states, attention_mask, **kwargs)
-        return outputs if left is None else states_at(outputs, left)
+        return states_at(outputs, positions) if gather_later else outputs
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
-        """All but choosing queries: a function that can be compiled."""
+        """The block without the choice of queries. `d2l_bert.training.trials` compiles this method."""
         attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
         attended = self.addnorm1(queries, attention)
         return self.addnorm2(attended, self.ffn(attended))
@@ -250,7 +264,11 @@ class D2lBertEncoder(nn.Module):
         self.layer = nn.ModuleList(D2lBertEncoderBlock(config, index) for index in range(config.num_hidden_layers))
 
     def forward(self, hidden_states, attention_mask=None, positions=None, **kwargs):
-        """Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q): the last block's alone."""
+        """
+        Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q).
+
+        Only the last block leaves out the other positions: every block before needs all positions of its input.
+        """
         last = len(self.layer) - 1
         for number, block in enumerate(self.layer):
             hidden_states = block(hidden_states, attention_mask, positions if number == last else None, **kwargs)
@@ -282,20 +300,27 @@ class MaskLM(nn.Module):
         return self.decoder(self.transform(hidden_states))
 
     def transform(self, hidden_states):
-        """What the decoder is given."""
+        """The input of the decoder (..., H) for hidden states (..., H)."""
         return self.LayerNorm(self.activation(self.dense(hidden_states)))
 
     def scores_and_loss(self, hidden_states, labels=None, num_items=None, skip_scores=False):
         """
-        The scores (..., V) for hidden states (..., H), and their `cross_entropy` over the labels (...), if any.
+        The scores (..., V) for hidden states (..., H), and their cross-entropy.
 
-        With `skip_scores` the loss is computed at the labelled rows alone, in a compiled model at all rows given, and
-        the scores are None.
+        With labels and `skip_scores` the scores are not kept, which saves memory, and on a CPU they are not computed
+        for rows without a label. In a compiled model they are computed for all rows.
+
+        Args:
+            labels: token ids (...), -100 for none.
+            num_items: what to divide the summed loss by, as in `cross_entropy`.
+
+        Returns:
+            The scores, None if skipped; and the loss, None without labels.
         """
         if labels is None or not skip_scores:
             scores = self(hidden_states)
             return scores, None if labels is None else cross_entropy(scores, labels, num_items)
-        if torch.compiler.is_compiling():  # into one graph of fixed sizes
+        if torch.compiler.is_compiling():  # keeping only labelled rows would make sizes depend on the labels
             return None, cross_entropy(self(hidden_states), labels, num_items)
         states, labels = rows_to_predict(hidden_states.flatten(0, -2), labels.flatten().long())
         if not is_plain(self.decoder):
@@ -322,7 +347,11 @@ def states_at(hidden_states, positions):
 
 
 def mask_at(attention_mask, positions):
-    """What is left of a mask that broadcasts to (B, N, T, T), for the queries at positions (B, Q): to (B, N, Q, T)."""
+    """
+    The rows of an attention mask that belong to the queries at positions (B, Q).
+
+    The given mask broadcasts to (B, N, T, T), the returned mask to (B, N, Q, T).
+    """
     if attention_mask.shape[2] == 1:
         return attention_mask
     index = positions[:, None, :, None].expand(-1, attention_mask.shape[1], -1, attention_mask.shape[3])
@@ -330,7 +359,7 @@ def mask_at(attention_mask, positions):
 
 
 def checked_positions(positions, rows):
-    """Positions as int64, if they are (B, P) for so many rows."""
+    """Positions as int64; raises ValueError unless their shape is (B, P) with B = `rows`."""
     if positions.dim() != 2 or positions.shape[0] != rows:
         raise ValueError(f"positions are (B, P), here ({rows}, P); got the shape {tuple(positions.shape)}")
     return positions.long()
@@ -338,26 +367,35 @@ def checked_positions(positions, rows):
 
 def labelled_positions(labels, shape):
     """
-    Where labels (B, T) are not -100: positions (B, P), and the labels there (B, P), -100 in unused slots.
+    The positions (B, P) at which labels (B, T) are not -100, and the labels there (B, P), -100 in unused slots.
 
-    P is the largest count of a row, rounded up to a multiple of 4, for few tensor shapes. It depends on the labels: a
-    GPU is waited for once, `torch.compile` continues in another graph from here, and `fullgraph=True` fails.
+    P is the largest number of labels in a row, rounded up to a multiple of 4, so that there are few tensor shapes. P
+    depends on the values of the labels. So a GPU is synchronized once, `torch.compile` breaks the graph here, and
+    `fullgraph=True` fails.
+
+    Raises:
+        ValueError: the labels are neither of `shape` nor of (*shape, 1).
     """
     if labels.shape != shape and labels.shape != (*shape, 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(shape)}")
     labels = labels.reshape(shape)
     is_labelled = labels != -100
-    most = max(1, int(is_labelled.sum(1).max()))  # the attention of PyTorch fails without a query
-    slots = min(shape[1], 4 * math.ceil(most / 4))
+    largest = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
+    slots = min(shape[1], 4 * math.ceil(largest / 4))
     positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
     return positions, labels.gather(1, positions)
 
 
 def cross_entropy(logits, labels, num_items=None):
-    """Cross-entropy of logits (..., C) over the labels (...), or (..., 1), that are not -100.
+    """
+    Cross-entropy of logits (..., C) over the labels (...), or (..., 1), that are not -100.
 
-    The mean over this batch, or, given `num_items`, the sum divided by it: with the count of a whole optimizer step
-    the losses of its micro-batches add up to the step's mean, however it was split.
+    Without `num_items` the loss is the mean over this batch. With `num_items` the loss is the sum divided by
+    `num_items`: if that is the number of labels in the whole optimizer step, the losses of the step's micro-batches
+    add up to the mean over the step, however the step is split.
+
+    Raises:
+        ValueError: the labels do not have the shape of the logits without the last dimension.
     """
     if labels.shape != logits.shape[:-1] and labels.shape != (*logits.shape[:-1], 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
@@ -369,9 +407,9 @@ def cross_entropy(logits, labels, num_items=None):
 
 def is_plain(linear):
     """
-    Whether a layer's scores are `states @ weight.T + bias`.
+    Whether the output of a layer is exactly `states @ weight.T + bias`.
 
-    With an adapter, a quantized or sharded weight, or a hook, only a call of the layer gives them.
+    With an adapter, a quantized or sharded weight, or a hook, the output may differ, and the layer has to be called.
     """
     hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     return type(linear) is nn.Linear and not hooks
@@ -379,10 +417,11 @@ def is_plain(linear):
 
 def rows_to_predict(hidden_states, labels):
     """
-    Leave out rows (R, H) whose label (R,) is -100, on a CPU.
+    On a CPU, leave out the rows (R, H) whose label (R,) is -100, to save the decoder's work on these rows.
 
-    Elsewhere how many there are would have to be waited for, and all rows stay. What is left is made up to a multiple
-    of 32, from 2,048 on of 64, and so on: products are prepared once for each shape, and there should be few.
+    On a GPU all rows stay, as counting the labelled rows would synchronize the GPU. On a CPU the number of rows is
+    rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64, from 4,096 on of 128,
+    and so on. The CPU prepares its matrix products once for each shape, so there should be few shapes.
     """
     if labels.device.type != "cpu":
         return hidden_states, labels
@@ -393,15 +432,16 @@ def rows_to_predict(hidden_states, labels):
 
 def linear_cross_entropy(hidden_states, weight, bias, labels):
     """
-    The sum of the cross-entropies of `hidden_states @ weight.T + bias`, without the whole of those scores.
+    The summed cross-entropy of the scores `hidden_states @ weight.T + bias`, without all scores in memory at once.
 
-    Scores are made for some rows at a time, turned into their own gradient, and multiplied into the gradients of
-    everything else at once, so that neither scores nor their gradient are ever there as a whole. That is the idea of
-    Liger Kernel's fused loss (Hsu et al., 2024), in PyTorch's own operations, for every device.
+    The forward pass goes through the rows in slices: it computes the scores of a slice, replaces the scores by their
+    gradient, and adds the slice's part to the gradients of hidden states, weight and bias. So the scores of all rows
+    are never in memory at once. This is the idea of Liger Kernel's fused loss (Hsu et al., 2024), here in PyTorch's
+    own operations for every device.
 
     Args:
         hidden_states: (R, H).
-        weight, bias: of the vocabulary (V, H) and (V,).
+        weight, bias: of the decoder, (V, H) and (V,).
         labels: (R,), -100 for none.
     """
     device = hidden_states.device.type
@@ -412,32 +452,35 @@ def linear_cross_entropy(hidden_states, weight, bias, labels):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """What `linear_cross_entropy` computes: gradients come with the loss, and the backward pass only scales them."""
+    """
+    The autograd function of `linear_cross_entropy`.
+
+    The forward pass computes the loss and all gradients; the backward pass only scales the gradients.
+    """
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, labels):
         exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype
-        is_known, labels = labels != -100, labels.clamp(min=0)
-        counted = is_known.to(dtype).unsqueeze(1)  # (R, 1)
-        states = hidden_states * counted  # what has no label adds nothing to the weight's gradient
+        is_labelled, labels = labels != -100, labels.clamp(min=0)
+        counted = is_labelled.to(dtype).unsqueeze(1)  # (R, 1)
+        states = hidden_states * counted  # rows without a label become 0, and add nothing to the weight's gradient
         table, offset = weight.to(dtype), bias.to(dtype)
         d_states, d_bias = torch.empty_like(states), torch.zeros_like(bias)
         d_weight = None
         loss = torch.zeros((), dtype=exact, device=weight.device)
         at_once = max(1, LOGITS_AT_ONCE // len(weight))
         for first in range(0, len(labels), at_once):
-            part = slice(first, first + at_once)
-            wanted = labels[part]
-            places = (torch.arange(len(wanted), device=wanted.device), wanted)
-            logits = F.linear(states[part], table, offset)  # (rows at once, V)
+            rows = slice(first, first + at_once)
+            at_labels = (torch.arange(len(labels[rows]), device=labels.device), labels[rows])
+            logits = F.linear(states[rows], table, offset)  # (rows at once, V)
             gradient = logits.softmax(dim=1)
-            losses, others = label_losses(logits, gradient, places)
-            loss += losses.where(is_known[part], 0).sum()
-            gradient[places] = -others.to(dtype)
-            torch.mm(gradient, table, out=d_states[part])
-            product = gradient.T @ states[part]
+            losses, others = label_losses(logits, gradient, at_labels)
+            loss += losses.where(is_labelled[rows], 0).sum()
+            gradient[at_labels] = -others.to(dtype)
+            torch.mm(gradient, table, out=d_states[rows])
+            product = gradient.T @ states[rows]
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
-            d_bias += (counted[part].T @ gradient).squeeze(0)
+            d_bias += (counted[rows].T @ gradient).squeeze(0)
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
         ctx.save_for_backward(d_states * counted, d_weight, d_bias)
         return loss
@@ -449,50 +492,58 @@ class LinearCrossEntropy(torch.autograd.Function):
         return d_states * scale, d_weight * scale, d_bias * scale, None
 
 
-def label_losses(logits, probabilities, places):
+def label_losses(logits, probabilities, at_labels):
     """
-    The cross-entropy of each row's label, at the `places` of logits (R, V), and the probability 1 - p of all other
-    tokens, which is the gradient's size there: both (R,), in float32 at least.
+    For each row, the cross-entropy -log p of the label, and the probability 1 - p of all other tokens.
 
-    They come from the label's probability p as it is rounded, unless too little of them is left in it: where p is
-    above 1/2 (bf16 has no number between 0.996 and 1) or below all normal numbers. There the scores of the other
-    tokens are summed in float32; on a GPU everywhere, as it would have to wait for the number of such rows.
+    The gradient of the loss with respect to the label's score is -(1 - p). The rounded p is precise enough where p is
+    at most 1/2 and a normal number. For a larger p too few digits of 1 - p are left: bf16 has no number between 0.996
+    and 1. For these rows the scores of the other tokens are summed in float32. On a GPU this is done for all rows, as
+    selecting rows would synchronize the GPU.
+
+    Args:
+        logits, probabilities: (R, V), the softmax of the former being the latter.
+        at_labels: indices of the labels in the logits: row numbers (R,) and labels (R,).
+
+    Returns:
+        -log p and 1 - p, both (R,), in float32 or float64.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    chances = probabilities[places].to(exact)
+    chances = probabilities[at_labels].to(exact)
     losses, others = -chances.log(), 1 - chances
     rows = torch.arange(len(logits), device=logits.device)
     if logits.device.type == "cpu":
         rows = rows[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
-    scores, labels = logits[rows].to(exact), places[1][rows].unsqueeze(1)
-    distance = -scores.gather(1, labels).squeeze(1)
-    distance += scores.scatter_(1, labels, -torch.inf).logsumexp(dim=1)  # of log 1 - p from log p
-    losses[rows], others[rows] = F.softplus(distance), distance.sigmoid()
+    scores, labels = logits[rows].to(exact), at_labels[1][rows].unsqueeze(1)
+    log_odds = -scores.gather(1, labels).squeeze(1)
+    log_odds += scores.scatter_(1, labels, -torch.inf).logsumexp(dim=1)  # log (1 - p) / p
+    losses[rows], others[rows] = F.softplus(log_odds), log_odds.sigmoid()
     return losses, others
 
 
 def loss_over(values, num_items=None):
-    """The mean of `values`, or, given `num_items`, their sum divided by it, as in `cross_entropy`."""
+    """The mean of `values`; with `num_items`, the sum of `values` divided by `num_items`, as in `cross_entropy`."""
     return values.mean() if num_items is None else values.sum() / num_items
 
 
 def positions_as_labels(positions, length):
-    """Positions (B,) in a row of `length` tokens; -100 for those that lie beyond it."""
+    """Positions (B,) in a row of `length` tokens as labels for `cross_entropy`: -100 for a position beyond the row."""
     positions = positions.reshape(-1).clamp(min=0)
     return positions.masked_fill(positions >= length, -100)
 
 
 def head_dropout(config):
-    """Dropout before a classifier: `classifier_dropout`, or, if that is None, `hidden_dropout_prob`."""
-    given = config.classifier_dropout
-    return Dropout(config.hidden_dropout_prob if given is None else given)
+    """Dropout before a classifier: `classifier_dropout`, or `hidden_dropout_prob` if `classifier_dropout` is None."""
+    probability = config.classifier_dropout
+    return Dropout(config.hidden_dropout_prob if probability is None else probability)
 
 
 class D2lBertPreTrainedModel(PreTrainedModel):
-    """What every head shares: configuration, initialisation and the contract with Transformers.
+    """
+    The base class of all models: configuration, initialisation, and the settings that Transformers reads.
 
-    Weights start from a normal distribution with standard deviation `initializer_range`, biases from zero and
-    LayerNorms from the identity (Transformers' own rule, and BERT's).
+    Initial weights are normally distributed with standard deviation `initializer_range`, biases are zero, and
+    LayerNorms are the identity, as in BERT; Transformers does this by default.
     """
 
     config_class = D2lBertConfig
@@ -502,7 +553,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # One checkpoint serves every head: what another head left in it is no cause for a warning.
+    # Every class loads checkpoints of every other class, and ignores the weights of other heads without a warning.
     _keys_to_ignore_on_load_unexpected = [
         r"^mlm\.",
         r"^nsp\.",
@@ -515,11 +566,18 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
     def __init__(self, config, *inputs, **kwargs):
-        config.check()  # `from_pretrained(..., hidden_act=...)` changes a configuration after it was made
+        config.check()  # `from_pretrained(..., hidden_act=...)` changes fields of a configuration that was checked
         super().__init__(config, *inputs, **kwargs)
 
     def what_to_score(self, skip_logits, masked_positions, labels, input_ids, inputs_embeds):
-        """Whether to compute a loss without logits, and where, with the labels there; by default in training mode."""
+        """
+        Settle what the MLM head computes.
+
+        Returns:
+            skip_logits: whether to compute the loss without keeping logits; by default true in training mode.
+            masked_positions: the positions (B, P) that the head reads; None for all positions.
+            labels: the labels at these positions.
+        """
         if skip_logits is None:
             skip_logits = self.training
         if skip_logits and masked_positions is None and labels is not None:
@@ -529,9 +587,9 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     def encode(self, *inputs, wanted_positions, **kwargs):
         """
-        What the encoder returns, its `last_hidden_state` at `wanted_positions` (B, P), or everywhere if they are None.
+        The output of the encoder, with `last_hidden_state` at `wanted_positions` (B, P); at all positions if None.
 
-        The others are not computed, unless all hidden states or attentions are to be returned.
+        The last block computes the wanted positions only, unless all hidden states or attentions are requested.
         """
         names = ("output_hidden_states", "output_attentions")
         if any(kwargs.get(name, getattr(self.config, name)) for name in names) and wanted_positions is not None:
@@ -580,16 +638,17 @@ class D2lBertModel(D2lBertPreTrainedModel):
                 (B, T). A token attends to its own sequence only.
             cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
                 position of the row.
-            wanted_positions: where hidden states are wanted (B, P), everywhere by default. The last block computes
-                those and [CLS] alone, and what is recorded of it on request ends there too.
+            wanted_positions: the positions of the hidden states to return (B, P), by default all. The last block then
+                computes these positions and [CLS] only. If hidden states or attentions are requested, those of the
+                last block have these positions only, too.
 
         Returns:
             `last_hidden_state` (B, T, H), or (B, P, H) with `wanted_positions`, and `pooler_output` (B, H), or
             (B, S, H) with `cls_positions`.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a row longer than the position embeddings,
-                or positions that are not (B, P).
+            ValueError: not exactly one of `input_ids` and `inputs_embeds` is given, a row is longer than
+                `max_position_embeddings`, or positions are not (B, P).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -612,11 +671,11 @@ class D2lBertModel(D2lBertPreTrainedModel):
             cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
         else:
             rows = hidden_states.shape[0]
-            wanted_positions, of_cls = checked_positions(wanted_positions, rows), cls_positions
-            if of_cls is None:
-                of_cls = wanted_positions.new_zeros((rows, 0 if self.pooler is None else 1))
-            hidden_states = self.encoder(hidden_states, mask, torch.cat([of_cls, wanted_positions], 1), **kwargs)
-            cls_states, hidden_states = hidden_states.tensor_split([of_cls.shape[1]], 1)
+            wanted_positions, cls_columns = checked_positions(wanted_positions, rows), cls_positions
+            if cls_columns is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
+                cls_columns = wanted_positions.new_zeros((rows, 0 if self.pooler is None else 1))
+            hidden_states = self.encoder(hidden_states, mask, torch.cat([cls_columns, wanted_positions], 1), **kwargs)
+            cls_states, hidden_states = hidden_states.tensor_split([cls_columns.shape[1]], 1)
         pooled = None
         if self.pooler is not None:
             pooled = self.pooler(cls_states)  # (B, S, H)
@@ -627,9 +686,9 @@ class D2lBertModel(D2lBertPreTrainedModel):
 @dataclass
 class D2lBertForPreTrainingOutput(ModelOutput):
     """
-    loss: `mlm_loss + nsp_loss`, of those whose labels were given.
-    mlm_loss, nsp_loss: the two terms.
-    prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V); None in training with labels.
+    loss: the sum of `mlm_loss` and `nsp_loss`, or the only one whose labels were given.
+    mlm_loss, nsp_loss: the two terms of `loss`; None without labels.
+    prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V); None with labels and `skip_logits`.
     seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
     hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
     attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
@@ -648,8 +707,8 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     """The encoder with both pretraining heads (section 15.8.6): what the training loop trains and saves."""
 
     _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
-    # Transformers' Trainer counts a step's labels but not its pairs. Given one count and not the other it would weigh
-    # the two losses differently for every accumulation split; `d2l_bert.PretrainingLoss` gives it both.
+    # Transformers' Trainer counts the labels of a step but not the pairs. With only one of the two counts, the weights
+    # of the two losses would depend on how a step is split into micro-batches. `d2l_bert.PretrainingLoss` passes both.
     accepts_loss_kwargs = False
 
     def __init__(self, config):
@@ -685,14 +744,14 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     ) -> tuple | D2lBertForPreTrainingOutput:
         """
         Args (the others as in `D2lBertModel`):
-            masked_positions: the positions to predict (B, P); the MLM head runs there only. Without it the head runs
-                at the labelled positions if `skip_logits`, else everywhere.
-            labels: the true tokens, -100 where nothing is predicted: (B, P) with `masked_positions`, else (B, T).
+            masked_positions: the positions to predict (B, P); the MLM head runs at these positions only. Without
+                `masked_positions` the head runs at the labelled positions if `skip_logits`, else at all positions.
+            labels: the true token ids, -100 where nothing is predicted: (B, P) with `masked_positions`, else (B, T).
             next_sentence_label: 0 if B follows A, 1 if B is random, -100 for none: (B,), or (B, S) for packed rows.
-            num_items_in_batch, num_pairs_in_batch: predicted tokens and pairs in the whole optimizer step. With them
-                each loss is a sum divided by the count, so that micro-batches add up.
-            skip_logits: with `labels`, compute the MLM loss without `prediction_logits`, which are None then: faster,
-                and with less memory. By default in training mode, but not in evaluation mode.
+            num_items_in_batch, num_pairs_in_batch: the number of predicted tokens and of pairs in the whole optimizer
+                step. Each loss is then a sum divided by its number, so that the losses of micro-batches add up.
+            skip_logits: with `labels`, compute the MLM loss without keeping `prediction_logits`, which are then None:
+                faster, and with less memory. By default true in training mode, false in evaluation mode.
 
         Returns:
             `D2lBertForPreTrainingOutput`
@@ -781,7 +840,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
 
 
 class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
-    """The encoder with the NSP head (section 15.8.5.2). Its labels are named in `config.id2label`."""
+    """The encoder with the NSP head (section 15.8.5.2). `config.id2label` has the names of the two labels."""
 
     def __init__(self, config):
         if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
@@ -823,7 +882,7 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
 
 
 class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
-    """The encoder with a linear layer on the pooled [CLS] (section 16.6): a text or a pair, to classes or numbers."""
+    """The encoder with a linear layer on the pooled [CLS] (section 16.6): classes or numbers for a text or a pair."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -847,19 +906,19 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
     ) -> tuple | SequenceClassifierOutput:
         """
         Args (the others as in `D2lBertModel`), with C = `config.num_labels`:
-            labels: what `config.problem_type` says:
+            labels: depend on `config.problem_type`:
                 `"single_label_classification"` (cross-entropy): classes (B,), -100 for none;
                 `"multi_label_classification"` (binary cross-entropy): 0 or 1 for each class (B, C);
                 `"regression"` (squared error): numbers (B, C).
-                With one class (B,) will do for (B, 1). If `problem_type` is None the first labels settle it, as in
-                Transformers: one class is a regression, whole numbers are classes, others are multi-label.
+                If C is 1, labels may be (B,) instead of (B, 1). If `problem_type` is None, the first labels set it, as
+                in Transformers: regression if C is 1, else single-label for integers and multi-label for floats.
             num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
 
         Returns:
             `SequenceClassifierOutput` with `logits` (B, C).
 
         Raises:
-            ValueError: labels of another shape.
+            ValueError: the labels have another shape.
         """
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
@@ -871,7 +930,7 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
         )
 
     def loss(self, logits, labels, num_items=None):
-        """The loss that `config.problem_type` names, of logits (B, C)."""
+        """The loss for logits (B, C) that `config.problem_type` names; sets `config.problem_type` if it is None."""
         problem_type = self.config.problem_type
         if problem_type is None:
             if self.num_labels == 1:
@@ -938,7 +997,7 @@ class D2lBertForTokenClassification(D2lBertPreTrainedModel):
 
 
 class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
-    """The encoder with two scores a token (section 16.6.4): is it the first, is it the last of the answer?"""
+    """The encoder with two scores for each token (section 16.6.4): for the start and for the end of the answer."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -961,13 +1020,14 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
     ) -> tuple | QuestionAnsweringModelOutput:
         """
         Args (the others as in `D2lBertModel`):
-            start_positions, end_positions: where the answer starts and ends (B,). An end that was cut off, at T or
-                beyond, does not count.
+            start_positions, end_positions: the first and the last token of the answer (B,). A position at T or beyond,
+                where the row was truncated, does not count in the loss.
             num_items_in_batch: questions in the whole optimizer step, as in `cross_entropy`. Trainer does not count
-                them: under it micro-batches should be of one size.
+                questions: under Trainer all micro-batches should have the same size.
 
         Returns:
-            `QuestionAnsweringModelOutput` with `start_logits` and `end_logits` (B, T); the loss is the mean of theirs.
+            `QuestionAnsweringModelOutput` with `start_logits` and `end_logits` (B, T). The loss is the mean of the
+            losses of start and end.
         """
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
@@ -990,13 +1050,13 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
 
 
 class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
-    """The encoder with one score a text on the pooled [CLS]: which of the choices is it?"""
+    """The encoder with one score on the pooled [CLS] of each choice; the highest score is the answer."""
 
     def __init__(self, config):
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.dropout = head_dropout(config)
-        # Not "classifier": a checkpoint of this head loads into those that have one for each class.
+        # Not named "classifier", or other heads would load this layer, whose shape differs, as theirs.
         self.scorer = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
@@ -1014,15 +1074,15 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
     ) -> tuple | MultipleChoiceModelOutput:
         """
         Args (as in `D2lBertModel`, with C choices in each row: (B, C, T) for (B, T)):
-            labels: the choice that is right (B,), -100 for none.
+            labels: the number of the right choice (B,), -100 for none.
             num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
 
         Returns:
             `MultipleChoiceModelOutput` with `logits` (B, C).
         """
         flat = [
-            None if given is None else given.flatten(0, 1)
-            for given in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            None if tensor is None else tensor.flatten(0, 1)
+            for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ]
         outputs = self.bert(*flat, return_dict=True, **kwargs)
         rows_and_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]

@@ -1,14 +1,14 @@
-"""A model folder: weights, configuration and the code for readers who have no d2l_bert."""
+"""Saves a model into a folder: weights, config.json, and the code that loads the model without d2l_bert."""
 
 import shutil
 from pathlib import Path
 
 
-# What a run may change in the architecture of the model that it starts from.
+# Fields of `D2lBertConfig` that a run with --init_from may change.
 FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 
 
-# What `trust_remote_code=True` finds in config.json where d2l_bert is not installed.
+# The entry `auto_map` of config.json: the class that each Auto class loads with `trust_remote_code=True`.
 AUTO_MAP = {
     "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
     "AutoModel": "modeling_d2l_bert.D2lBertModel",
@@ -23,13 +23,13 @@ AUTO_MAP = {
 
 
 def save_with_code(model, folder: Path) -> None:
-    """Write weights and configuration of one of our models, and the two files of code that define it."""
+    """Write a d2l-bert model: the weights, config.json with `auto_map`, and the two Python files of the model."""
     model.config.auto_map = dict(AUTO_MAP)
     save_model(model, folder)
 
 
 def save_model(model, folder: Path) -> None:
-    """Write weights and configuration of any model."""
+    """Write the weights and config.json of any Transformers model."""
     model.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)  # safetensors lets only the owner read it
+        shutil.copymode(folder / "config.json", weights)  # safetensors writes files that only the owner can read

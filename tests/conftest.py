@@ -1,19 +1,21 @@
-"""A small made-up language to train on, and one trained model for every test that needs one. Nothing is downloaded."""
+"""Fixtures for all tests: a corpus in a small made-up language, one model trained on it, a local Hub. No downloads."""
 
 import logging
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 
-# Read when the libraries are imported.
+# Set before the imports: the libraries read these variables once, when they are imported.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="d2l-bert-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:  # test processes share the cores: one thread each
+if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist's processes share the cores: one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
@@ -25,7 +27,10 @@ from local_hub import TOKEN, LocalHub  # noqa: E402
 from d2l_bert.cli import main  # noqa: E402
 
 
-# The same examples on every machine; `make fuzz` draws new ones.
+# A failed assert in these modules shows its values, as one in a test does.
+pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_models")
+
+# The property tests try the same examples on every machine; `make fuzz` draws new ones.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("fuzz", deadline=None, max_examples=2000)
 settings.load_profile("same")
@@ -41,7 +46,7 @@ HEADS = (
     "ForMultipleChoice",
 )
 
-# A model without dropout whose sizes all differ.
+# A model without dropout. All its sizes differ, so that a test notices if two are swapped.
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 24,
@@ -53,7 +58,7 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 
-# The files of a finished model; beside them stand the log and the checkpoints.
+# The files of a finished model. The run's folder also holds the log and the checkpoints.
 MODEL_FILES = {
     "README.md",
     "config.json",
@@ -77,7 +82,7 @@ SMALL = (
 
 
 def write_books(folder, count=24, seed=0):
-    """Text with something to learn: each book has its own hero, place and thing, and tells of them again and again."""
+    """Write text that a model can learn: each book repeats its own hero, place and thing in many sentences."""
     rng = random.Random(seed)
     names = ["anna", "boris", "clara", "daniel", "emma", "felix", "greta", "hugo"]
     places = ["garden", "kitchen", "harbour", "library", "market", "station", "tower", "valley"]
@@ -100,13 +105,13 @@ def write_books(folder, count=24, seed=0):
 
 @pytest.fixture(scope="session")
 def books(tmp_path_factory):
-    """A folder of 24 text files."""
+    """A folder of 24 text files, `book-00.txt` and so on."""
     return write_books(tmp_path_factory.mktemp("corpus") / "books")
 
 
 @pytest.fixture(scope="session")
 def trained(books, tmp_path_factory):
-    """The folder of a finished run of 40 steps, checkpoints at 20 and 40, in float32."""
+    """The folder of a finished run: 40 steps in float32, with checkpoints at steps 20 and 40."""
     folder = tmp_path_factory.mktemp("trained") / "model"
     arguments = [f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20"]
     assert main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *SMALL]) == 0
@@ -115,7 +120,7 @@ def trained(books, tmp_path_factory):
 
 @pytest.fixture
 def one_thread():
-    """For models too small to gain from threads; what other tests share is made before, with all of them."""
+    """Compute the test on one thread, as its model is too small to gain from more. Shared fixtures use all threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -124,9 +129,9 @@ def one_thread():
 
 @pytest.fixture
 def shown():
-    """The package's messages go to stderr, as under the command, for tests that call what it calls."""
+    """Send the package's messages to stderr, as the command does, for tests that call its functions directly."""
     logger, handler = logging.getLogger("d2l_bert"), logging.Handler()
-    handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # pytest replaces stderr after this
+    handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # pytest replaces stderr later
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)
@@ -137,20 +142,54 @@ def shown():
 
 @pytest.fixture
 def hub():
-    """A Hub of this test's own, for processes with the environment that `local_hub.environment` makes."""
+    """A local Hub for this test alone. A process reaches it with the environment of `local_hub.environment`."""
     with LocalHub({TOKEN: "someone", "hf_made_up_for_another": "another"}) as hub:
         yield hub
 
 
 @pytest.fixture
 def here(hub, monkeypatch):
-    """The Hub, for this very process, with someone's token."""
+    """The local Hub, set as the Hub of this very process, which has the token of the user `someone`."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     address = "{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.endpoint}/{address}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    no_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # before a request is tried again
+    no_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # no wait before a retry
     monkeypatch.setattr("huggingface_hub.utils._http.time", no_waiting)
     return hub
+
+
+@pytest.fixture
+def fails(capsys, tmp_path):
+    """Run a command that must fail; returns its one line on stderr."""
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse exits by itself
+            code = stop.code
+        captured = capsys.readouterr()
+        lines = [line for line in captured.err.splitlines() if "error:" in line]
+        assert code == 2 and len(lines) == 1, captured.err
+        assert "Traceback" not in captured.err
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def command(books):
+    """A function that gives the arguments of a run with a certain output folder."""
+
+    def arguments(folder, *options):
+        return ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]
+
+    return arguments
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A copy of a finished run's folder, for a test to damage."""
+    return Path(shutil.copytree(trained, tmp_path / "model"))

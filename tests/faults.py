@@ -1,9 +1,9 @@
-"""The command with a fault in it, in a process of its own: `FAULT=name python tests/faults.py pretrain ...`.
+"""The command with one fault, run in a process of its own: `FAULT=name python tests/faults.py pretrain ...`.
 
-`START_METHOD` says how it starts processes, `FAULTY_RANK` which rank has the fault; the others run without it.
+Environment variables: `FAULT` is a key of `FAULTS` below. `START_METHOD` is the start method of `multiprocessing`.
+`FAULTY_RANK` is the rank that has the fault (0 by default); all other ranks run without a fault.
 """
 
-import errno
 import functools
 import multiprocessing
 import os
@@ -16,17 +16,6 @@ import torch
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training import data, learner, loop, trials
-
-
-def full_cache_at_the_second_epoch():
-    lay_out = data.EpochPlans._lay_out
-
-    def sometimes(plans, number, path):
-        if number and multiprocessing.parent_process():  # in a worker: the trial before the loop is none
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return lay_out(plans, number, path)
-
-    data.EpochPlans._lay_out = sometimes
 
 
 def at_step(step, act):
@@ -69,7 +58,7 @@ def compiling_without_memory():
 
 
 def stuck_before_the_first_step():
-    """Wait for a message that no rank sends, as for a peer that hangs; the peers then wait for this rank."""
+    """Make this rank hang: it waits for a message that no rank sends, and the other ranks then wait for this rank."""
 
     def wait(*_):
         print("waiting for a message that is never sent", file=sys.stderr, flush=True)
@@ -86,7 +75,6 @@ def without_a_compiler():
 
 
 FAULTS = {
-    "full cache": full_cache_at_the_second_epoch,
     "refusal in a worker": lambda: in_a_worker(refuse),
     "bug in a worker": lambda: in_a_worker(stumble),
     "endless worker": lambda: in_a_worker(lambda: time.sleep(600)),
@@ -102,15 +90,15 @@ FAULTS = {
 }
 
 compile_as_is = torch.compile
-if os.environ["FAULT"] == "no compiler":  # on every rank: even a short run tries to compile, and in a moment
-    trials.LEAST_SECONDS = 0.0
+if os.environ["FAULT"] == "no compiler":  # on every rank, even a short run tries to compile, at no cost
+    trials.MIN_SECONDS_TO_COMPILE = 0.0
     torch.compile = functools.partial(compile_as_is, backend="eager")
 
 if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):
     FAULTS[os.environ["FAULT"]]()
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with SIGINT ignored
     if method := os.environ.get("START_METHOD"):
         multiprocessing.set_start_method(method)
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""Draw new examples for every property test until time is up: `python tests/fuzz.py MINUTES`; `make fuzz` runs it.
+"""Try new examples in every property test until the time is up: `python tests/fuzz.py MINUTES`, or `make fuzz`.
 
-A failing example is printed, and kept in .hypothesis, from where it is tried first the next time. Mended, it belongs
-beside its test as an `@example`.
+A failing example is printed and kept in .hypothesis; the next run tries it first. When the bug is mended, add the
+example to its test as an `@example`.
 """
 
 import re
@@ -14,7 +14,7 @@ COMMAND = "-m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-show-s
 
 
 def main(minutes: float) -> int:
-    """Run the property tests again and again; returns 0, or pytest's exit code where one failed."""
+    """Run the property tests again and again for some minutes; returns 0, or pytest's exit code if a test failed."""
     end, examples, rounds = time.monotonic() + 60 * minutes, 0, 0
     while time.monotonic() < end:
         done = subprocess.run([sys.executable, *COMMAND], stdout=subprocess.PIPE, text=True)

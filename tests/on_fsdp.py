@@ -1,9 +1,9 @@
-"""The `d2l-bert` command with FSDP2 in force on CPUs, where Accelerate passes it over and runs DDP.
+"""The `d2l-bert` command with FSDP2 on CPUs. Accelerate itself runs DDP on CPUs even if FSDP2 is requested.
 
     accelerate launch --config_file docs/accelerate/fsdp2.yaml --num_processes 2 tests/on_fsdp.py pretrain ...
     torchrun --standalone --nproc-per-node 2 tests/on_fsdp.py pretrain ...
 
-A step of an optimizer on parameters that are not in parts fails, and so does a run that ends well without a step.
+Fails if an optimizer steps on a parameter that is not sharded, or if the run succeeds without an optimizer step.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")  # before torch looks for devices
-for name, value in {  # what `accelerate launch` says with docs/accelerate/fsdp2.yaml
+for name, value in {  # the variables that `accelerate launch` sets from docs/accelerate/fsdp2.yaml
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -28,25 +28,25 @@ from d2l_bert.cli import main  # noqa: E402
 
 
 class Fsdp2:
-    """Puts FSDP2 in force and watches that it stays so."""
+    """Switches FSDP2 on, and checks at every optimizer step that it is on."""
 
     def __init__(self):
         self.steps = 0
-        self.as_it_was = AcceleratorState.__init__
+        self.original_init = AcceleratorState.__init__
         AcceleratorState.__init__ = lambda *args, **kwargs: self.start(*args, **kwargs)
         register_optimizer_step_pre_hook(self.watch)
 
     def start(self, state, *args, fsdp_plugin=None, **kwargs):
-        """Start Accelerate's state on CPUs as it starts itself on GPUs."""
+        """Set up Accelerate's state on CPUs the way Accelerate does on GPUs."""
         is_new = AcceleratorState._shared_state == {}
-        self.as_it_was(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        self.original_init(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if is_new:
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
             if state.mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(state.mixed_precision)
 
     def watch(self, optimizer, *_):
-        """Refuse a step on whole parameters."""
+        """Fail if an optimizer steps on a parameter that is not sharded."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         assert all(isinstance(parameter, DTensor) for parameter in parameters), "FSDP2 is not in force"
         self.steps += 1

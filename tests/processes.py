@@ -1,10 +1,10 @@
-"""The command line in processes of their own, for tests that send signals to them.
+"""Starts the command in processes of its own, for tests that send signals to it.
 
-Two ways: forked from a process that has imported everything, which takes a moment; and as a script for a launcher:
+`launch` forks from a process that has imported everything, which is quick. A launcher runs this file as a script:
 
     torchrun --nproc-per-node=2 tests/processes.py FIRST_STEP SECONDS pretrain --corpus=...
 
-Both can dawdle: from step FIRST_STEP on, each step takes SECONDS longer.
+Both can slow the run down: from step FIRST_STEP on, each step takes SECONDS longer.
 """
 
 import multiprocessing
@@ -22,11 +22,15 @@ from d2l_bert.cli import main
 
 
 def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:
-    """Start the command; as many `multiprocessing` processes of one group. What the first says goes to a file."""
+    """Start the command in `processes` ranks of one run; returns the `multiprocessing` processes.
+
+    Rank 0 writes its stdout and stderr to the file `said`, the other ranks to files beside it. `dawdle` is
+    (FIRST_STEP, SECONDS).
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
     port = free_port() if processes > 1 else None
-    method = multiprocessing.get_start_method()  # that of loaders' workers, as if the command had been started plainly
+    method = multiprocessing.get_start_method()  # loaders start their workers by this method, as in a normal run
     launched = []
     for rank in range(processes):
         environment = _environment(rank, processes, port) if processes > 1 else {}
@@ -38,7 +42,7 @@ def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:
 
 
 def _environment(rank, processes, port):
-    """What torchrun would set."""
+    """The variables that torchrun sets."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
     return {name: str(value) for name, value in {**ranks, **address}.items()}
@@ -52,14 +56,14 @@ def free_port():
 
 def _command(arguments, environment, said, dawdle, method):
     multiprocessing.set_start_method(method, force=True)
-    os.setsid()  # a group of its own, with its loader's workers, as a terminal has it
+    os.setsid()  # a process group for the command and its loader's workers, as in a terminal
     os.environ.update(environment)
     file = os.open(said, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands with SIGINT ignored
     _dawdle(*dawdle)
     sys.exit(main(arguments))
 

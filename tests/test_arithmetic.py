@@ -1,4 +1,4 @@
-"""The arithmetic of a step, against PyTorch's own count of what a real step does, and the peak it is compared with."""
+"""The operations of a training step agree with PyTorch's own count, and the measured peak is plausible."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ COUNTS = SimpleNamespace(
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("with_pairs", [True, False])
 def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pairs, tied):
-    """Attention spelt out, so that every product is one that the counter sees."""
+    """With attention written out in matrix products: PyTorch's counter sees those, but not its attention kernel."""
     model_class = D2lBertForPreTraining if with_pairs else D2lBertForMaskedLM
     config = D2lBertConfig(**SIZES, tie_word_embeddings=tied)
     model = model_class._from_config(config, attn_implementation="eager")
@@ -35,18 +35,20 @@ def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pa
     assert training_arithmetic(config, COUNTS, pair_task=with_pairs) == counter.get_total_flops()
 
 
-def test_the_arithmetic_of_bert_base_is_the_well_known_six_operations_a_weight_and_token():
-    """
-    Kaplan et al. (2020), equation 2.2: 6 N operations a token, N without embeddings, beside attention's own; but where
-    no token is read, the last block has its keys and values only.
+def test_without_attention_and_heads_bert_base_takes_six_operations_per_weight_and_token():
+    """Kaplan et al. (2020), equation 2.2: 6 N operations per token, where N excludes the embeddings.
+
+    No output is read here, so the last block computes only keys and values: 2 of its 12 H^2 weights.
     """
     config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
     nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
     assert training_arithmetic(config, nothing, pair_task=True) == 6 * (11 * 12 + 2) * 768**2
 
 
-def test_a_micro_batch_costs_most_where_there_are_many_weights_for_little_arithmetic():
-    """Of the large weights, of blocks and tables of tokens, 800 operations each, in tokens."""
+def test_a_micro_batch_costs_most_tokens_where_a_model_has_many_weights_and_little_arithmetic_per_token():
+    """
+    The cost is 800 operations for each weight of the blocks and token tables, divided by the operations of a token.
+    """
     for tied in (True, False):
         config = D2lBertConfig(**SIZES, tie_word_embeddings=tied)
         model = D2lBertForPreTraining(config)
@@ -63,24 +65,24 @@ def test_a_micro_batch_costs_most_where_there_are_many_weights_for_little_arithm
     assert costs == sorted(costs, reverse=True)
 
 
-def test_the_peak_is_a_plausible_one_and_leaves_random_numbers_alone():
+def test_the_measured_peak_is_plausible_and_leaves_the_random_number_generators_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
     state = np.random.get_state()[1].copy()
     peak = matmul_peak(torch.device("cpu"), torch.float32, seconds=0.03)
     assert torch.equal(torch.rand(4), expected) and (np.random.get_state()[1] == state).all()
-    assert 1e8 < peak < 1e15  # a tenth of what any CPU of this century does, and more than any does
+    assert 1e8 < peak < 1e15  # any CPU reaches ten times the lower limit, and no CPU the upper
 
 
 @pytest.mark.parametrize("precision", MATMUL_DTYPES)
-def test_a_peak_is_measured_in_every_precision(precision):
+def test_the_peak_is_measured_in_every_precision(precision):
     assert matmul_peak(torch.device("cpu"), MATMUL_DTYPES[precision], seconds=0.003) > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpus_peak_waits_for_its_products():
-    """Unsynchronised, a launch looks like a product that takes microseconds."""
+def test_the_peak_of_a_gpu_counts_the_time_until_its_products_are_done():
+    """Without synchronising, only the launch would be timed, which takes microseconds."""
     state = torch.cuda.get_rng_state()
     peak = matmul_peak(torch.device("cuda"), torch.bfloat16)
     assert 1e12 < peak < 5e15

@@ -1,4 +1,4 @@
-"""The model card: what it says is what the run's files say, and nothing else."""
+"""The model card: every fact in it comes from the run's files."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from d2l_bert.model_cards.card import card_of, count_parameters, render_card
 from d2l_bert.model_cards.metadata import check_metadata, read_metadata
 
 
-REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card that they should give
+REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card expected from them
 
 
 @pytest.fixture
 def facts(trained):
-    """Configuration, record and metrics of a run, to be changed."""
+    """The contents of config.json, run_config.json and metrics.json of a run, for a test to change."""
     return [read_json(trained / name) for name in ("config.json", "run_config.json", "metrics.json")]
 
 
@@ -29,7 +29,7 @@ def card(facts, name="model"):
 
 
 def rows(text):
-    """The rows of all tables of two columns."""
+    """The rows of all tables with two columns, as a dict."""
     return dict(re.findall(r"^\| ((?:[^|\\]|\\.)+) \| (.+) \|$", text, re.MULTILINE))
 
 
@@ -41,7 +41,7 @@ def test_the_card_of_a_real_run_is_the_expected_text():
     assert card_of("d2l-bert-demo", config, parameters, record, metrics, True) == (REAL_RUN / "README.md").read_text()
 
 
-def test_every_figure_is_that_of_the_runs_files(trained, facts):
+def test_every_number_on_the_card_is_in_the_runs_files(trained, facts):
     config, record, metrics = facts
     found = ModelCard.load(trained / "README.md")
     shown = rows(found.text)
@@ -75,7 +75,7 @@ def test_every_figure_is_that_of_the_runs_files(trained, facts):
     assert "{{" not in found.text and "{%" not in found.text and "None" not in found.text
 
 
-def test_its_metadata_says_them_too_and_passes_the_hubs_rules(trained, facts):
+def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(trained, facts):
     _, _, metrics = facts
     found = ModelCard.load(trained / "README.md")
     check_metadata(read_metadata((trained / "README.md").read_text()), mask_token="[MASK]")
@@ -89,7 +89,7 @@ def test_its_metadata_says_them_too_and_passes_the_hubs_rules(trained, facts):
 
 
 @pytest.mark.skipif(version("huggingface_hub") < "2", reason="version 1 asks the public Hub, whatever it is told")
-def test_the_hubs_own_check_takes_it(hub, trained, monkeypatch):
+def test_the_hubs_own_check_accepts_the_cards_metadata(hub, trained, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     ModelCard.load(trained / "README.md").validate()
@@ -113,7 +113,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("key", ROWS)
-def test_what_no_file_says_leaves_its_row_out(facts, key):
+def test_a_row_whose_number_is_in_no_file_is_left_out(facts, key):
     whole = card(facts)
     del facts[2][key]
     left = card(facts)
@@ -125,7 +125,7 @@ def test_what_no_file_says_leaves_its_row_out(facts, key):
         assert "widget" not in left.data.to_dict() and "What it makes of some masks" not in left.text
 
 
-def test_without_a_record_it_tells_of_the_configuration_alone(facts):
+def test_without_run_config_and_metrics_the_card_describes_the_configuration_alone(facts):
     found = card([facts[0], {}, {}])
     assert rows(found.text).keys() == {
         "field",
@@ -134,7 +134,7 @@ def test_without_a_record_it_tells_of_the_configuration_alone(facts):
     assert found.data.eval_results is None and found.data.license is None and "Reproduce" not in found.text
 
 
-def test_a_blimp_figure_is_shown_where_it_was_measured(facts):
+def test_blimp_accuracy_is_shown_if_it_was_measured(facts):
     assert "BLiMP" not in card(facts).content
     facts[2]["eval_blimp_accuracy"] = 0.6543
     found = card(facts)
@@ -143,7 +143,7 @@ def test_a_blimp_figure_is_shown_where_it_was_measured(facts):
     assert (blimp.metric_value, blimp.dataset_type) == (0.6543, "nyu-mll/blimp")
 
 
-def test_a_perplexity_without_end_is_no_metric_of_the_hubs(facts):
+def test_an_infinite_perplexity_is_in_the_card_but_not_in_its_metadata(facts):
     facts[2]["eval_perplexity"] = float("inf")
     found = card(facts)
     assert rows(found.text)["MLM perplexity"] == "inf"
@@ -151,13 +151,13 @@ def test_a_perplexity_without_end_is_no_metric_of_the_hubs(facts):
     check_metadata(read_metadata(found.content))
 
 
-def test_a_model_from_the_hub_is_its_base_and_one_from_a_folder_is_not(facts):
+def test_a_start_model_from_the_hub_is_the_base_model_and_one_from_a_folder_is_not(facts):
     facts[1]["run"]["init_from"] = "somebody/some-bert"
     found = card(facts)
     assert found.data.base_model == "somebody/some-bert"
     assert rows(found.text)["start"] == "the weights, architecture and vocabulary of somebody/some-bert"
     path = {"name": "somebody/some-bert", "fingerprint": "0"}
-    # as it is in a run's folder, and in a published one
+    # The record of a run's folder, then that of a published folder.
     for places in ({"local_paths": {"somebody/some-bert": path}}, {"local_paths": {}, "fingerprints": [path]}):
         facts[1].update(places)
         found = card(facts)
@@ -173,7 +173,7 @@ def test_a_model_from_the_hub_is_its_base_and_one_from_a_folder_is_not(facts):
         (["some/set"], "books, some/set", "books-some-set"),
     ],
 )
-def test_data_sets_are_named_so_that_the_hub_takes_them(facts, hub_datasets, name, kind):
+def test_data_sets_get_names_that_the_hub_accepts(facts, hub_datasets, name, kind):
     facts[1]["data"] |= {"hub_datasets": hub_datasets, "corpus_name": name}
     found = card(facts)
     assert {(result.dataset_type, result.dataset_name) for result in found.data.eval_results} == {
@@ -183,14 +183,14 @@ def test_data_sets_are_named_so_that_the_hub_takes_them(facts, hub_datasets, nam
     check_metadata(read_metadata(found.content))
 
 
-def test_a_language_with_a_region_is_said_as_the_hub_wants_it(facts):
+def test_a_language_with_a_region_is_written_as_the_hub_expects(facts):
     facts[1]["run"]["language"] = "pt-br"
     found = card(facts)
     assert found.data.language == "pt" and found.data.to_dict()["language_bcp47"] == ["pt-br"]
     check_metadata(read_metadata(found.content))
 
 
-def test_names_and_words_with_signs_of_markdown_and_quotes_do_no_harm(facts):
+def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(facts):
     facts[2]["predictions"][0] = {"text": 'à | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
     found = card(facts, name='d\'accord "x"')
     assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)"
@@ -200,14 +200,14 @@ def test_names_and_words_with_signs_of_markdown_and_quotes_do_no_harm(facts):
         compile(block, "the card", "exec")
 
 
-def test_the_card_says_the_share_of_the_peak_and_how_many_steps_were_left_out(facts):
+def test_the_card_states_the_share_of_the_peak_and_the_number_of_skipped_steps(facts):
     metrics = facts[2]
     assert 0 < metrics["train_mfu"] < 1 and metrics["train_memory_mb"] > 10 and metrics["train_skipped_steps"] == 0
     metrics["train_mfu"] = 0.4567
     text = card(facts).text
     assert "45.7 % of the measured peak" in text and "left out" not in text
     metrics["train_skipped_steps"] = 3
-    assert "; 3 of them left out" in card(facts).text
+    assert "; 3 steps skipped" in card(facts).text
 
 
 @pytest.mark.parametrize(
@@ -221,14 +221,14 @@ def test_the_card_says_the_share_of_the_peak_and_how_many_steps_were_left_out(fa
         ({"ema_decay": 0.999}, "a straight line; the weights are a moving average with decay 0.999 |"),
     ],
 )
-def test_the_card_says_how_the_optimizer_went(facts, options, said):
+def test_the_card_states_optimizer_schedule_and_average(facts, options, said):
     facts[1]["run"].update(options)
     text = card(facts).text
     assert said in text
     assert "40 of 8 pairs |" in text
 
 
-def test_machines_of_other_sizes_are_told_in_their_units(facts):
+def test_gpus_several_processes_and_long_runs_are_described_in_fitting_units(facts):
     facts[1]["machine"] |= {"processes": 8, "accelerator": "NVIDIA H200", "threads": 1}
     facts[2] |= {"train_seconds": 1209600.0, "train_energy_kwh": 1881.6}
     told = rows(card(facts).text)
@@ -238,7 +238,7 @@ def test_machines_of_other_sizes_are_told_in_their_units(facts):
     assert rows(card(facts).text)["machine"] == "A, 1 thread"
 
 
-def test_what_was_taken_of_a_text_is_said(facts):
+def test_the_card_states_which_part_of_the_text_was_used_and_how_it_was_cleaned(facts):
     plain = rows(card(facts).text)
     assert plain.keys().isdisjoint({"data sets", "shares of the sources", "at most", "cleaning", "rows"})
     facts[1]["data"] |= {"hub_datasets": ["some/set"]}
@@ -255,8 +255,8 @@ def test_what_was_taken_of_a_text_is_said(facts):
     )
 
 
-def test_a_published_folder_gives_the_card_again(trained, tmp_path):
-    """All that it needs is in the files that are published."""
+def test_a_published_folder_gives_the_same_card_again(trained, tmp_path):
+    """The published files hold everything that the card needs."""
     files = ("config.json", "model.safetensors", "run_config.json", "metrics.json", "training_curves.png")
     for name in files:
         (tmp_path / name).write_bytes((trained / name).read_bytes())

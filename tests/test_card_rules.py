@@ -1,4 +1,4 @@
-"""Metadata that the Hub takes passes; what it refuses, or shows wrongly, is refused in a line with the mend."""
+"""Card metadata: what the Hub accepts passes; what it rejects or shows wrongly is refused in a line with the mend."""
 
 import copy
 import os
@@ -9,8 +9,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from d2l_bert.model_cards.metadata import LICENSES, TASKS, check_license, check_metadata, read_metadata
 
 
-# google-bert/bert-base-uncased, answerdotai/ModernBERT-base, coqui/XTTS-v1 and 01-ai/Yi-34B as the Hub's documentation
-# has them, what Transformers' Trainer writes, widgets of several tasks, and keys that the Hub does not know.
+# From the Hub's documentation: the cards of google-bert/bert-base-uncased, answerdotai/ModernBERT-base, coqui/XTTS-v1
+# and 01-ai/Yi-34B. Also: a card by Transformers' Trainer, widgets of several tasks, and keys unknown to the Hub.
 REAL = {
     "bert": """
         language: en
@@ -96,7 +96,7 @@ def refusal(check, *arguments):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_what_stands_on_the_hub_passes_and_is_left_as_it_was(name):
+def test_cards_from_the_hub_pass_and_are_not_changed(name):
     given = metadata(REAL[name])
     before = copy.deepcopy(given)
     check_metadata(given)
@@ -112,7 +112,7 @@ def test_the_card_of_a_run_passes(trained, tmp_path, monkeypatch):
     assert "[BLANK]" in refusal(check_metadata, given, "[BLANK]")
 
 
-def test_what_huggingface_hub_writes_passes():
+def test_a_card_made_by_huggingface_hub_passes():
     result = EvalResult("fill-mask", "some/set", "Some set", "accuracy", 0.5, dataset_config="1.0")
     data = ModelCardData(license="mit", language="no", model_name="1", eval_results=[result])
     check_metadata(read_metadata(str(ModelCard(f"---\n{data.to_yaml()}\n---\ntext"))))
@@ -131,8 +131,11 @@ def test_what_huggingface_hub_writes_passes():
             "line 5: not valid YAML (mapping values are not allowed here)",
         ),
         ("\ufeff---\r\nlicense: mit\r\n\ttags: a\r\n---\r\n", "line 3: not valid YAML"),
-        ("---\nlicense: mit\ntags: [a]\nlicense: gpl\n---\n", "line 4: not valid YAML ('license' is there twice)"),
-        ("---\nwidget:\n- text: a\n  text: b\n---\n", "line 4: not valid YAML ('text' is there twice)"),
+        (
+            "---\nlicense: mit\ntags: [a]\nlicense: gpl\n---\n",
+            "line 4: not valid YAML (the key 'license' appears twice)",
+        ),
+        ("---\nwidget:\n- text: a\n  text: b\n---\n", "line 4: not valid YAML (the key 'text' appears twice)"),
         ("---\nlicense: !!python/object:a.b {}\n---\n", "line 2: not valid YAML"),
         ("---\n[a]: b\n---\n", "line 2: not valid YAML (found unhashable key)"),
         ("---\nwhen: 2024-13-45\n---\n", "not valid YAML (month must be in 1..12"),
@@ -143,11 +146,11 @@ def test_what_huggingface_hub_writes_passes():
         ("---\n\n---\n", "is None; give it"),
     ],
 )
-def test_a_card_without_metadata_to_read_is_refused(card, said):
+def test_a_card_without_readable_metadata_is_refused(card, said):
     assert said in refusal(read_metadata, card)
 
 
-def test_metadata_is_what_yaml_says():
+def test_metadata_is_read_by_the_rules_of_yaml():
     card = "\ufeff---\nlicense: mit\nbase: &b {x: 1}\nmore: {<<: *b, y: 2}\n---\n# A card\n---\nlicense: gpl\n---\n"
     assert read_metadata(card) == read_metadata(card.replace("\n", "\r\n"))
     assert read_metadata(card) == {"license": "mit", "base": {"x": 1}, "more": {"x": 1, "y": 2}}
@@ -167,17 +170,17 @@ def test_metadata_is_what_yaml_says():
         ("BSD 3-Clause", "bsd-3-clause"),
     ],
 )
-def test_a_licence_written_otherwise_is_named_as_the_hub_does(written, meant):
+def test_a_licence_in_another_spelling_is_refused_with_the_hubs_identifier(written, meant):
     said = f"license {written!r} is not one that the Hub knows; write {meant}"
     assert refusal(check_license, written) == said == refusal(check_metadata, {"license": written})
 
 
 @pytest.mark.parametrize("unknown", ["proprietary", "", "\n", 2, None, True, ["mit"], "all rights\nreserved"])
-def test_what_is_no_licence_is_refused(unknown):
+def test_an_unknown_licence_is_refused(unknown):
     assert "license" in refusal(check_license, unknown)
 
 
-def test_every_licence_and_task_passes_and_none_is_there_twice():
+def test_every_licence_and_task_passes_and_none_is_listed_twice():
     assert len(LICENSES) == len(set(LICENSES)) == 83 and len(TASKS) == len(set(TASKS))
     for identifier in LICENSES:
         check_license(identifier)
@@ -207,7 +210,7 @@ def test_every_licence_and_task_passes_and_none_is_there_twice():
         ("license: other\nlicense_name: 2.0\nlicense_link: LICENSE", "license_name is 2.0; YAML"),
     ],
 )
-def test_a_card_whose_licence_is_not_clear_is_refused(yaml, said):
+def test_a_card_with_an_unclear_licence_is_refused(yaml, said):
     assert said in refusal(check_metadata, metadata(yaml))
 
 
@@ -247,7 +250,7 @@ def test_a_card_whose_licence_is_not_clear_is_refused(yaml, said):
         ("self: 1", "huggingface_hub refuses the card's metadata: "),
     ],
 )
-def test_a_key_with_what_the_hub_does_not_take_is_refused(yaml, said):
+def test_a_key_with_a_value_that_the_hub_rejects_is_refused(yaml, said):
     assert said in refusal(check_metadata, metadata(f"license: mit\n{yaml}"))
 
 
@@ -276,17 +279,17 @@ def test_a_key_with_what_the_hub_does_not_take_is_refused(yaml, said):
         ("a--b", "cannot be an id on the Hub"),
     ],
 )
-def test_what_is_no_id_on_the_hub_is_refused(key, name, why, tmp_path, monkeypatch):
+def test_a_name_that_is_no_hub_id_is_refused(key, name, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.makedirs("some/here")
     (tmp_path / "here").write_text("")
     for value in (name, ["owner/name", name]):
         said = refusal(check_metadata, {"license": "mit", key: value})
-        assert said.startswith(f"{key}: {name!r} {why}") and "take it out, or name the " in said
+        assert said.startswith(f"{key}: {name!r} {why}") and "remove the entry, or write the " in said
 
 
 @pytest.mark.parametrize("name", ["imdb", "Salesforce/wikitext", "owner/a.b_c-d", "mc4", "c4.en"])
-def test_an_id_on_the_hub_passes(name, tmp_path, monkeypatch):
+def test_a_hub_id_passes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_metadata({"license": "mit", "datasets": name, "base_model": [name]})
 
@@ -296,7 +299,7 @@ RESULT = "model-index[0].results[0]"
 
 
 def changed(path, value):
-    """`INDEX` with something else at a path, or, with ..., without it."""
+    """A copy of `INDEX` with another value at a path; without the entry if the value is `...`."""
     index = copy.deepcopy(INDEX)
     *parents, last = path
     place = index
@@ -341,7 +344,7 @@ def changed(path, value):
         ([0, "results", 0, "source", "url"], ..., "huggingface_hub refuses the card's metadata: "),
     ],
 )
-def test_a_result_that_lacks_something_is_refused(path, value, said):
+def test_an_evaluation_result_that_lacks_an_entry_is_refused(path, value, said):
     assert said in refusal(check_metadata, changed(path, value))
 
 
@@ -367,9 +370,9 @@ def test_a_result_on_a_corpus_with_a_plain_name_passes(corpus):
         ("[{text: '[MASK]', output: [{label: a, score: .nan}]}]", "widget[0].output[0].score is nan"),
     ],
 )
-def test_a_widget_that_cannot_be_shown_is_refused(widget, said):
+def test_a_widget_that_the_hub_cannot_show_is_refused(widget, said):
     assert said in refusal(check_metadata, metadata(f"license: mit\nwidget: {widget}"), "[MASK]")
 
 
-def test_a_long_value_is_cut_in_the_line():
+def test_the_error_line_cuts_a_long_value_short():
     assert "…" in refusal(check_metadata, {"license": "mit", "tags": "a\n" * 1000})

@@ -1,4 +1,4 @@
-"""`make demo` installs what running needs, and its text does not depend on what only the tests need."""
+"""`make demo` installs only what running needs, and its corpus does not depend on packages that only tests need."""
 
 import importlib.metadata
 import importlib.util
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("modeling", "tokenization", "training", "model_cards")
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").is_file(), reason="it needs the repository")
 
-# What `python_docs` reads: its text follows from this alone, and takes a minute to parse.
+# A hash of the files that `python_docs` reads. Its corpus depends on them alone; parsing them takes a minute.
 READ = """
 import hashlib, itertools
 from pydoc_data import topics
@@ -34,18 +34,18 @@ print(digest.hexdigest())
 
 
 def recipe(target, tmp_path):
-    """The commands that make would run for a target in a fresh clone."""
+    """The commands that `make` would run for a target in a fresh clone."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_demo_installs_the_package_alone_and_the_tests_what_they_need(tmp_path):
+def test_make_demo_installs_the_package_alone_and_make_test_what_the_tests_need_too(tmp_path):
     assert re.findall(r"--editable (\S+)", recipe("demo", tmp_path)) == ["."]
     assert re.findall(r"--editable (\S+)", recipe("test", tmp_path)) == [".", "'.[dev]'"]
 
 
-def test_everything_that_the_demo_reads_is_pinned():
+def test_every_package_that_the_demo_reads_is_pinned():
     pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     pinned = {canonicalize_name(name): version for name, version in pins}
     read = {canonicalize_name(found.metadata["Name"]) for found in required_distributions("d2l-bert")}
@@ -54,7 +54,7 @@ def test_everything_that_the_demo_reads_is_pinned():
 
 @pytest.fixture(scope="module")
 def demos_python(tmp_path_factory):
-    """The Python of an environment that has the package and what it needs, and nothing that only the tests need."""
+    """The Python of an environment with the package and its requirements, but without the tests' own requirements."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
@@ -84,7 +84,7 @@ def test_the_package_trains_without_the_packages_of_the_tests(demos_python, book
         need.name.replace("-", "_")
         for need in needs
         if need.marker and not need.marker.evaluate({"extra": ""}) and need.name not in ("d2l-bert", "pre-commit")
-    } - {"setuptools"}  # torch needs it, too
+    } - {"setuptools"}  # a requirement of torch, too
     here = {name for name in extras if importlib.util.find_spec(name)}
     assert {"pytest", "hypothesis", "peft", "onnx", "tensorboard"} <= here
     look = f"import importlib.util as u; print([n for n in {sorted(extras)} if u.find_spec(n)])"
@@ -95,6 +95,6 @@ def test_the_package_trains_without_the_packages_of_the_tests(demos_python, book
 
 
 @pytest.mark.slow
-def test_the_demos_text_is_the_same_with_the_packages_of_the_tests_and_without(demos_python):
+def test_the_demos_corpus_does_not_depend_on_the_packages_of_the_tests(demos_python):
     with_tests, without = output(sys.executable, "-c", READ), output(demos_python, "-c", READ)
     assert with_tests == without

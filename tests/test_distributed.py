@@ -1,4 +1,4 @@
-"""Several processes as one: what is refused, who speaks, who writes, and tensors that come and go whole."""
+"""Several processes as one run: refused settings, messages of rank 0 alone, and tensors gathered whole."""
 
 import json
 import os
@@ -33,35 +33,35 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
         distributed.check_engine(engine(1))
 
 
-def test_fsdp_that_is_not_in_force_is_refused(monkeypatch):
+def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     distributed.check_engine(engine(kind=DistributedType.FSDP, fsdp2=True))
     with pytest.raises(ValueError, match="first version is not supported; set fsdp_version: 2"):
         distributed.check_engine(engine(kind=DistributedType.FSDP))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     distributed.check_engine(engine(kind=DistributedType.FSDP, fsdp2=True))
-    with pytest.raises(ValueError, match="FSDP was asked for and is not in force"):
+    with pytest.raises(ValueError, match="FSDP was asked for, but Accelerate has no FSDP on"):
         distributed.check_engine(engine())
 
 
 @pytest.mark.parametrize(
     "variable, what",
     [
-        ("ACCELERATE_USE_FSDP", "FSDP was asked for and is not in force"),
+        ("ACCELERATE_USE_FSDP", "FSDP was asked for, but Accelerate has no FSDP on"),
         ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed is not supported"),
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM is not supported"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "tensor or context parallelism is not supported"),
     ],
 )
-def test_the_command_says_in_one_line_what_cannot_be_had(monkeypatch, capsys, tmp_path, variable, what):
+def test_unsupported_engines_are_refused_in_one_line(monkeypatch, capsys, tmp_path, variable, what):
     monkeypatch.setenv(variable, "true")
     assert main(["pretrain", f"--output_dir={tmp_path / 'out'}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert what in line and not (tmp_path / "out").exists()
 
 
-def test_the_launchers_accumulation_does_not_divide_the_loss(monkeypatch):
-    """Accelerate would divide by it once more in `backward`."""
+def test_gradient_accumulation_set_by_the_launcher_does_not_divide_the_loss(monkeypatch):
+    """With this variable, `Accelerator.backward` would divide the loss once more."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator = distributed.make_accelerator("no")
     weight = torch.tensor(1.0, requires_grad=True)
@@ -70,7 +70,7 @@ def test_the_launchers_accumulation_does_not_divide_the_loss(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mistake_that_all_processes_meet_is_said_once(tmp_path):
+def test_a_mistake_seen_by_all_ranks_is_reported_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
     command += ["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -80,17 +80,17 @@ def test_a_mistake_that_all_processes_meet_is_said_once(tmp_path):
     assert "Traceback" not in process.stderr.partition("ChildFailedError")[0].partition("torch/distributed")[0]
 
 
-def test_ranks_beyond_the_first_leave_without_a_word(monkeypatch):
+def test_only_rank_0_reports_a_user_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, raised in (("0", UserError), ("1", SystemExit)):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(raised), distributed.said_once():
+        with pytest.raises(raised), distributed.report_errors_once():
             raise UserError("too little text")
-        with pytest.raises(KeyError), distributed.said_once():
+        with pytest.raises(KeyError), distributed.report_errors_once():
             raise KeyError("a bug is shown by whoever meets it")
 
 
-def test_a_rank_that_was_left_in_the_environment_silences_nothing(monkeypatch, tmp_path, capsys):
+def test_a_rank_left_over_in_the_environment_silences_no_error(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
     for command, said in (
@@ -121,7 +121,7 @@ LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
     ],
     ids=str,
 )
-def test_half_of_what_a_launcher_sets_is_refused_in_one_line(monkeypatch, tmp_path, capsys, given, there):
+def test_an_incomplete_set_of_launcher_variables_is_refused_in_one_line(monkeypatch, tmp_path, capsys, given, there):
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
     for variable, value in given.items():
@@ -142,7 +142,7 @@ def test_half_of_what_a_launcher_sets_is_refused_in_one_line(monkeypatch, tmp_pa
         ),
     ],
 )
-def test_numbers_that_no_launcher_sets_are_refused_in_one_line(monkeypatch, capsys, there, said):
+def test_launcher_variables_with_impossible_numbers_are_refused_in_one_line(monkeypatch, capsys, there, said):
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
     for variable, value in there.items():
@@ -157,7 +157,7 @@ ONE_PROCESS = pytest.mark.parametrize(
 
 
 @ONE_PROCESS
-def test_a_rank_or_a_world_of_one_process_is_rank_0_and_passes_the_check_of_the_engine(monkeypatch, given):
+def test_a_rank_alone_or_a_world_size_of_1_counts_as_rank_0_of_one_process(monkeypatch, given):
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
     for variable, value in given.items():
@@ -168,8 +168,8 @@ def test_a_rank_or_a_world_of_one_process_is_rank_0_and_passes_the_check_of_the_
 
 @ONE_PROCESS
 @pytest.mark.slow
-def test_a_rank_or_a_world_of_one_process_makes_an_ordinary_run_of_one_process(books, tmp_path, given):
-    """In a process of its own: Accelerate reads the environment once."""
+def test_a_rank_alone_or_a_world_size_of_1_gives_an_ordinary_run_of_one_process(books, tmp_path, given):
+    """In a process of its own, because Accelerate reads the environment only once."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}"]
     process = subprocess.run(
@@ -183,10 +183,10 @@ def test_a_rank_or_a_world_of_one_process_makes_an_ordinary_run_of_one_process(b
     assert json.loads((tmp_path / "out" / "run_config.json").read_text())["machine"]["processes"] == 1
 
 
-def test_a_plain_model_is_of_the_same_kind_and_weights_and_ties():
+def test_a_plain_model_has_the_same_class_weights_and_ties():
     config = D2lBertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, tie_word_embeddings=True)
     model = D2lBertForPreTraining(config)
-    plain = distributed.plain_model(model, {name: p.detach() for name, p in model.named_parameters()})
+    plain = distributed.unsharded_model(model, {name: p.detach() for name, p in model.named_parameters()})
     assert type(plain) is D2lBertForPreTraining and plain is not model
     assert plain.state_dict().keys() == model.state_dict().keys()
     for name, tensor in plain.state_dict().items():

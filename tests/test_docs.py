@@ -1,4 +1,4 @@
-"""What the pages show runs, and what they name exists."""
+"""The code and commands in the documentation run, and the names in it exist."""
 
 import os
 import re
@@ -23,7 +23,7 @@ LAUNCHING = ROOT / "docs" / "accelerate"
 LAUNCHERS = {"accelerate": launch_command_parser, "torchrun": torchrun_parser}
 
 
-def test_the_books_chapters_run_as_they_are_written(monkeypatch, tmp_path):
+def test_the_code_of_docs_d2l_runs_as_written(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "d2l.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
@@ -46,11 +46,11 @@ def test_a_page_names_only_options_files_and_classes_that_exist(page):
 
 
 def options_of(command):
-    """The options of one of our commands."""
+    """The flags of one command."""
     return set(make_parser([command])._subparsers._group_actions[0].choices[command]._option_string_actions)
 
 
-def test_every_launcher_takes_the_options_that_the_page_gives_it():
+def test_every_launcher_takes_the_options_on_the_page():
     text = (ROOT / "docs" / "distributed.md").read_text().replace("\\\n        ", "")
     blocks = re.findall(r"^    (.*)$", text, re.MULTILINE)
     commands = [re.sub(r"^(\w+=\S+ )+", "", line) for line in blocks]
@@ -65,30 +65,34 @@ def test_every_launcher_takes_the_options_that_the_page_gives_it():
         assert set(re.findall(r"--\w+", ours)) <= options_of("pretrain"), ours
         tried.add(launcher)
     assert tried == set(LAUNCHERS)
-    (batch,) = (line for line in commands if line.startswith("sbatch"))
-    assert set(re.findall(r"--\w+", batch)) <= options_of("pretrain")
+    scripts = {"slurm.sh": options_of("pretrain"), "slurm_prepare.sh": {*options_of("prepare"), "--array"}}
+    batches = [line for line in commands if line.startswith("sbatch")]
+    assert len(batches) == len(scripts)
+    for batch in batches:
+        (script,) = re.findall(r"docs/accelerate/(\S+)", batch)
+        assert set(re.findall(r"--\w+", batch)) <= scripts.pop(script)
     known = {*options_of("pretrain"), *launch_command_parser()._option_string_actions, "--signal"}
     known |= set(torchrun_parser()._option_string_actions)
     assert set(re.findall(r"`(--[\w-]+)", text)) <= known
 
 
 def launched(name):
-    """What `accelerate launch` puts into the environment of its processes with one of our files."""
+    """The environment variables that `accelerate launch` sets with one of the files in docs/accelerate."""
     options = ["--config_file", str(LAUNCHING / name), "--num_processes=2", "script"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(options))
     return prepare_multi_gpu_env(arguments)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LAUNCHING.glob("*.yaml")))
-def test_accelerate_knows_every_key_of_our_files(name):
-    config = load_config_from_file(str(LAUNCHING / name))  # refuses unknown keys, but not below fsdp_config
+def test_accelerate_knows_every_key_of_our_configuration_files(name):
+    config = load_config_from_file(str(LAUNCHING / name))  # refuses unknown keys, except below fsdp_config
     known = {action.dest for action in launch_command_parser()._actions}
     assert set(config.fsdp_config) <= known
     wants_fsdp = launched(name).get("ACCELERATE_USE_FSDP") == "true"
     assert wants_fsdp == (name == "fsdp2.yaml") == bool(config.fsdp_config)
 
 
-def test_fsdp2_is_asked_for_in_the_same_words_everywhere(monkeypatch):
+def test_fsdp2_is_requested_with_the_same_settings_everywhere(monkeypatch):
     environment = launched("fsdp2.yaml")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -113,7 +117,7 @@ exit $LEAVES""",
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
-def test_the_batch_script_starts_every_task_and_queues_the_job_again_if_time_was_up(tmp_path, code):
+def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_time_is_up(tmp_path, code):
     script = LAUNCHING / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
     for name, lines in STAND_INS.items():
@@ -132,3 +136,21 @@ def test_the_batch_script_starts_every_task_and_queues_the_job_again_if_time_was
     end = "node7:24567 /shared/hf pretrain|--resume_from_checkpoint|latest|--corpus|my books|--max_steps=3"
     assert tasks[:2] == [f"0/2 0 {end}", f"1/2 1 {end}"]
     assert tasks[2:] == (["scontrol requeue 1234567"] if code == 143 else [])
+
+
+def test_the_slurm_script_that_prepares_makes_the_part_of_its_task_once(tmp_path):
+    script = LAUNCHING / "slurm_prepare.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    (tmp_path / "d2l-bert").write_text('#!/bin/bash\nIFS="|"; echo "$HF_HOME $*" >> calls; exit $LEAVES\n')
+    (tmp_path / "d2l-bert").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": "/shared"}
+    environment |= {"SLURM_ARRAY_TASK_ID": "17", "SLURM_CPUS_PER_TASK": "8"}
+    command = ["bash", script, "--tokenizer", "my tokenizer"]
+    for code in (0, 2):
+        done = subprocess.run(command, cwd=tmp_path, env={**environment, "LEAVES": str(code)})
+        assert done.returncode == code
+    call = "prepare|--corpus|shards/17|--output_dir|parts/17|--preprocessing_num_workers|8|--tokenizer|my tokenizer"
+    assert (tmp_path / "calls").read_text().splitlines() == [f"/shared/hf {call}"] * 2
+    (tmp_path / "parts" / "17").mkdir(parents=True)  # made by an earlier job
+    assert subprocess.run(command, cwd=tmp_path, env={**environment, "LEAVES": "1"}).returncode == 0
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2

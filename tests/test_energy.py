@@ -1,4 +1,4 @@
-"""What a run says of its machine and of the energy that it took, and what it leaves unsaid."""
+"""What a run records about its machine and the energy of its training, and when it records nothing."""
 
 import json
 import os
@@ -22,7 +22,10 @@ KEYS = {"train_power_watts", "train_power_source", "train_energy_kwh"}
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """A stand-in for the driver's program, and a GPU that PyTorch calls 1 and the driver something else."""
+    """A fake `nvidia-smi`, for a GPU whose index in PyTorch, 1, is not its index for the driver.
+
+    Returns a function that sets the shell commands of the fake.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"ab-{device.index}"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -33,8 +36,8 @@ def driver(tmp_path, monkeypatch):
     return says
 
 
-def test_a_cpu_draws_green_algorithms_watts_in_every_thread_of_every_process():
-    """An example of theirs by hand: 4 x 12 W and 2 GB x 0.3725 W for two hours."""
+def test_a_cpu_draws_the_watts_of_green_algorithms_for_every_thread_of_every_process():
+    """The example of Green Algorithms: 4 threads at 12 W and 2 GB at 0.3725 W, for two hours."""
     figures = train_energy(PROCESSOR, SPEED)
     assert figures.keys() == KEYS
     assert figures["train_power_watts"] == pytest.approx(48.745)
@@ -45,7 +48,7 @@ def test_a_cpu_draws_green_algorithms_watts_in_every_thread_of_every_process():
     assert "8 threads at 12 W and 4.0 GB" in two["train_power_source"]
 
 
-def test_a_gpu_draws_at_most_what_its_driver_allows(driver):
+def test_a_gpu_is_taken_to_draw_the_power_limit_of_its_driver(driver):
     driver('[ "$1" = --id=GPU-ab-1 ] || exit 6\necho 699.50')
     figures = train_energy(GPU, SPEED)
     assert figures["train_power_watts"] == 8 * 699.5
@@ -57,7 +60,7 @@ def test_a_gpu_draws_at_most_what_its_driver_allows(driver):
 @pytest.mark.parametrize(
     "answer", ["exit 6", "echo 700; exit 15", "echo '[N/A]'", "true", "printf '7\\377'", "exec sleep 9"]
 )
-def test_without_an_answer_from_the_driver_nothing_is_said(driver, monkeypatch, answer):
+def test_without_a_usable_answer_of_the_driver_no_energy_is_recorded(driver, monkeypatch, answer):
     run = energy.subprocess.run
     monkeypatch.setattr(
         energy.subprocess, "run", lambda *a, **options: run(*a, **{**options, "timeout": options["timeout"] / 30})
@@ -66,7 +69,7 @@ def test_without_an_answer_from_the_driver_nothing_is_said(driver, monkeypatch, 
     assert train_energy(GPU, SPEED) == {}
 
 
-def test_without_the_drivers_program_or_for_a_device_that_has_none_nothing_is_said(driver, monkeypatch, tmp_path):
+def test_without_nvidia_smi_or_for_another_device_no_energy_is_recorded(driver, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert train_energy(GPU, SPEED) == {}
     driver("echo 700")
@@ -87,7 +90,7 @@ def test_without_the_drivers_program_or_for_a_device_that_has_none_nothing_is_sa
         (None, "family"),
     ],
 )
-def test_a_processor_is_named_by_the_system_or_by_its_family(tmp_path, monkeypatch, cpuinfo, expected):
+def test_a_cpu_is_named_by_the_system_or_by_its_family(tmp_path, monkeypatch, cpuinfo, expected):
     monkeypatch.setattr(energy, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "processor", lambda: "")
@@ -97,7 +100,7 @@ def test_a_processor_is_named_by_the_system_or_by_its_family(tmp_path, monkeypat
     assert processor_name() == expected
 
 
-def test_on_a_mac_the_system_is_asked_for_the_cpu(tmp_path, monkeypatch):
+def test_on_a_mac_the_system_is_asked_for_the_cpus_name(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "processor", lambda: "arm")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -107,7 +110,7 @@ def test_on_a_mac_the_system_is_asked_for_the_cpu(tmp_path, monkeypatch):
     assert processor_name() == "Apple M2"
 
 
-def test_an_accelerator_goes_by_pytorchs_name(monkeypatch):
+def test_a_gpu_has_the_name_that_pytorch_gives_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2")
     names = [
@@ -117,9 +120,19 @@ def test_an_accelerator_goes_by_pytorchs_name(monkeypatch):
     assert names == [None, "NVIDIA cuda:1", "Apple M2"]
 
 
-def test_a_run_records_its_machine_without_its_name_and_the_energy_of_its_training(trained):
+def test_the_record_holds_what_openmp_was_told(monkeypatch):
+    for name in energy.OPENMP_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1)
+    assert describe_machine(accelerator)["openmp"] == {}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert describe_machine(accelerator)["openmp"] == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "1000"}
+
+
+def test_a_run_records_its_machine_without_the_host_name_and_the_energy_of_its_training(trained):
     machine = json.loads((trained / "run_config.json").read_text())["machine"]
-    assert machine.keys() == {"device", "processes", "threads", "processor", "accelerator", "memory_gb"}
+    assert machine.keys() == {"device", "processes", "threads", "openmp", "processor", "accelerator", "memory_gb"}
     assert (machine["accelerator"] is None) == (machine["device"] == "cpu")
     assert machine["processor"] and socket.gethostname() not in machine["processor"]
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -133,6 +146,6 @@ def test_a_run_records_its_machine_without_its_name_and_the_energy_of_its_traini
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_the_power_limit_of_this_gpu_is_a_plausible_one():
+def test_the_power_limit_of_this_gpu_is_plausible():
     limit = energy.power_limit(torch.device("cuda"))
     assert limit is None or 10 < limit < 5000

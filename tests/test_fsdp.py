@@ -1,4 +1,4 @@
-"""FSDP2 trains what one process trains, and each goes on from the other's checkpoints."""
+"""FSDP2 trains the same weights as one process, and each resumes from the other's checkpoints."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ FILES = ("model.safetensors", "checkpoint-4/*.safetensors")
 
 
 def on_fsdp(*arguments):
-    """Run the command on two processes, launched as docs/distributed.md says, with FSDP2 in force."""
+    """Run the command with FSDP2 on two processes, launched as docs/distributed.md describes."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0", "--num_processes=2"]
     command += [f"--config_file={ROOT / 'docs/accelerate/fsdp2.yaml'}", ROOT / "tests" / "on_fsdp.py", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -41,7 +41,7 @@ def assert_the_same(one, two):
 
 
 def without_the_end(folder, copy):
-    """The folder as a run leaves it that was stopped after two steps."""
+    """A copy of the folder without the files that a run writes after its second step."""
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "checkpoint-4")
     for name in ("model.safetensors", "metrics.json"):
@@ -50,8 +50,10 @@ def without_the_end(folder, copy):
 
 
 @pytest.mark.parametrize("options", [["--tie_word_embeddings=true"], ["--ema_decay=0.9"]], ids=["tied", "averaged"])
-def test_fsdp2_learns_what_one_process_does_and_each_goes_on_where_the_other_stopped(books, tmp_path, options):
-    """Evaluation comes right before a checkpoint: FSDP2 then shows some parameters whole, and as other objects."""
+def test_fsdp2_and_one_process_train_the_same_weights_and_resume_each_others_checkpoints(books, tmp_path, options):
+    """
+    Each evaluation comes right before a checkpoint, when FSDP2 holds some parameters unsharded, as other objects.
+    """
     command = ["pretrain", f"--corpus={books}", "--tie_word_embeddings=false", *options, *OPTIONS, *SMALL]
     assert main([*command, f"--output_dir={tmp_path / 'one'}"]) == 0
     on_fsdp(*command, f"--output_dir={tmp_path / 'two'}")

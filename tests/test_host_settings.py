@@ -1,4 +1,4 @@
-"""A program that calls `pretrain` has its own settings afterwards, of its libraries and of its process."""
+"""A program that calls `pretrain` finds its settings unchanged afterwards: of its libraries and of its process."""
 
 import copy
 import ctypes
@@ -29,7 +29,7 @@ ON_CPU = not torch.cuda.is_available()
 
 @pytest.fixture
 def job(books, tmp_path, monkeypatch):
-    """What to pretrain: a small model for 2 steps, its blocks compiled by a compiler that does nothing."""
+    """The arguments of `pretrain`: a small model, 2 steps, blocks compiled by a fake compiler that changes nothing."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     architecture = D2lBertConfig(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, max_position_embeddings=48
@@ -42,11 +42,11 @@ def job(books, tmp_path, monkeypatch):
 
 @pytest.fixture
 def host():
-    """A program with settings of its own; returns what they are now."""
+    """A program with settings of its own. Returns a function that gives their present values."""
     bars = (transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled())
     transformers_logging.enable_progress_bar()
     disable_progress_bars("host.downloads")
-    AcceleratorState._reset_state()  # of tests before
+    AcceleratorState._reset_state()  # earlier tests may have left a state
     accelerator = Accelerator(cpu=ON_CPU, mixed_precision="no", gradient_accumulation_steps=4)
 
     def settings():
@@ -78,15 +78,15 @@ def host():
         transformers_logging.disable_progress_bar()
 
 
-def test_a_run_leaves_the_settings_of_its_host_alone(job, host):
+def test_a_run_leaves_the_settings_of_its_host_unchanged(job, host):
     before = copy.copy(host())
     pretrain(*job)
     assert host() == before
-    Accelerator(cpu=ON_CPU, mixed_precision="no")  # one of another precision than the run's is not refused
+    Accelerator(cpu=ON_CPU, mixed_precision="no")  # the host may still use a precision other than the run's
 
 
 @pytest.mark.parametrize("error", [UserError("full"), SystemExit(143), RuntimeError("a bug")])
-def test_a_run_that_ends_by_an_error_does_too(job, host, monkeypatch, error):
+def test_a_run_that_ends_with_an_error_leaves_the_settings_unchanged_too(job, host, monkeypatch, error):
     seen = {}
 
     def fail(*_):
@@ -102,14 +102,14 @@ def test_a_run_that_ends_by_an_error_does_too(job, host, monkeypatch, error):
     assert changed == {"recomputation", "programs", "bars", "bars of the Hub", "accelerator"}
 
 
-def test_a_host_without_bars_and_accelerator_has_none_afterwards(job, host):
+def test_a_host_without_progress_bars_has_none_afterwards(job, host):
     transformers_logging.disable_progress_bar()
     before = copy.copy(host())
     pretrain(*job)
     assert host() == before
 
 
-def test_the_allocator_is_tuned_by_the_command_alone(job, monkeypatch):
+def test_only_the_command_tunes_the_memory_allocator(job, monkeypatch):
     opened, load = [], ctypes.CDLL
 
     def watched(name, *arguments, **how):

@@ -1,4 +1,4 @@
-"""Where weights start: at the neighbours (seeded, and nothing but weights), or from a model that was trained."""
+"""Initial weights: attention heads that look at neighbours, or the weights of a trained model."""
 
 import json
 
@@ -21,22 +21,24 @@ def model():
 
 
 def attention_at(model, offset):
-    """Mean probability with which each head of the first block attends `offset` positions away, on random tokens."""
+    """
+    For each head of the first block, the mean probability of attending `offset` positions away, on random tokens.
+    """
     ids = torch.randint(5, 200, (16, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         probabilities = model.bert(ids, output_attentions=True).attentions[0]
     return probabilities.diagonal(offset, dim1=-2, dim2=-1).mean((0, 2)).tolist()
 
 
-def test_even_heads_look_back_and_odd_heads_ahead(model):
+def test_even_heads_look_back_and_odd_heads_look_ahead(model):
     (even_back, odd_back), (even_ahead, odd_ahead) = attention_at(model, -1), attention_at(model, 1)
-    assert even_back > 3 / 32 and odd_ahead > 3 / 32  # a fresh model gives every token 1 / 32
+    assert even_back > 3 / 32 and odd_ahead > 3 / 32  # other initial weights attend to each token with 1 / 32
     assert even_back > 2 * even_ahead and odd_ahead > 2 * odd_back
     for far in (-8, 8):
         assert max(attention_at(model, far)) < 1.5 / 32
 
 
-def test_one_position_further_is_a_rotation_of_the_table(model):
+def test_the_next_position_is_a_rotation_of_the_position_table(model):
     table = model.bert.embeddings.position_embeddings.weight.detach()
     norms, steps = table.norm(dim=1), (table[1:] * table[:-1]).sum(1)
     torch.testing.assert_close(norms, norms[:1].expand_as(norms))
@@ -44,7 +46,7 @@ def test_one_position_further_is_a_rotation_of_the_table(model):
     assert table.std() == pytest.approx(2 * 0.05, rel=0.05)
 
 
-def test_it_follows_its_seed_and_leaves_the_rest_alone(model):
+def test_the_initialisation_follows_its_seed_and_changes_no_other_weights(model):
     torch.manual_seed(0)
     plain = D2lBertForPreTraining(model.config)
     again = D2lBertForPreTraining(model.config)
@@ -64,7 +66,7 @@ def test_it_follows_its_seed_and_leaves_the_rest_alone(model):
     )
 
 
-def test_an_odd_width_has_no_sines_and_cosines_in_pairs():
+def test_an_odd_hidden_size_is_refused():
     config = D2lBertConfig(vocab_size=20, hidden_size=9, num_attention_heads=1)
     with pytest.raises(ValueError, match="even hidden_size"):
         look_at_neighbours(D2lBertForPreTraining(config))
@@ -76,7 +78,7 @@ def test_an_odd_width_has_no_sines_and_cosines_in_pairs():
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    """A vocabulary of 40 entries, and the same with three words of a text."""
+    """A tokenizer with a vocabulary of 40 entries, and one with three words of a text added."""
     old = train_wordpiece(["abc abd abe acd ace ade bcd bce bde cde"] * 5, vocab_size=40)
     return old, extend_wordpiece(old, ["abcde abcde abcde edcb edcb bec bec"], 3)
 
@@ -85,12 +87,12 @@ def make_model(tokenizer, model_class=D2lBertForPreTraining, **changes):
     torch.manual_seed(0)
     model = model_class(D2lBertConfig(**{**SIZES, "vocab_size": len(tokenizer), **changes})).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)  # biases too must differ
+        torch.nn.init.normal_(parameter)  # biases, too, must differ from each other
     return model
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_added_words_are_the_means_of_their_pieces(tokenizers, tied):
+def test_embeddings_of_added_words_are_the_means_of_their_pieces(tokenizers, tied):
     old, new = tokenizers
     model, before = (make_model(old, tie_word_embeddings=tied) for _ in range(2))
     extend_embeddings(model, old, new)
@@ -112,7 +114,7 @@ def test_rows_of_added_words_are_the_means_of_their_pieces(tokenizers, tied):
     assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
 
 
-def test_text_without_added_words_gives_the_hidden_states_of_before(tokenizers):
+def test_text_without_added_words_gives_the_same_outputs_as_before(tokenizers):
     old, new = tokenizers
     model, before = make_model(old), make_model(old)
     extend_embeddings(model, old, new)
@@ -125,7 +127,7 @@ def test_text_without_added_words_gives_the_hidden_states_of_before(tokenizers):
     assert now.prediction_logits.shape[-1] == len(new)
 
 
-def test_the_same_vocabulary_leaves_the_model_alone_and_another_is_refused(tokenizers):
+def test_the_same_vocabulary_changes_nothing_and_another_is_refused(tokenizers):
     old, new = tokenizers
     model = make_model(old)
     table = model.bert.embeddings.word_embeddings.weight
@@ -143,7 +145,7 @@ def test_the_same_vocabulary_leaves_the_model_alone_and_another_is_refused(token
         (D2lBertModel, ("mlm.", "nsp.")),
     ],
 )
-def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(
+def test_heads_missing_from_a_saved_model_start_anew_and_are_reported(
     tokenizers, tmp_path, capsys, shown, model_class, fresh
 ):
     old, new = tokenizers
@@ -164,7 +166,7 @@ def test_heads_that_a_saved_model_lacks_start_anew_and_this_is_said(
     assert ("NSP head" in said) == ("nsp." in fresh) and ("MLM head" in said) == ("mlm." in fresh)
 
 
-def test_a_saved_model_without_a_weight_of_the_encoder_is_refused(tokenizers, tmp_path):
+def test_a_saved_model_that_lacks_an_encoder_weight_is_refused(tokenizers, tmp_path):
     old, _ = tokenizers
     make_model(old).save_pretrained(tmp_path)
     save_tokenizer(old, tmp_path)

@@ -1,4 +1,4 @@
-"""The folder that a run leaves, loaded as its readers load it: with the package, without it, by stock classes."""
+"""Loading the folder of a run: with the package, without the package, and with stock classes."""
 
 import ast
 import json
@@ -42,7 +42,7 @@ print(type(model).__module__)
 
 @pytest.fixture(scope="module")
 def loaded(trained, tmp_path_factory):
-    """Outputs of every head in two fresh processes: with `import d2l_bert`, and with it impossible."""
+    """Outputs of every head in two new processes: with `import d2l_bert`, and where that import is impossible."""
     tensors, modules = {}, {}
     for remote in (False, True):
         result = tmp_path_factory.mktemp("loaded") / "tensors.pt"
@@ -62,7 +62,7 @@ def test_the_package_and_the_copied_code_give_equal_outputs(loaded):
         assert torch.equal(tensor, tensors[True][name]), name
 
 
-def test_every_head_sees_the_same_weights(loaded):
+def test_every_head_has_the_same_weights(loaded):
     (tensors, _), _ = loaded, None
     here = tensors[False]
     assert torch.equal(here["AutoModelForMaskedLM.logits"], here["AutoModelForPreTraining.prediction_logits"])
@@ -70,7 +70,7 @@ def test_every_head_sees_the_same_weights(loaded):
     assert torch.equal(nsp, here["AutoModelForPreTraining.seq_relationship_logits"])
 
 
-def test_the_tokenizer_is_stock(trained):
+def test_the_tokenizer_is_a_stock_bert_tokenizer(trained):
     written = json.loads((trained / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "BertTokenizer"
     text = ("Anna walked to the garden.", "The drum was red.")
@@ -80,13 +80,13 @@ def test_the_tokenizer_is_stock(trained):
     assert from_vocabulary(*text)["input_ids"] == expected["input_ids"]
 
 
-def test_the_code_that_was_trained_is_the_code_in_the_folder(trained):
+def test_the_code_in_the_folder_is_the_code_of_the_package(trained):
     for module in (d2l_bert.modeling.configuration_d2l_bert, d2l_bert.modeling.modeling_d2l_bert):
         with open(module.__file__) as file:
             assert (trained / file.name.rsplit("/", 1)[-1]).read_text() == file.read()
 
 
-def test_that_code_imports_nothing_that_its_readers_lack(trained):
+def test_the_copied_code_imports_only_what_every_reader_has(trained):
     files = {file.stem: file for file in trained.glob("*.py")}
     assert set(files) == {"configuration_d2l_bert", "modeling_d2l_bert"}
     for file in files.values():
@@ -98,13 +98,13 @@ def test_that_code_imports_nothing_that_its_readers_lack(trained):
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
                 for top in {name.partition(".")[0] for name in names}:
-                    # NumPy is what Transformers itself cannot do without.
+                    # NumPy is a requirement of Transformers itself.
                     assert top in {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "numpy"}, top
-        # What Transformers copies for `trust_remote_code` it finds by pattern, in docstrings too.
+        # For `trust_remote_code`, Transformers finds the files to copy by a pattern, which also matches docstrings.
         assert set(get_relative_imports(file)) == siblings
 
 
-def test_fill_mask_pipeline_and_command_agree(trained, capsys):
+def test_the_fill_mask_pipeline_and_command_agree(trained, capsys):
     from d2l_bert.cli import main
 
     text = "Anna walked to the [MASK]."
@@ -116,7 +116,7 @@ def test_fill_mask_pipeline_and_command_agree(trained, capsys):
     assert [line.split()[0] for line in lines[1:]] == [f"{row['score']:.1%}" for row in best]
 
 
-def test_next_sentence_command_prints_the_models_probability(trained, capsys):
+def test_the_next_sentence_command_prints_the_models_probability(trained, capsys):
     from d2l_bert import D2lBertForNextSentencePrediction
     from d2l_bert.cli import main
 

@@ -1,4 +1,4 @@
-"""The clients as they are, huggingface_hub, its command and Transformers, work with the small Hub of the tests."""
+"""The real clients (huggingface_hub, its command, Transformers) work with the small Hub of the tests."""
 
 import hashlib
 import subprocess
@@ -7,12 +7,14 @@ from http.client import HTTPConnection, HTTPException
 from textwrap import dedent
 
 import pytest
-from local_hub import GITATTRIBUTES, environment, read_card
+from hub_cards import read_card
+from hub_store import GITATTRIBUTES
+from local_hub import environment
 
 
 SOMEONE, ANOTHER = "hf_made_up_for_someone", "hf_made_up_for_another"
 
-# What every script begins with: a folder of a small and a large file, and a way to say how something failed.
+# Every script begins with this: a folder with a small and a large file, and `told`, which prints how a call failed.
 HEAD = """
 from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
@@ -31,7 +33,7 @@ def told(function, *arguments, **named):
 
 @pytest.fixture
 def say(hub, tmp_path):
-    """Runs a script in a process of its own and returns the lines it prints."""
+    """Runs a script in a process of its own; returns the lines that the script prints."""
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     (folder / "README.md").write_text("---\nlicense: mit\npipeline_tag: fill-mask\n---\n# A model\n")
@@ -48,7 +50,7 @@ def say(hub, tmp_path):
     return run
 
 
-def test_what_was_published_is_fetched_and_the_token_stays_with_the_hub(hub, say, tmp_path):
+def test_published_files_can_be_downloaded_and_the_token_goes_to_no_other_server(hub, say, tmp_path):
     lines = say(
         """
         api.create_repo(name, private=True)
@@ -73,7 +75,7 @@ def test_what_was_published_is_fetched_and_the_token_stays_with_the_hub(hub, say
     assert {request.token for request in hub.requests if request.path.startswith("/someone/")} == {SOMEONE}
 
 
-def test_tags_commits_branches_and_pull_requests_name_what_they_named(hub, say):
+def test_tags_commits_branches_and_pull_requests_keep_naming_the_same_files(hub, say):
     lines = say(
         """
         api.create_repo(name)
@@ -103,7 +105,7 @@ def test_tags_commits_branches_and_pull_requests_name_what_they_named(hub, say):
     assert len(hub.commits("someone/bert")) == 3
 
 
-def test_who_may_not_see_a_repository_does_not_learn_of_it(hub, say):
+def test_a_user_without_access_cannot_learn_that_a_repository_exists(hub, say):
     say("api.create_repo(name, private=True); api.upload_folder(repo_id=name, folder_path='model')")
     look = """
     told(api.model_info, name)
@@ -121,7 +123,7 @@ def test_who_may_not_see_a_repository_does_not_learn_of_it(hub, say):
     assert hub.repositories == {}
 
 
-def test_the_command_downloads(hub, say, tmp_path):
+def test_the_hf_command_downloads_a_repository(hub, say, tmp_path):
     say("api.create_repo(name, private=True); api.upload_folder(repo_id=name, folder_path='model')")
     command = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", "someone/bert", "--local-dir=here"]
     done = subprocess.run(
@@ -133,7 +135,7 @@ def test_the_command_downloads(hub, say, tmp_path):
 
 
 def test_a_lost_connection_and_an_error_reach_the_client(hub, say):
-    """Also where the Hub had done what was asked."""
+    """Even if the Hub had already carried the request out."""
     push = "told(api.upload_folder, repo_id=name, folder_path='model')"
     say("api.create_repo(name)")
     answers = []
@@ -144,12 +146,12 @@ def test_a_lost_connection_and_an_error_reach_the_client(hub, say):
         assert len(hub.commits("someone/bert")) == commits
     hub.fail = None
     assert say(push) == ["done"]
-    assert len(hub.commits("someone/bert")) == 2  # it is all there already
+    assert len(hub.commits("someone/bert")) == 2  # the second upload changes nothing: no new commit
     assert sum(request.method == "PUT" for request in hub.requests) == 1
 
 
-def test_a_stopped_hub_serves_nobody_and_goes_on_where_it_was(hub, say):
-    """It stops when a client has uploaded and is about to commit."""
+def test_a_stopped_hub_answers_nobody_and_keeps_its_state_when_started_again(hub, say):
+    """The Hub is stopped when a client has uploaded its files and is about to commit."""
     say("api.create_repo(name)")
     endpoint = hub.endpoint
     hub.fail = lambda method, path: hub.stop() if path.endswith("/commit/main") else None
@@ -166,7 +168,7 @@ def test_a_stopped_hub_serves_nobody_and_goes_on_where_it_was(hub, say):
 
 def test_a_stopped_hub_leaves_no_connection_open(hub):
     client = HTTPConnection(hub.endpoint.removeprefix("http://"), timeout=10)
-    for _ in range(2):  # the second time over the connection of the first
+    for _ in range(2):  # the second request uses the connection of the first
         client.request("GET", "/api/models/someone/bert")
         assert client.getresponse().read()
     hub.stop()
@@ -188,7 +190,7 @@ def test_a_stopped_hub_leaves_no_connection_open(hub):
         ("model-index: [{name: bert, results: [{task: {type: fill-mask}, metrics: []}]}]", "results[0].dataset"),
     ],
 )
-def test_a_card_the_hub_would_refuse_is_refused(metadata, place):
+def test_a_card_that_the_hub_rejects_is_refused(metadata, place):
     _, errors, _ = read_card(f"---\n{metadata}\n---\n# A model\n")
     assert len(errors) == 1 and place in errors[0]
 
@@ -207,7 +209,7 @@ def test_a_refused_card_is_not_published(hub, say, tmp_path):
     assert len(hub.commits("someone/bert")) == 1
 
 
-def test_collections_and_datasets(say):
+def test_collections_and_datasets_can_be_made_and_read(say):
     lines = say(
         """
         api.create_repo(name)
@@ -230,7 +232,7 @@ def test_collections_and_datasets(say):
 
 @pytest.mark.slow
 def test_transformers_publishes_and_loads(hub, say):
-    """With another home, and so without what the first process may have kept."""
+    """Loads with another home folder, so without the cache of the first process."""
     sums = """
     import torch
     from transformers import BertConfig, BertModel

@@ -1,11 +1,12 @@
-"""Masking chooses as many tokens as it should, of those it may, and does to them what BERT does."""
+"""Masking: the number of chosen tokens, which tokens may be chosen, and BERT's 80/10/10 replacement."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2l_bert.training.masking import mask_tokens, random_keys, random_numbers, share_at
+from d2l_bert.random_numbers import random_keys, random_numbers, random_order
+from d2l_bert.training.masking import mask_tokens, share_at
 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
@@ -14,7 +15,7 @@ KEYS_AND_RANGE = (random_keys([3, 1], np.arange(SEQUENCES)), MASK, FIRST_ORDINAR
 
 
 def mask(tokens, candidates, rng, mlm_probability=0.15, *how):
-    """One sequence: masked ids, predicted positions and the true ids there."""
+    """Mask one sequence: returns the masked ids, the predicted positions, and the original ids there."""
     may = np.zeros((1, len(tokens)), dtype=bool)
     may[0, candidates] = True
     keys = random_keys([0], rng.integers(2**40, size=1))
@@ -23,7 +24,7 @@ def mask(tokens, candidates, rng, mlm_probability=0.15, *how):
 
 
 def standard_errors(count, trials, probability):
-    """How many standard errors a binomial count is away from what it should be."""
+    """The distance of a binomial count from its expectation, in standard errors."""
     return (count - trials * probability) / np.sqrt(trials * probability * (1 - probability))
 
 
@@ -31,8 +32,7 @@ def standard_errors(count, trials, probability):
 def many():
     """20,000 masked sequences of 10 to 60 tokens: (tokens, masked, positions) each.
 
-    Their tokens lie outside the range that random tokens come from, so that a token replaced by itself cannot be
-    mistaken for one that was left alone.
+    Their tokens lie outside the range of random tokens, so a token replaced by itself does not look like one kept.
     """
     rng = np.random.default_rng(0)
     results = []
@@ -46,14 +46,14 @@ def many():
 def test_fifteen_percent_of_the_candidates_are_chosen(many):
     lengths = np.array([len(tokens) for tokens, _, _ in many])
     chosen = np.array([len(positions) for _, _, positions in many])
-    # Each count is the expected one rounded up or down, up with a probability of its fraction f: variance f (1 - f).
+    # A count is its expectation rounded up with a probability equal to the fraction f, else down: variance f (1 - f).
     fraction = (0.15 * lengths) % 1
     error = np.sqrt((fraction * (1 - fraction)).sum())
     assert abs(chosen.sum() - 0.15 * lengths.sum()) < 3 * error
     assert np.abs(chosen - 0.15 * lengths).max() < 1
 
 
-def test_eighty_percent_become_mask_ten_percent_random_ten_percent_stay(many):
+def test_80_percent_become_mask_10_percent_a_random_token_and_10_percent_stay(many):
     before = np.concatenate([tokens[positions] for tokens, _, positions in many])
     after = np.concatenate([masked[positions] for _, masked, positions in many])
     became_mask, stayed = (after == MASK).sum(), (after == before).sum()
@@ -62,23 +62,23 @@ def test_eighty_percent_become_mask_ten_percent_random_ten_percent_stay(many):
         assert abs(standard_errors(count, len(after), share)) < 3
 
 
-def test_random_tokens_are_ordinary_ones_and_each_is_as_likely(many):
+def test_random_tokens_are_ordinary_tokens_and_equally_likely(many):
     before = np.concatenate([tokens[positions] for tokens, _, positions in many])
     after = np.concatenate([masked[positions] for _, masked, positions in many])
     random = after[(after != MASK) & (after != before)]
     ordinary = VOCAB_SIZE - FIRST_ORDINARY
-    counts = np.bincount(random - FIRST_ORDINARY, minlength=ordinary)  # refuses what is below the range
+    counts = np.bincount(random - FIRST_ORDINARY, minlength=ordinary)  # raises for a token below the range
     assert len(counts) == ordinary, "none is beyond the range"
-    # Of 40 standard normal figures the largest is above 4 once in 400 times.
+    # The largest of 40 standard normal numbers is above 4 in one of 400 cases.
     assert np.abs(standard_errors(counts, len(random), 1 / ordinary)).max() < 4
 
 
-def test_every_candidate_is_as_likely():
+def test_all_candidates_are_equally_likely():
     rng = np.random.default_rng(1)
     tokens, candidates = np.arange(1000, 1030), np.array([1, 2, 5, 6, 7, 10, 14, 15, 16, 17, 20, 21, 22, 25, 26, 27])
     counts = np.zeros(len(tokens))
     for _ in range(5000):
-        counts[mask(tokens, candidates, rng, 0.25)[1]] += 1  # exactly 4 of 16
+        counts[mask(tokens, candidates, rng, 0.25)[1]] += 1  # exactly 4 of the 16 candidates
     assert counts.sum() == 4 * 5000
     assert np.abs(standard_errors(counts[candidates], 5000, 0.25)).max() < 4
     assert np.delete(counts, candidates).max() == 0
@@ -95,7 +95,7 @@ def maskings(draw):
 
 
 @given(maskings())
-def test_only_candidates_change_and_the_labels_are_what_stood_there(masking):
+def test_only_candidates_change_and_the_labels_are_the_original_tokens(masking):
     tokens, candidates, seed, probability = masking
     masked, positions, labels = mask(tokens, candidates, np.random.default_rng(seed), probability)
     assert positions.tolist() == sorted(set(positions.tolist()) & set(candidates.tolist()))
@@ -107,7 +107,7 @@ def test_only_candidates_change_and_the_labels_are_what_stood_there(masking):
 
 
 @given(maskings())
-def test_the_count_is_the_expected_one_rounded_and_at_least_one(masking):
+def test_the_number_of_chosen_tokens_is_the_expectation_rounded_and_at_least_one(masking):
     tokens, candidates, seed, probability = masking
     _, positions, _ = mask(tokens, candidates, np.random.default_rng(seed), probability)
     assert 1 <= len(positions) <= len(candidates)
@@ -115,7 +115,7 @@ def test_the_count_is_the_expected_one_rounded_and_at_least_one(masking):
 
 
 @given(maskings())
-def test_the_input_is_left_as_it_is(masking):
+def test_the_input_arrays_are_not_changed(masking):
     tokens, candidates, seed, _ = masking
     tokens_before, candidates_before = tokens.copy(), candidates.copy()
     mask(tokens, candidates, np.random.default_rng(seed), 1.0)
@@ -144,17 +144,28 @@ def test_a_probability_of_one_chooses_every_candidate():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many sequences at once, each by its own random numbers
+# Many sequences at once, each with its own random numbers
 
 
-def test_random_numbers_are_splitmix64s():
-    """The first outputs for the seed 1234567, as published with the algorithm."""
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 65_536, 100_003])
+def test_a_random_order_holds_each_number_once_and_any_part_of_it_is_found_alone(count):
+    whole = random_order(np.arange(count), count, (1, 2))
+    assert sorted(whole.tolist()) == list(range(count))
+    places = np.random.default_rng(0).integers(count, size=50)
+    np.testing.assert_array_equal(random_order(places, count, (1, 2)), whole[places])
+    if count >= 1000:
+        assert (whole == random_order(np.arange(count), count, (1, 3))).mean() < 0.01
+        assert abs(np.corrcoef(whole, np.arange(count))[0, 1]) < 4 / np.sqrt(count)
+
+
+def test_the_random_numbers_are_those_of_splitmix64():
+    """Compared with the first outputs for the seed 1234567, published with the algorithm."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     found = random_numbers(np.uint64(1234567), np.arange(4))
     np.testing.assert_array_equal(found, [(number >> 11) * 2.0**-53 for number in published])
 
 
-def test_neighbouring_keys_and_places_have_nothing_to_do_with_each_other():
+def test_the_numbers_of_neighbouring_keys_and_positions_are_uncorrelated():
     numbers = random_numbers(random_keys([1, 2], np.arange(2000))[:, None], np.arange(500))
     other = random_numbers(random_keys([1, 3], np.arange(2000))[:, None], np.arange(500))
     assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size)
@@ -165,7 +176,7 @@ def test_neighbouring_keys_and_places_have_nothing_to_do_with_each_other():
 
 
 @pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
-def test_a_sequences_masks_do_not_depend_on_what_stands_beside_it(masking):
+def test_a_sequences_masks_do_not_depend_on_the_rest_of_the_batch(masking):
     rng = np.random.default_rng(0)
     tokens, keys = rng.integers(5, 2000, (40, 30)), random_keys([7], np.arange(40))
     candidates = np.arange(30) < rng.integers(1, 31, (40, 1))
@@ -178,29 +189,29 @@ def test_a_sequences_masks_do_not_depend_on_what_stands_beside_it(masking):
         np.testing.assert_array_equal(again[1], chosen[rows, :width])
 
 
-def test_how_many_are_chosen_says_nothing_about_which():
-    """Of two tokens 1.5 are asked for: where it is one, either is as likely."""
+def test_the_number_of_chosen_tokens_is_independent_of_which_are_chosen():
+    """On average 1.5 of two tokens are chosen: in half of the cases one, and either token is equally likely."""
     _, chosen = mask_tokens(np.full((20_000, 2), 1000), np.ones((20_000, 2), dtype=bool), *KEYS_AND_RANGE, 0.75)
     alone = chosen[chosen.sum(1) == 1]
     assert abs(standard_errors(len(alone), 20_000, 0.5)) < 4
     assert abs(standard_errors(alone[:, 0].sum(), len(alone), 0.5)) < 4
 
 
-def test_every_token_of_every_sequence_is_as_likely():
+def test_all_positions_of_all_sequences_are_equally_likely():
     tokens = np.full((20_000, 20), 1000)
     _, chosen = mask_tokens(tokens, np.ones_like(tokens, dtype=bool), *KEYS_AND_RANGE, 0.15)
     assert (chosen.sum(1) == 3).all()
     assert np.abs(standard_errors(chosen.sum(0), 20_000, 0.15)).max() < 4
-    both = (chosen[1:] & chosen[:-1]).sum()  # neighbouring sequences
+    both = (chosen[1:] & chosen[:-1]).sum()  # the same position chosen in neighbouring sequences
     assert abs(standard_errors(both, 19_999 * 20, 0.15**2)) < 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole words and spans of them
+# Whole words and spans of words
 
 
 def pieces(lengths, rng):
-    """Tokens of words of so many pieces: the first of each below 1000, the others from 1000 on."""
+    """Token ids of words with these numbers of pieces: first pieces are below 1000, all later ones 1000 or more."""
     lengths = np.asarray(lengths)
     first = np.zeros(lengths.sum(), dtype=bool)
     first[np.cumsum(lengths) - lengths] = True
@@ -214,7 +225,7 @@ def mask_words(tokens, candidates, rng, masking, mlm_probability=0.15):
 
 @st.composite
 def texts(draw):
-    """Words of one to nine pieces in two segments, [CLS] A [SEP] B [SEP]; B may start in the middle of a word."""
+    """Words of one to nine pieces in two segments, [CLS] A [SEP] B [SEP]; B may start inside a word."""
     a, b = (draw(st.lists(st.integers(1, 9), min_size=1, max_size=20)) for _ in range(2))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     second = pieces(b, rng)
@@ -228,7 +239,7 @@ def texts(draw):
 
 
 @given(texts(), st.sampled_from(["whole_word", "span"]))
-def test_whole_words_go_together_as_many_as_they_should(text, masking):
+def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(text, masking):
     tokens, candidates, words, rng, probability = text
     masked, positions, labels = mask_words(tokens, candidates, rng, masking, probability)
     chosen = np.isin(candidates, positions)
@@ -254,31 +265,31 @@ def many_words(request):
     return request.param, results
 
 
-def test_fifteen_percent_of_the_tokens_are_chosen_with_their_words(many_words):
+def test_fifteen_percent_of_the_tokens_are_chosen_when_words_are_masked(many_words):
     _, results = many_words
     surplus = np.array([len(positions) - 0.15 * len(tokens) for tokens, _, positions, _ in results])
     assert abs(surplus.mean()) < 3 * surplus.std() / np.sqrt(len(surplus))
 
 
-def test_every_word_is_as_likely(many_words):
+def test_all_words_are_equally_likely(many_words):
     _, results = many_words
     counts = sum(np.bincount(np.unique(words[positions]), minlength=60) for _, _, positions, words in results)
     assert counts.sum() == 9 * SEQUENCES  # 15 % of 60
     assert np.abs(standard_errors(counts, SEQUENCES, 0.15)).max() < 4
 
 
-def test_eighty_ten_ten_holds_for_words_too(many_words):
+def test_the_80_10_10_replacement_holds_for_words_too(many_words):
     _, results = many_words
     before = np.concatenate([tokens[positions] for tokens, _, positions, _ in results])
     after = np.concatenate([masked[positions] for _, masked, positions, _ in results])
     became_mask, stayed = (after == MASK).sum(), (after == before).sum()
     assert abs(standard_errors(became_mask, len(after), 0.8)) < 3
-    # A random token, one of 40, is the one it stands for in 1 of 40 cases, if that is among them at all.
+    # A random token equals the token that it replaces in 1 of 40 cases, if that token is in the range of 40.
     same = (before < VOCAB_SIZE).mean() / (VOCAB_SIZE - FIRST_ORDINARY)
     assert abs(standard_errors(stayed, len(after), 0.1 + 0.1 * same)) < 3
 
 
-def test_spans_have_spanberts_lengths():
+def test_spans_have_the_lengths_of_spanbert():
     rng = np.random.default_rng(3)
     lengths = []
     for _ in range(5000):
@@ -287,12 +298,12 @@ def test_spans_have_spanberts_lengths():
         lengths.extend(map(len, np.split(positions, ends)))
     counts = np.bincount(lengths, minlength=12)
     wanted = 0.2 * 0.8 ** np.arange(10) / (1 - 0.8**10)
-    # One span in fifty is cut to fit the count, or goes around the end.
+    # One span in fifty is shortened to reach the right count, or continues at the start of the sequence.
     np.testing.assert_allclose(counts[1:11] / counts.sum(), wanted, atol=0.01)
     assert counts[11:].sum() == 0 and np.mean(lengths) == pytest.approx(3.8, abs=0.1)
 
 
-def test_the_share_runs_on_a_straight_line():
+def test_the_masked_share_changes_linearly_from_first_to_last_step():
     shares = [share_at(step, 0.3, 0.15, 101) for step in range(101)]
     assert (
         shares[0] == pytest.approx(0.3) and shares[50] == pytest.approx(0.225) and shares[100] == pytest.approx(0.15)

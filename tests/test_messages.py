@@ -1,4 +1,4 @@
-"""What the package has to say: records of the standard library's logging, which the command shows on stderr."""
+"""The package's messages are records of the standard library's logging; the command shows them on stderr."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from d2l_bert.progress import messages_shown, report
 from d2l_bert.training.run_folder import start_folder
 
 
-# Writes every record that reaches the root logger, and nothing else, as a line of JSON.
+# Prints every record that reaches the root logger, and nothing else, as a line of JSON.
 PROGRAM = """
 import json, logging, sys
 
@@ -37,12 +37,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_gets_our_messages_as_records_of_our_loggers_and_no_others(books, tmp_path):
+def test_a_program_gets_the_packages_messages_as_log_records_and_no_other_output(books, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, tmp_path / "program.py", books, tmp_path / "out"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
-    records = [json.loads(line) for line in done.stdout.splitlines()]  # nothing else was written
+    records = [json.loads(line) for line in done.stdout.splitlines()]  # fails if anything but JSON was printed
     ours = [record for record in records if record[0].startswith("d2l_bert.")]
     assert ours == records
     messages = {name: message for name, _, message in ours}
@@ -51,7 +51,7 @@ def test_a_program_gets_our_messages_as_records_of_our_loggers_and_no_others(boo
     assert sum(name == "d2l_bert.report" for name, *_ in ours) == 1, "the second run was told to be quiet"
 
 
-def test_the_command_shows_messages_on_stderr_as_they_are_and_the_report_on_stdout(books, tmp_path, capsys):
+def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tmp_path, capsys):
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=4", *SMALL]
     root = logging.getLogger()
     heard = logging.Handler()
@@ -67,7 +67,7 @@ def test_the_command_shows_messages_on_stderr_as_they_are_and_the_report_on_stdo
     assert logging.getLogger("d2l_bert").propagate and not logging.getLogger("d2l_bert").handlers
 
 
-def test_a_message_stands_on_a_line_of_its_own_beside_a_bar(capsys):
+def test_a_message_beside_a_progress_bar_gets_a_line_of_its_own(capsys):
     with messages_shown(), tqdm(total=3, file=sys.stderr, desc="bar") as bar:
         bar.update()
         logging.getLogger("d2l_bert.training.loop").warning("100 % of it went well")
@@ -78,7 +78,7 @@ def test_a_message_stands_on_a_line_of_its_own_beside_a_bar(capsys):
     "error, said",
     [(OSError(28, "No space left on device"), "No space left"), (BrokenPipeError(32, "Broken pipe"), "Broken")],
 )
-def test_a_report_that_cannot_be_shown_is_one_line_and_exit_code_2(error, said, capsys, monkeypatch):
+def test_a_report_that_stdout_cannot_take_is_refused_in_one_line(error, said, capsys, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise error
@@ -88,7 +88,7 @@ def test_a_report_that_cannot_be_shown_is_one_line_and_exit_code_2(error, said, 
         report.info("What it learnt")
 
 
-def test_a_record_that_cannot_be_written_leaves_nothing_and_is_named(tmp_path, monkeypatch):
+def test_a_run_record_that_cannot_be_written_leaves_no_file_and_is_named(tmp_path, monkeypatch):
     def fail(path, *_, **__):
         path.touch()
         raise OSError(28, "No space left on device")

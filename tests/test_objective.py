@@ -1,4 +1,4 @@
-"""The second loss of a run, next sentence, sentence order or none: what is trained, and what is said of it."""
+"""The objective of a run (next sentence, sentence order or none): its head, its losses, its metrics, its card."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ NAMES = ("nsp", "next sentence", "next-sentence", "nextsentence", "isnext", "sop
 
 @pytest.fixture(scope="module")
 def pretrained(books, tmp_path_factory):
-    """The folder of a run with an objective, and what it said."""
+    """A function of the objective; returns the folder of a finished run and everything that the run printed."""
 
     @functools.cache
     def run(objective):
@@ -53,7 +53,7 @@ def figures_of(folder):
     return {name for row in [*rows, json.loads((folder / "metrics.json").read_text())] for name in row}
 
 
-def test_without_a_second_loss_there_is_no_head_for_it_and_no_word_of_it(pretrained):
+def test_without_a_pair_objective_there_is_no_head_for_it_and_no_mention_of_it(pretrained):
     folder, said = pretrained("none")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["D2lBertForMaskedLM"]
@@ -70,7 +70,7 @@ def test_without_a_second_loss_there_is_no_head_for_it_and_no_word_of_it(pretrai
     assert [result.metric_name for result in results] == ["MLM loss", "MLM perplexity", "MLM accuracy"]
 
 
-def test_a_model_without_the_head_loads_everywhere_but_where_it_is_needed(pretrained, capsys):
+def test_a_model_without_the_pair_head_loads_in_every_class_that_does_not_need_it(pretrained, capsys):
     folder, _ = pretrained("none")
     model, report = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
@@ -84,7 +84,7 @@ def test_a_model_without_the_head_loads_everywhere_but_where_it_is_needed(pretra
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
-def test_figures_and_card_are_named_by_the_objective(pretrained, objective):
+def test_metrics_and_card_are_named_after_the_objective(pretrained, objective):
     folder, said = pretrained(objective)
     (other,) = {"nsp", "sop"} - {objective}
     wanted = {f"{objective}_loss", f"eval_{objective}_loss", f"eval_{objective}_accuracy", "eval_pairs"}
@@ -125,7 +125,7 @@ def test_curves_have_a_panel_for_each_loss_and_one_for_accuracy(pretrained, monk
     assert with_coin == drawn[1:-1]
 
 
-def test_a_resumed_run_without_a_second_loss_ends_with_the_same_bytes(books, pretrained, capsys, tmp_path):
+def test_a_resumed_run_without_a_pair_objective_ends_with_the_same_bytes(books, pretrained, capsys, tmp_path):
     folder, _ = pretrained("none")
     stopped = tmp_path / "stopped"
     shutil.copytree(folder, stopped)
@@ -140,8 +140,8 @@ def test_a_resumed_run_without_a_second_loss_ends_with_the_same_bytes(books, pre
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(books, pretrained, tmp_path):
-    """Eight rows in micro-batches of three leave one process with nothing to do in the last round."""
+def test_two_processes_train_the_same_weights_as_one(books, pretrained, tmp_path):
+    """Eight rows in micro-batches of three: in the last round, one process has an empty micro-batch."""
     folder, _ = pretrained("none")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "d2l_bert", "pretrain", f"--corpus={books}"]
@@ -161,7 +161,7 @@ def test_two_processes_learn_what_one_does(books, pretrained, tmp_path):
 
 
 def packed(batch):
-    """The rows of a batch of single sequences as one row: (1, B x T)."""
+    """The rows of a batch as sequences of one packed row (1, B x T)."""
     rows, width = batch["input_ids"].shape
     real = batch["attention_mask"]
     fields = {
@@ -172,16 +172,19 @@ def packed(batch):
     return {name: tensor.reshape(1, -1) for name, tensor in {**batch, **fields}.items()}
 
 
-def test_each_objective_lays_out_pairs_of_its_own(books):
+def test_each_objective_has_its_own_pairs(books):
     for objective in ("nsp", "sop", "none"):
         run = PretrainConfig(corpus=[str(books)], objective=objective, vocab_size=400, max_seq_length=48, max_steps=1)
         (phase,) = make_phases(run, prepare.prepare(run), 1)
-        pairs = phase.plans.epoch(0)
-        assert (pairs["a_document"] != pairs["b_document"]).any() == (objective == "nsp")
+        pairs, ends = phase.pairs.first_window(), phase.pairs.selection.corpus.document_ends
+        sentence_ends = phase.pairs.selection.corpus.sentence_ends
+        a, b = (ends.find(sentence_ends.find(pairs[side])) for side in ("a_start", "b_start"))
+        is_pair = pairs["b_end"] > pairs["b_start"]
+        assert (a != b)[is_pair].any() == (objective == "nsp")
         assert (pairs["b_end"] == pairs["b_start"]).all() == (objective == "none")
 
 
-def test_labels_that_cannot_be_balanced_are_spoken_of(tmp_path, capsys):
+def test_labels_that_cannot_be_balanced_are_reported(tmp_path, capsys):
     for number in range(300):
         (tmp_path / f"{number}.txt").write_text("yes" if number % 2 else "no")
     options = [*SMALL, "--max_steps=1", f"--output_dir={tmp_path / 'out'}"]
@@ -191,7 +194,11 @@ def test_labels_that_cannot_be_balanced_are_spoken_of(tmp_path, capsys):
 
 @pytest.fixture
 def learn(books):
-    """Train a new model on a step: gives its figures, its gradient (flat), and the model on its first batch."""
+    """A function that takes one step with a new model.
+
+    Returns the step's losses, gradient norm and counts as a tensor, the gradient (flat), and the model's forward pass
+    on the first micro-batch.
+    """
 
     def step(objective, micro_batch_size, change=lambda batches: batches):
         run = PretrainConfig(
@@ -223,7 +230,7 @@ def learn(books):
             lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         )
         done = train_step(make_accelerator("no"), model, [optimizer], batches, 0.0, 1e9)
-        # How much is computed, padding included, depends on the split.
+        # The padded tokens are left out: their number depends on the split.
         values = torch.tensor([done.mlm_loss, done.pair_loss, done.grad_norm, done.tokens, done.examples])
         return values, gradients[0], functools.partial(model, **batches[0])
 
@@ -231,7 +238,7 @@ def learn(books):
 
 
 def nothing_beside(batches):
-    """With a micro-batch that counts for nothing, as a process without a row left gets it."""
+    """Add an empty micro-batch, as a process without rows of its own gets one."""
     empty = {name: tensor[:1].clone() for name, tensor in batches[0].items()}
     for name in {"labels", "next_sentence_label"} & empty.keys():
         empty[name].fill_(-100)
@@ -243,14 +250,15 @@ def nothing_beside(batches):
 def test_a_step_has_one_gradient_and_one_count_however_it_is_split(learn, objective):
     values, gradient, forward = learn(objective, 8)
     assert values[4] == 8 and (values[1] > 0) == (objective != "none")
-    torch.testing.assert_close(values[0] + values[1], forward().loss)  # means over the one micro-batch
+    # With one micro-batch, the step's means are those of the micro-batch.
+    torch.testing.assert_close(values[0] + values[1], forward().loss)
     for size, change in ((3, list), (3, nothing_beside)):
         other_values, other_gradient, _ = learn(objective, size, change)
         torch.testing.assert_close(other_values, values, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(other_gradient, gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_packed_rows_without_a_second_loss_teach_what_single_ones_do(learn):
+def test_packed_rows_without_a_pair_objective_give_the_same_gradient_as_unpacked_ones(learn):
     values, gradient, _ = learn("none", 8)
     for size in (8, 3):
         other_values, other_gradient, _ = learn("none", size, lambda batches: [packed(batch) for batch in batches])
@@ -258,14 +266,14 @@ def test_packed_rows_without_a_second_loss_teach_what_single_ones_do(learn):
         torch.testing.assert_close(other_gradient, gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_a_packed_batch_without_a_label_counts_for_nothing():
+def test_sequences_without_a_label_are_not_counted():
     batch = {"labels": torch.tensor([[7, -100], [-100, -100]]), "sequence_ids": torch.tensor([[1, 1, 2], [1, 2, 3]])}
     assert count_examples(batch) == 2
     del batch["sequence_ids"]
     assert count_examples(batch) == 1
 
 
-def test_held_out_figures_of_packed_pairs_are_those_of_single_ones():
+def test_held_out_counts_of_packed_pairs_equal_those_of_unpacked_pairs():
     torch.manual_seed(0)
     model = D2lBertForPreTraining(D2lBertConfig(vocab_size=20, hidden_size=32, max_position_embeddings=16)).eval()
     ids, ones = torch.randint(5, 20, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
@@ -279,4 +287,4 @@ def test_held_out_figures_of_packed_pairs_are_those_of_single_ones():
     batch["next_sentence_label"], row["next_sentence_label"] = torch.tensor([0, 1]), torch.tensor([[0, 1]])
     single, together = (evaluate.held_out_counts(model, [part], "cpu") for part in (batch, row))
     torch.testing.assert_close(single, together, atol=1e-4, rtol=0)
-    assert evaluate.held_out_figures(together, PAIR_TASKS["sop"])["eval_pairs"] == 2
+    assert evaluate.held_out_metrics(together, PAIR_TASKS["sop"])["eval_pairs"] == 2

@@ -1,4 +1,4 @@
-"""Optimizers as their papers write them, decay where BERT has it, a rate that rises and falls, averaged weights."""
+"""Optimizers agree with their papers, learning rates with Transformers, averaged weights with their formula."""
 
 import math
 
@@ -36,12 +36,12 @@ def make_model(**switches):
 
 
 def is_decayed(name):
-    """BERT's rule (appendix A.2 and its AdamWeightDecayOptimizer): neither biases nor LayerNorms."""
+    """BERT's rule (appendix A.2 and AdamWeightDecayOptimizer): every parameter but biases and LayerNorms."""
     return not name.endswith(".bias") and "LayerNorm" not in name
 
 
 class PaperAdamW:
-    """Algorithm 2 of Loshchilov and Hutter (2017), for one tensor; the schedule multiplier is the learning rate."""
+    """Algorithm 2 of Loshchilov and Hutter (2017) for one tensor. Its schedule multiplier is our learning rate."""
 
     def __init__(self, tensor, decay, betas, epsilon):
         self.theta, self.decay, self.betas, self.epsilon = tensor.double(), decay, betas, epsilon
@@ -57,7 +57,7 @@ class PaperAdamW:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-def test_biases_and_layer_norms_are_not_decayed_and_all_else_is(switches):
+def test_all_parameters_but_biases_and_layer_norms_get_weight_decay(switches):
     model = make_model(**switches)
     decayed, others = parameter_groups(model.parameters())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -69,7 +69,7 @@ def test_biases_and_layer_norms_are_not_decayed_and_all_else_is(switches):
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-def test_make_adamw_steps_as_the_paper_writes_it(switches):
+def test_adamw_steps_as_in_its_paper(switches):
     model = make_model(**switches)
     rate, decay, betas, epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
     optimizer = make_adamw(model, rate, decay, betas, epsilon)
@@ -90,7 +90,7 @@ def test_make_adamw_steps_as_the_paper_writes_it(switches):
 
 
 class PaperMuon:
-    """Jordan et al. (2024) with the size and the decay of Liu et al. (2025, equation 4), for one matrix."""
+    """Jordan et al. (2024), with the update size and weight decay of Liu et al. (2025, equation 4), for one matrix."""
 
     def __init__(self, matrix, decay, momentum=0.95):
         self.theta, self.decay, self.momentum, self.average = matrix.clone(), decay, momentum, torch.zeros_like(matrix)
@@ -104,7 +104,7 @@ class PaperMuon:
 
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-def test_muon_has_the_matrices_of_the_blocks_and_adamw_each_parameter_else(model_class, switches):
+def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(model_class, switches):
     model = model_class(D2lBertConfig(**SIZES, **switches))
     muon, adamw = make_optimizers(model, "muon", 0.02, 0.1, (0.8, 0.95), 1e-3)
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
@@ -120,8 +120,10 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_each_parameter_else(model
     assert {group["lr"] for o in (muon, adamw) for group in o.param_groups} == {0.02}
 
 
-def test_muon_steps_as_its_papers_write_it():
-    """Its five Newton-Schulz iterations are inexact by design: singular values between 0.7 and 1.2, not 1."""
+def test_muon_steps_as_in_its_papers():
+    """
+    Its five Newton-Schulz iterations are approximate: they give singular values between 0.7 and 1.2 instead of 1.
+    """
     model = make_model()
     muon, _ = make_optimizers(model, "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
     matrices = muon.param_groups[0]["params"]
@@ -139,7 +141,7 @@ def test_muon_steps_as_its_papers_write_it():
         assert 0.8 < moved.norm() / expected.norm() < 1.2
 
 
-def test_adamw_alone_is_one_optimizer_of_the_same_groups():
+def test_adamw_alone_is_one_optimizer_with_the_same_groups():
     model = make_model()
     (adamw,) = make_optimizers(model, "adamw", 0.01, 0.3, (0.8, 0.95), 1e-3)
     assert type(adamw) is torch.optim.AdamW
@@ -153,7 +155,7 @@ KINDS = ["linear", "cosine", "warmup_stable_decay"]
 
 
 def transformers_shares(kind, warmup_steps, max_steps, decay_steps):
-    """What Transformers' scheduler multiplies the rate with at each step."""
+    """The factors by which Transformers' scheduler multiplies the learning rate, for each step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
     if kind == "linear":
         scheduler = get_linear_schedule_with_warmup(optimizer, warmup_steps, max_steps)
@@ -166,15 +168,15 @@ def transformers_shares(kind, warmup_steps, max_steps, decay_steps):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("warmup_steps, decay_steps", [(0, 20), (7, 20), (30, 70), (99, 1)])
-def test_the_rates_are_those_of_transformers_but_for_the_first_step_which_moves(kind, warmup_steps, decay_steps):
-    """Theirs begins at nothing, so ours is one step ahead while it rises, and the same afterwards."""
+def test_learning_rates_equal_transformers_except_that_the_first_step_is_not_zero(kind, warmup_steps, decay_steps):
+    """Transformers starts at 0, so during warm-up our rate is that of its next step. Afterwards both are equal."""
     theirs = transformers_shares(kind, warmup_steps, 100, decay_steps)
     expected = theirs[1 : warmup_steps + 1] + theirs[warmup_steps:100]
     ours = [learning_rate_share(kind, step, warmup_steps, 100, decay_steps) for step in range(100)]
     assert ours == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_rate_rises_in_equal_steps_to_its_peak_and_falls_in_equal_steps():
+def test_the_linear_schedule_rises_and_falls_in_equal_steps():
     rates = [learning_rate_share("linear", step, warmup_steps=4, max_steps=10) for step in range(10)]
     assert rates == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
@@ -184,14 +186,14 @@ def test_without_warm_up_the_first_step_has_the_peak_rate():
     assert rates == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_the_stable_rate_falls_by_the_root_of_the_way():
+def test_the_stable_rate_decays_by_the_square_root_of_its_progress():
     rates = [learning_rate_share("warmup_stable_decay", step, 2, 10, decay_steps=4) for step in range(10)]
     falling = [1 - math.sqrt(step / 4) for step in range(4)]
     assert rates == pytest.approx([1 / 2, 1, 1, 1, 1, 1, *falling])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_of_one_step_moves(kind):
+def test_a_run_of_one_step_has_the_peak_rate(kind):
     assert learning_rate_share(kind, 0, 0, 1, 1) == learning_rate_share(kind, 0, 1, 1, 0) == 1
 
 
@@ -201,7 +203,7 @@ def test_a_run_of_one_step_moves(kind):
     warm_up=st.floats(0, 1),
     decay_steps=st.integers(0, 300),
 )
-def test_every_step_moves_and_the_rate_rises_is_at_its_peak_and_falls(kind, max_steps, warm_up, decay_steps):
+def test_every_rate_is_above_zero_and_the_schedule_rises_to_its_peak_and_falls(kind, max_steps, warm_up, decay_steps):
     warmup = math.floor(warm_up * max_steps)
     rates = [learning_rate_share(kind, step, warmup, max_steps, decay_steps) for step in range(max_steps)]
     assert min(rates) > 0 and max(rates) == 1
@@ -218,19 +220,19 @@ def test_every_step_moves_and_the_rate_rises_is_at_its_peak_and_falls(kind, max_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The average of the weights
+# The moving average of the weights
 
 
 def wander(model, generator):
-    """Move every weight, as a step would."""
+    """Change every weight at random, as a step would."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator))
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-def test_the_average_is_the_sum_that_its_formula_says(switches):
-    """Written out: each step's weights times what every later step keeps of them, in float64."""
+def test_the_moving_average_equals_its_formula(switches):
+    """The formula as a sum in float64: each step's weights, times the decays of all later steps."""
     model, generator = make_model(**switches), torch.Generator().manual_seed(0)
     average = MovingAverage(model, 0.5)
     history = [{name: tensor.detach().double().clone() for name, tensor in model.named_parameters()}]
@@ -258,7 +260,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_holds_the_averages_for_a_while_and_then_its_own_weights_bit_for_bit(switches, fails):
+def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_afterwards(switches, fails):
     model = make_model(**switches)
     average = MovingAverage(model, 0.9)
     wander(model, torch.Generator().manual_seed(0))
@@ -276,7 +278,7 @@ def test_the_model_holds_the_averages_for_a_while_and_then_its_own_weights_bit_f
     assert same(bits(model), before) and same(average.tensors(), averages)
 
 
-def test_sharded_weights_are_averaged_as_whole_ones_are(tmp_path):
+def test_the_average_of_sharded_weights_equals_that_of_whole_weights(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

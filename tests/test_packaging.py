@@ -1,4 +1,4 @@
-"""Each way of installing puts `d2l_bert` into site-packages and no more, and works from the repository's root."""
+"""Every kind of installation adds only `d2l_bert` to site-packages, and works from the repository's root."""
 
 import shutil
 import subprocess
@@ -23,9 +23,9 @@ WAYS = {
 
 @pytest.fixture(scope="module", params=WAYS)
 def installed(request, tmp_path_factory):
-    """A fresh environment that borrows the dependencies of this one, with the package installed in one of the ways.
+    """A new environment that uses this environment's dependencies, with the package installed in one of the `WAYS`.
 
-    Gives its Python, what the installation added to site-packages, and the copy of the repository it came from.
+    Returns its Python, the names that the installation added to site-packages, and the copy of the repository used.
     """
     root = tmp_path_factory.mktemp("checkout") / "repository"
     shutil.copytree(ROOT, root, ignore=LEAVE_OUT)
@@ -36,7 +36,7 @@ def installed(request, tmp_path_factory):
     before = set(site_packages.iterdir())
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
     install += ["--no-deps", "--no-index", "--no-build-isolation", *WAYS[request.param]]
-    # The build's own tools come from here; the environment sees our dependencies, not our installation.
+    # The .pth file makes this environment's packages, such as build tools, importable, but not its editable install.
     (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     subprocess.run(install, check=True, cwd=root)
     left = {path.name for path in set(site_packages.iterdir()) - before} - {"borrowed.pth", "__pycache__"}
@@ -47,14 +47,14 @@ def run(command, **options):
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, **options)
 
 
-def test_site_packages_get_d2l_bert_and_its_metadata_alone(installed):
+def test_only_d2l_bert_and_its_metadata_are_added_to_site_packages(installed):
     _, left, _ = installed
     assert left and all(name.startswith(("d2l_bert", "__editable__")) for name in left)
 
 
-def test_it_runs_from_the_repositorys_root(installed):
+def test_every_installation_runs_from_the_repositorys_root(installed):
     python, _, root = installed
-    commands = {  # and what each of them prints
+    commands = {  # and a word that each command prints
         ("-c", "import d2l_bert, d2l_bert.modeling as m; print(d2l_bert.__file__, m.__file__)"): "__init__.py",
         ("-m", "d2l_bert", "--help"): "pretrain",
         ("-m", "accelerate.commands.launch", "--cpu", "-m", "d2l_bert", "--help"): "pretrain",

@@ -1,107 +1,24 @@
-"""Pairs fit, true pairs continue, random pairs do not, labels balance, and no sentence is lost."""
+"""Pairs of segments: they fit, true pairs are consecutive text, labels are balanced, no sentence is lost."""
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pair_corpora import (
+    IS_NEXT,
+    IS_RANDOM,
+    STEADY_LENGTH,
+    Corpus,
+    any_pairs,
+    assert_balanced,
+    both_pairings,
+    corpora,
+    lengths_of,
+    steady_corpus,
+)
 
 from d2l_bert.training import pairs as made_by
-from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
-
-
-IS_NEXT, IS_RANDOM = 0, 1  # Hugging Face's polarity; the book's is the opposite
-
-
-class Corpus:
-    """Documents given by the lengths of their sentences, in tokens; each may be cut into paragraphs."""
-
-    def __init__(self, documents, paragraphs=None):
-        self.ends = [np.cumsum(lengths) for lengths in documents]
-        self.starts = [ends - lengths for ends, lengths in zip(self.ends, documents, strict=True)]
-        # Without paragraphs given, each document is one.
-        self.paragraphs = [np.array(p) for p in paragraphs or [[len(lengths)] for lengths in documents]]
-
-    def __len__(self):
-        return len(self.ends)
-
-    def segment_pairs(self, max_seq_length, seed=0, documents=None, **options):
-        documents = range(len(self)) if documents is None else documents
-        rng = np.random.default_rng(seed)
-        return rows(made_by.segment_pairs(documents, self.ends.__getitem__, max_seq_length, rng, **options))
-
-    def sentence_pairs(self, max_seq_length, seed=0, documents=None, **options):
-        documents = range(len(self)) if documents is None else documents
-        rng, where = np.random.default_rng(seed), (self.ends.__getitem__, self.paragraphs.__getitem__)
-        return rows(made_by.sentence_pairs(documents, *where, max_seq_length, rng, **options))
-
-    def pairs(self, pairing, max_seq_length, seed=0, **options):
-        make = {"segments": self.segment_pairs, "sentences": self.sentence_pairs}[pairing]
-        return make(max_seq_length, seed, **options)
-
-    def are_whole_sentences(self, document, start, end):
-        return start in self.starts[document] and end in self.ends[document]
-
-    def are_parts_of_a_sentence(self, pair):
-        """A sentence that has no other is cut in two."""
-        ends = self.ends[pair["a_document"]]
-        first, last = np.searchsorted(ends, (pair["a_start"], pair["b_end"] - 1), side="right")
-        return pair["a_document"] == pair["b_document"] and first == last
-
-    def has_a_token_of_each_outer_sentence(self, document, start, end):
-        """Nothing can be cut off without losing a sentence."""
-        return start + 1 in self.ends[document] and end - 1 in self.starts[document]
-
-    def sentence_at(self, document, start):
-        return int(np.flatnonzero(self.starts[document] == start)[0])
-
-
-def rows(pairs):
-    """What is yielded as an array."""
-    return np.fromiter(pairs, dtype=PAIR)
-
-
-def lengths_of(pairs):
-    return pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
-
-
-def assert_balanced(pairs):
-    """Half of the labels are 1, to three standard errors of that many tosses of a coin."""
-    labels = pairs["next_sentence_label"]
-    assert abs(labels.mean() - 0.5) < 3 * 0.5 / np.sqrt(len(labels))
-
-
-def steady_corpus(seed=0, documents=60, sentence=3):
-    """Sentences of one length, several thousand: where the room is a multiple of it, nothing is ever truncated."""
-    rng = np.random.default_rng(seed)
-    return Corpus([[sentence] * int(size) for size in rng.integers(1, 150, documents)])
-
-
-STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # room for eight sentences of the steady corpus
-
-both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
-
-
-@st.composite
-def corpora(draw, min_documents=1):
-    shapes = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=min_documents, max_size=6)
-    documents = draw(shapes)
-    paragraphs = []
-    for lengths in documents:
-        inside = draw(st.sets(st.integers(1, len(lengths))))
-        paragraphs.append(sorted(inside | {len(lengths)}))
-    return Corpus(documents, paragraphs)
-
-
-@st.composite
-def any_pairs(draw, min_documents=1):
-    """A corpus of any shape, its pairs of either kind, and the room they had."""
-    corpus, seed, room = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
-    if draw(st.booleans()):
-        made = corpus.sentence_pairs(room + SPECIALS_IN_A_PAIR, seed)
-    else:
-        share = draw(st.sampled_from([0.0, 0.1, 1.0]))
-        made = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
-    return corpus, made, room
+from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +28,6 @@ def any_pairs(draw, min_documents=1):
 @given(any_pairs())
 def test_every_pair_fits_and_both_spans_lie_within_their_documents(case):
     corpus, pairs, room = case
-    assert pairs.dtype == PAIR
     a, b = lengths_of(pairs)
     assert (a >= 1).all() and (b >= 1).all()
     assert (a + b <= room).all()
@@ -122,14 +38,14 @@ def test_every_pair_fits_and_both_spans_lie_within_their_documents(case):
 
 
 @given(any_pairs())
-def test_a_true_pair_is_consecutive_text_and_what_is_cut_off_it_is_cut_at_the_ends_of_its_spans(case):
+def test_a_true_pair_is_consecutive_text_cut_only_at_the_ends_of_its_spans(case):
     corpus, pairs, room = case
     for pair in pairs[pairs["next_sentence_label"] == IS_NEXT]:
         document = pair["a_document"]
         assert pair["b_document"] == document
         if corpus.are_parts_of_a_sentence(pair):
             continue
-        # Wherever A and B met before truncation, a sentence ended there.
+        # A sentence ends where A and B met before truncation.
         ends = corpus.ends[document]
         assert ((pair["a_end"] <= ends) & (ends <= pair["b_start"])).any()
         whole_a = corpus.are_whole_sentences(document, pair["a_start"], pair["a_end"])
@@ -146,14 +62,14 @@ def test_a_random_pair_takes_b_from_another_document_if_there_is_one(case):
 
 
 @given(any_pairs())
-def test_the_longer_span_is_the_one_that_is_cut(case):
+def test_the_longer_span_is_truncated(case):
     corpus, pairs, room = case
     for pair, a, b in zip(pairs, *lengths_of(pairs), strict=True):
         whole_a = corpus.are_whole_sentences(pair["a_document"], pair["a_start"], pair["a_end"])
         whole_b = corpus.are_whole_sentences(pair["b_document"], pair["b_start"], pair["b_end"])
         if corpus.are_parts_of_a_sentence(pair):
             continue
-        # The shorter one is cut only where the longer one has no more to give.
+        # The shorter span is truncated only if the longer one has one token of each outer sentence left.
         if not whole_a and b > a + 1:
             assert pair["next_sentence_label"] == IS_NEXT, "a random B has nothing to lose"
             assert corpus.has_a_token_of_each_outer_sentence(pair["b_document"], pair["b_start"], pair["b_end"])
@@ -166,7 +82,7 @@ def test_tokens_are_cut_from_the_front_and_from_the_back():
     pairs = corpus.segment_pairs(20 + SPECIALS_IN_A_PAIR, short_seq_prob=0)
     a, b = lengths_of(pairs)
     assert (a == 10).all() and (b == 10).all()
-    # Each A loses 190 tokens, half of them from the front: a binomial number of standard deviation sqrt(190) / 2.
+    # Each A loses 190 tokens, half of them at its front: a binomial number with standard deviation sqrt(190) / 2.
     into_sentence = pairs["a_start"] % 200
     assert abs(into_sentence.mean() - 95) < 3 * np.sqrt(190) / 2 / np.sqrt(len(pairs))
     assert into_sentence.std() == pytest.approx(np.sqrt(190) / 2, rel=0.2)
@@ -181,7 +97,7 @@ def test_the_same_seed_gives_the_same_pairs_and_another_seed_others(pairing):
 
 
 @both_pairings
-def test_only_the_documents_named_are_drawn_from(pairing):
+def test_pairs_come_only_from_the_documents_given(pairing):
     named = [3, 17, 40, 41]
     pairs = steady_corpus().pairs(pairing, STEADY_LENGTH, documents=named)
     assert set(pairs["a_document"]) == set(named)
@@ -198,7 +114,7 @@ def test_labels_are_balanced(pairing):
 
 
 def uneven_documents():
-    """300 documents of one sentence among 300 longer ones, sentences of 3 to 29 tokens."""
+    """300 documents of one sentence and 300 longer ones, with sentences of 3 to 29 tokens."""
     rng = np.random.default_rng(0)
     documents = [[int(rng.integers(3, 30))] for _ in range(300)]
     return documents + [rng.integers(3, 30, rng.integers(20, 60)).tolist() for _ in range(300)]
@@ -209,14 +125,14 @@ def test_labels_are_balanced_in_spite_of_many_documents_of_one_sentence(max_seq_
     assert_balanced(Corpus(uneven_documents()).segment_pairs(max_seq_length))
 
 
-def test_labels_are_balanced_where_most_sentences_fill_the_length_alone():
+def test_labels_are_balanced_if_most_sentences_fill_the_length_alone():
     assert_balanced(Corpus(uneven_documents()).segment_pairs(16))
 
 
 def test_documents_of_one_sentence_are_balanced_too():
     pairs = Corpus([[5]] * 2000).segment_pairs(32)
     assert len(pairs) == 2000
-    # The first ones get random sentences, as in the original BERT; when no true pair makes up for them, half of each.
+    # The first pairs get a random B, as in the original BERT. True pairs never catch up, so half the rest is random.
     assert abs(pairs["next_sentence_label"].sum() - 1000) < 3 * 0.5 * np.sqrt(2000) + made_by.MOST_OWED
     true = pairs[pairs["next_sentence_label"] == IS_NEXT]
     assert (true["a_start"] == 0).all() and (true["b_start"] == true["a_end"]).all() and (true["b_end"] == 5).all()
@@ -229,7 +145,7 @@ def test_labels_are_balanced_in_spite_of_documents_of_one_token():
     rng = np.random.default_rng(0)
     documents = [[1] if rng.random() < 0.05 else [int(rng.integers(2, 30))] for _ in range(4000)]
     labels = Corpus(documents).segment_pairs(64)["next_sentence_label"]
-    # Half of the documents of one token get a random B against the coin.
+    # A document of one token always gets a random B, also in the half of the cases where the coin says otherwise.
     assert abs(labels.sum() - 2000 - 100) < 3 * 0.5 * np.sqrt(4000) + made_by.MOST_OWED
 
 
@@ -238,8 +154,8 @@ def is_true_continuation(pair):
 
 
 @both_pairings
-def test_a_random_b_out_of_the_only_document_is_never_the_true_continuation(pairing):
-    corpus = Corpus([[3] * 10])  # small enough for chance to hit the continuation often
+def test_a_random_b_from_the_only_document_is_never_the_true_continuation(pairing):
+    corpus = Corpus([[3] * 10])  # small, so that chance would often hit the continuation
     made = np.concatenate([corpus.pairs(pairing, STEADY_LENGTH, seed) for seed in range(200)])
     random = made[made["next_sentence_label"] == IS_RANDOM]
     assert len(random) > 100
@@ -247,7 +163,7 @@ def test_a_random_b_out_of_the_only_document_is_never_the_true_continuation(pair
 
 
 @both_pairings
-def test_a_random_b_out_of_the_only_document_is_no_part_of_a(pairing):
+def test_a_random_b_from_the_only_document_does_not_overlap_a(pairing):
     corpus = Corpus([[3] * 30])
     made = np.concatenate([corpus.pairs(pairing, STEADY_LENGTH, seed) for seed in range(50)])
     random = made[made["next_sentence_label"] == IS_RANDOM]
@@ -255,7 +171,7 @@ def test_a_random_b_out_of_the_only_document_is_no_part_of_a(pairing):
 
 
 @both_pairings
-def test_nor_does_truncation_make_it_the_true_continuation(pairing):
+def test_truncation_does_not_turn_a_random_b_into_the_true_continuation(pairing):
     corpus = Corpus([[7, 20, 3, 11, 16, 5, 9, 30, 4, 6]])
     made = np.concatenate([corpus.pairs(pairing, 16, seed) for seed in range(200)])
     random = made[made["next_sentence_label"] == IS_RANDOM]
@@ -267,7 +183,7 @@ def test_nor_does_truncation_make_it_the_true_continuation(pairing):
 # Segments
 
 
-def test_untruncated_segments_are_whole_sentences_and_true_pairs_touch():
+def test_untruncated_segments_are_whole_sentences_and_true_pairs_are_adjacent():
     corpus = steady_corpus()
     pairs = corpus.segment_pairs(STEADY_LENGTH, short_seq_prob=0)
     for pair in pairs:
@@ -283,8 +199,8 @@ def test_untruncated_segments_are_whole_sentences_and_true_pairs_touch():
     sentences_in_a_pair=st.integers(2, 9),
     seed=st.integers(0, 2**32),
 )
-def test_a_spans_and_true_b_spans_tile_every_document(sizes, sentence, sentences_in_a_pair, seed):
-    """Nothing is truncated here, so nothing may be lost, and nothing used twice: what a random B freed comes later."""
+def test_a_spans_and_true_b_spans_cover_every_document_exactly_once(sizes, sentence, sentences_in_a_pair, seed):
+    """Nothing is truncated here. Sentences that a random B replaces are used again in a later pair."""
     corpus = Corpus([[sentence] * size for size in sizes])
     pairs = corpus.segment_pairs(sentences_in_a_pair * sentence + SPECIALS_IN_A_PAIR, seed, short_seq_prob=0)
     for document, size in enumerate(sizes):
@@ -296,7 +212,7 @@ def test_a_spans_and_true_b_spans_tile_every_document(sizes, sentence, sentences
 
 
 @given(corpora(), st.integers(5, 40), st.integers(0, 2**32))
-def test_every_document_is_visited(corpus, room, seed):
+def test_every_document_is_used(corpus, room, seed):
     pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed)
     assert set(pairs["a_document"]) == set(range(len(corpus)))
 
@@ -307,12 +223,12 @@ def test_segments_fill_the_length_unless_their_document_ends():
     a, b = lengths_of(pairs)
     b_ends_its_document = [pair["b_end"] == corpus.ends[pair["b_document"]][-1] for pair in pairs]
     full = a + b == STEADY_LENGTH - SPECIALS_IN_A_PAIR
-    # A gathering of one sentence, the last of its document, may only get a random B; that one fills the room as well.
+    # The last sentence of a document, if left alone, may get a random B; that B fills the length as well.
     assert (full | b_ends_its_document).all()
     assert full.mean() > 0.8
 
 
-def test_the_cut_between_a_and_b_falls_anywhere():
+def test_every_boundary_between_a_and_b_is_equally_likely():
     pairs = Corpus([[1] * 20_000]).segment_pairs(8 + SPECIALS_IN_A_PAIR, short_seq_prob=0)
     a, _ = lengths_of(pairs)
     counts = np.bincount(a, minlength=8)
@@ -321,13 +237,13 @@ def test_the_cut_between_a_and_b_falls_anywhere():
     assert np.abs(counts[1:] - expected).max() < 4 * np.sqrt(expected * 6 / 7)
 
 
-def test_short_seq_prob_is_the_share_of_pairs_that_are_short():
+def test_short_seq_prob_is_the_share_of_short_pairs():
     corpus = Corpus([[1] * 500] * 40)
     room = 50
 
     def share_short(probability):
         pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, short_seq_prob=probability)
-        # Of a target drawn from 2 to 50 one in 49 is the full length; pairs at the end of a document are short anyway.
+        # One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway.
         a, b = lengths_of(pairs)
         last = [pair["b_end"] == 500 or pair["a_end"] == 500 for pair in pairs]
         return (a + b < room)[~np.array(last)].mean()
@@ -340,12 +256,11 @@ def test_short_seq_prob_is_the_share_of_pairs_that_are_short():
 # ---------------------------------------------------------------------------------------------------------------------
 # Sentences
 
-
 UNTRUNCATED = 24 + SPECIALS_IN_A_PAIR  # twice the longest sentence of `corpora`
 
 
 @given(corpora(), st.integers(0, 2**32), st.sampled_from(["nsp", "sop", "none"]))
-def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed, objective):
+def test_each_sentence_but_the_last_of_its_paragraph_is_segment_a_once(corpus, seed, objective):
     expected = [
         (document, sentence)
         for document, paragraphs in enumerate(corpus.paragraphs)
@@ -358,7 +273,7 @@ def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed, obj
         if objective == "sop" and spans["a"][1] > spans["b"][1]:
             spans["a"] = spans["b"]
         document, sentence = spans["a"][0], corpus.sentence_at(*spans["a"][:2])
-        # A sentence that has no other is A too, or half of it is.
+        # A paragraph of one sentence also has that sentence, or half of it, as A.
         if sentence + 1 not in corpus.paragraphs[document] or objective == "none":
             assert corpus.are_whole_sentences(*spans["a"])
             firsts.append((document, sentence))
@@ -366,7 +281,7 @@ def test_each_sentence_but_the_last_of_its_paragraph_is_a_once(corpus, seed, obj
 
 
 @given(corpora(), st.integers(0, 2**32))
-def test_a_true_pair_of_sentences_is_two_neighbours_in_one_paragraph_or_two_parts_of_a_sentence(corpus, seed):
+def test_a_true_pair_of_sentences_is_two_neighbours_of_a_paragraph_or_two_parts_of_a_sentence(corpus, seed):
     for pair in corpus.sentence_pairs(UNTRUNCATED, seed):
         if pair["next_sentence_label"] == IS_NEXT:
             assert is_true_continuation(pair)
@@ -383,7 +298,7 @@ def test_a_true_pair_of_sentences_is_two_neighbours_in_one_paragraph_or_two_part
 
 
 def covered(corpus, pairs):
-    """For each document whether a token of it is in some pair."""
+    """For each document, an array that says of each token whether some pair contains it."""
     found = [np.zeros(ends[-1], dtype=bool) for ends in corpus.ends]
     for pair in pairs:
         for side in ("a", "b"):
@@ -392,23 +307,23 @@ def covered(corpus, pairs):
 
 
 @given(corpora(), st.integers(5, 60), st.integers(0, 2**32), st.sampled_from(["segments", "sentences"]))
-# A short sentence at the end of an A that is longer than half the room, beside a long random B.
+# A short sentence at the end of an A that is longer than half of the room, beside a long random B.
 @example(Corpus([[9, 1, 9], [12, 12]]), 14, 0, "segments")
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
-def test_no_sentence_is_lost_to_an_epoch(objective, corpus, room, seed, pairing):
+def test_no_sentence_is_missing_from_an_epoch(objective, corpus, room, seed, pairing):
     options = {"short_seq_prob": 0.0} if pairing == "segments" else {}
     found = covered(corpus, corpus.pairs(pairing, room + SPECIALS_IN_A_PAIR, seed, objective=objective, **options))
     fits_whole = room >= max(int(ends[-1]) for ends in corpus.ends)
     for document, tokens in zip(corpus.ends, found, strict=True):
         for start, end in zip([0, *document[:-1]], document, strict=True):
-            if objective == "sop" and end - start == 1:  # no order in a single token that stands alone
+            if objective == "sop" and end - start == 1:  # a sentence of one token cannot be put in two orders
                 continue
-            # A random B may be too long for the room that A leaves, and tokens are cut off.
+            # A random B may be too long for the room beside A; then tokens are cut off.
             whole = objective == "none" or (objective == "sop" and fits_whole)
             assert tokens[start:end].all() if whole else tokens[start:end].any()
 
 
-def test_paragraphs_of_one_sentence_are_the_random_sentences_of_other_pairs():
+def test_paragraphs_of_one_sentence_become_the_random_sentences_of_other_pairs():
     dialogue, story = [[6], [7], [8]] * 100, [[10, 11, 12, 13, 14, 15, 16, 17]] * 200
     corpus = Corpus([*dialogue, *story], [[1]] * 300 + [[8]] * 200)
     pairs = corpus.sentence_pairs(64)
@@ -420,7 +335,7 @@ def test_paragraphs_of_one_sentence_are_the_random_sentences_of_other_pairs():
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
-def test_where_all_paragraphs_have_one_sentence_it_is_cut_in_two(objective):
+def test_if_all_paragraphs_have_one_sentence_each_sentence_is_cut_in_two(objective):
     corpus = Corpus([[9] * 30] * 60, [list(range(1, 31))] * 60)
     pairs = corpus.sentence_pairs(64, objective=objective)
     assert len(pairs) == 60 * 30
@@ -428,11 +343,11 @@ def test_where_all_paragraphs_have_one_sentence_it_is_cut_in_two(objective):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Order, and no second loss
+# Sentence order, and no pair objective
 
 
 @both_pairings
-def test_segments_in_order_and_swapped_are_neighbours_and_balanced(pairing):
+def test_ordered_and_swapped_segments_are_neighbours_and_balanced(pairing):
     pairs = steady_corpus().pairs(pairing, STEADY_LENGTH, objective="sop")
     in_order = pairs["next_sentence_label"] == made_by.IN_ORDER
     assert (pairs["a_document"] == pairs["b_document"]).all()
@@ -442,7 +357,7 @@ def test_segments_in_order_and_swapped_are_neighbours_and_balanced(pairing):
 
 
 @given(corpora(), st.integers(5, 40), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0]))
-def test_single_segments_tile_every_document(corpus, room, seed, share):
+def test_single_segments_cover_every_document_exactly_once(corpus, room, seed, share):
     length = room + SPECIALS_IN_A_SEGMENT
     pairs = corpus.segment_pairs(length, seed, objective="none", short_seq_prob=share)
     assert (pairs["next_sentence_label"] == made_by.NO_LABEL).all() and (pairs["b_start"] == pairs["b_end"]).all()
@@ -453,19 +368,19 @@ def test_single_segments_tile_every_document(corpus, room, seed, share):
         assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
 
 
-def test_single_segments_are_full_and_begin_elsewhere_in_every_epoch():
+def test_single_segments_are_full_and_start_at_other_tokens_in_every_epoch():
     corpus = Corpus([[7] * 300] * 50)
     starts = []
     for seed in (0, 1):
         pairs = corpus.segment_pairs(64, seed, objective="none", short_seq_prob=0)
         full = pairs["a_end"] - pairs["a_start"] == 64 - SPECIALS_IN_A_SEGMENT
-        assert full.mean() > 0.93  # all but a document's first and last
+        assert full.mean() > 0.93  # all but the first and the last of a document
         starts.append(pairs["a_start"])
     assert np.isin(*starts).mean() < 0.9
 
 
 @given(corpora(), st.integers(2, 20), st.integers(0, 2**32))
-def test_long_sentences_alone_are_cut_into_pieces(corpus, room, seed):
+def test_single_sentences_that_are_too_long_are_cut_into_pieces(corpus, room, seed):
     pairs = corpus.sentence_pairs(room + SPECIALS_IN_A_SEGMENT, seed, objective="none")
     assert (pairs["a_end"] - pairs["a_start"]).max() <= room
     assert all(tokens.all() for tokens in covered(corpus, pairs))

@@ -1,30 +1,27 @@
-"""A text prepared once serves many runs, and they learn from it what they would have learnt from the text."""
+"""Text prepared once serves many runs, which train the same weights as runs on the text itself."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import sys
-import time
-from collections import Counter
 
 import datasets
+import numpy as np
 import pytest
 from conftest import SMALL
 from huggingface_hub import ModelCard, constants
 
 from d2l_bert.cli import main
-from d2l_bert.progress import messages_shown
-from d2l_bert.tokenization import arrow
+from d2l_bert.tokenization import prepared_folder
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.run_folder import default_output_dir
 
 
 @pytest.fixture(scope="module")
 def prepared(books, tmp_path_factory):
-    """The folder that `d2l-bert prepare` leaves of the books."""
+    """The folder that `d2l-bert prepare` writes for the books."""
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
     assert (
         main(["prepare", f"--corpus={books}", f"--output_dir={folder}", "--vocab_size=400", "--lowercase=false"]) == 0
@@ -32,7 +29,7 @@ def prepared(books, tmp_path_factory):
     return folder
 
 
-def test_the_tokenizer_is_trained_as_asked_and_found_again(books, prepared, tmp_path, capsys):
+def test_the_tokenizer_follows_its_options_and_is_cached(books, prepared, tmp_path, capsys):
     pieces = (prepared / "vocab.txt").read_text().splitlines()
     assert "Anna" in pieces and "Then" in pieces
     again = ["prepare", f"--corpus={books}", f"--output_dir={tmp_path / 'tokens'}", "--vocab_size=400"]
@@ -48,11 +45,11 @@ def test_the_tokenizer_is_trained_as_asked_and_found_again(books, prepared, tmp_
 
 
 def options(*changes):
-    """The small model's options that a prepared text leaves open."""
+    """The options of the small model that a prepared folder does not fix, and further options."""
     return [*(option for option in SMALL if not option.startswith("--vocab_size")), *changes]
 
 
-def test_a_run_on_prepared_text_ends_with_the_bytes_of_a_run_on_the_text(books, prepared, tmp_path):
+def test_a_run_on_prepared_text_ends_with_the_same_bytes_as_a_run_on_the_text(books, prepared, tmp_path):
     again = tmp_path / "elsewhere"
     shutil.copytree(prepared, again)
     whole = ["--max_steps=4", "--save_steps=2"]
@@ -68,7 +65,7 @@ def test_a_run_on_prepared_text_ends_with_the_bytes_of_a_run_on_the_text(books, 
     assert records[1]["run"]["lowercase"] is False and records[1]["run"]["vocab_size"] == 400
 
 
-def test_a_run_may_go_on_from_text_to_tokens(books, prepared, tmp_path):
+def test_a_run_on_text_may_be_resumed_on_the_prepared_folder(books, prepared, tmp_path):
     out, text = f"--output_dir={tmp_path / 'out'}", [f"--corpus={books}", "--lowercase=false", "--vocab_size=400"]
     assert main(["pretrain", *text, out, *options("--max_steps=4", "--save_steps=2")]) == 0
     whole = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -85,33 +82,36 @@ def refused(capsys, *arguments):
     return said
 
 
-def test_what_is_settled_cannot_be_asked_for_again(books, prepared, tmp_path, capsys):
+def test_options_that_the_prepared_folder_fixes_are_refused(books, prepared, tmp_path, capsys):
     for option in ("--vocab_size=300", "--language=de", "--tokenizer=x", "--validation_fraction=0.5"):
         said = refused(capsys, "pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", option)
-        assert option.partition("=")[0][2:] in said and "settled in the prepared folder" in said
+        assert option.partition("=")[0][2:] in said and "fixed by the prepared folder" in said
     assert "prepared already" in refused(capsys, "prepare", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}")
-    assert "something already" in refused(capsys, "prepare", f"--corpus={books}", f"--output_dir={prepared}")
+    assert "exists already" in refused(capsys, "prepare", f"--corpus={books}", f"--output_dir={prepared}")
     for more in ([str(books)], ["--dataset", "x/y"]):
         said = refused(capsys, "prepare", "--corpus", prepared, *more, f"--output_dir={tmp_path / 'out'}")
         assert "give it alone" in said
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["record", "tokens", "split", "tokenizer", "other split"])
-def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, capsys):
+@pytest.mark.parametrize("damage", ["record", "tokens", "hashes", "split", "tokenizer", "other split"])
+def test_a_damaged_prepared_folder_is_refused_with_the_mend(damage, prepared, tmp_path, capsys):
     folder = tmp_path / "tokens"
     shutil.copytree(prepared, folder)
     if damage == "record":
         (folder / "prepared.json").write_text("{")
     elif damage == "tokens":
-        (arrow,) = folder.glob("tokens-*/data.arrow")
-        arrow.write_bytes(arrow.read_bytes()[:1000])
+        ids = folder / "tokens" / "ids.npy"
+        ids.write_bytes(ids.read_bytes()[:1000])
+    elif damage == "hashes":
+        (folder / "text_hashes.npy").unlink()
     elif damage == "split":
-        (folder / "train_documents.npy").write_bytes(b"")
+        (folder / "held_out_documents.npy").write_bytes(b"")
     elif damage == "tokenizer":
         (folder / "tokenizer.json").write_text("{")
     else:
-        shutil.copyfile(folder / "train_documents.npy", folder / "held_out_documents.npy")
+        held_out = np.load(folder / "held_out_documents.npy")
+        np.save(folder / "held_out_documents.npy", (held_out + 1) % 22)
     said = refused(
         capsys, "pretrain", f"--corpus={folder}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")
     )
@@ -119,17 +119,17 @@ def test_a_damaged_folder_is_named_with_the_mend(damage, prepared, tmp_path, cap
     assert os.listdir(tmp_path) == ["tokens"]
 
 
-def test_a_bug_while_a_prepared_folder_is_read_is_shown_as_one(prepared, tmp_path, monkeypatch, capsys):
+def test_a_bug_while_reading_a_prepared_folder_is_shown_as_a_bug(prepared, tmp_path, monkeypatch, capsys):
     def fail(*_, **how):
         raise KeyError("of ours")
 
-    monkeypatch.setattr("d2l_bert.tokenization.arrow.TokenizedCorpus", fail)
+    monkeypatch.setattr("d2l_bert.tokenization.prepare.TokenizedCorpus", fail)
     code = main(["pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")])
     assert code == 1 and "this is a bug of d2l-bert" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("entry", ["counts", "files", "tokens", "fingerprint"])
-def test_a_record_of_a_prepared_folder_that_lacks_an_entry_is_refused(prepared, tmp_path, capsys, entry):
+@pytest.mark.parametrize("entry", ["counts", "files", "fingerprint", "source_ends", "token_options"])
+def test_a_prepared_folder_whose_record_lacks_an_entry_is_refused(prepared, tmp_path, capsys, entry):
     folder = tmp_path / "tokens"
     shutil.copytree(prepared, folder)
     record = json.loads((folder / "prepared.json").read_text())
@@ -144,9 +144,11 @@ def test_a_record_of_a_prepared_folder_that_lacks_an_entry_is_refused(prepared, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"settled": 5},
-        {"settled": {"nonsense": 1}},
-        {"settled": {"language": 7}},
+        {"format": 1},
+        {"token_options": 5},
+        {"token_options": {"nonsense": 1}},
+        {"token_options": {"language": "en"}},
+        {"fingerprint": "no number"},
         {"hub_datasets": 5},
         {"corpus_name": 5},
         {"reading": "x"},
@@ -154,7 +156,7 @@ def test_a_record_of_a_prepared_folder_that_lacks_an_entry_is_refused(prepared, 
     ],
     ids=str,
 )
-def test_a_record_of_a_prepared_folder_that_says_something_else_is_refused(prepared, tmp_path, capsys, changes):
+def test_a_prepared_folder_with_wrong_entries_in_its_record_is_refused(prepared, tmp_path, capsys, changes):
     folder = tmp_path / "tokens"
     shutil.copytree(prepared, folder)
     record = json.loads((folder / "prepared.json").read_text())
@@ -165,15 +167,45 @@ def test_a_record_of_a_prepared_folder_that_says_something_else_is_refused(prepa
     assert f"corpus {folder}: a damaged prepared folder" in said and "prepare the text again" in said
 
 
-def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, capsys):
-    files = [path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file()]
-    assert len(files) >= 10
+def test_check_notices_one_changed_byte_in_any_file_of_a_prepared_folder(prepared, tmp_path, capsys):
+    folder, other = tmp_path / "tokens", tmp_path / "other"
+    shutil.copytree(prepared, folder)
+    shutil.copytree(prepared, other)
+    capsys.readouterr()
+    assert main(["prepare", "--check", str(folder), str(other)]) == 0
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    tokens = prepared_folder.read_prepared_folder(folder).tokens
+    size = sum(path.stat().st_size for path in files if path.name != "prepared.json")
+    counts = f"{len(files) - 1} files, {size:,} bytes, 24 documents, {TokenizedCorpus(tokens).size:,} tokens"
+    assert capsys.readouterr().out.splitlines() == [f"{path}: whole; {counts}" for path in (folder, other)]
+    assert len(files) >= 12
     for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(bytes([*whole[: len(whole) // 2], whole[len(whole) // 2] ^ 1, *whole[len(whole) // 2 + 1 :]]))
+        said = refused(capsys, "prepare", "--check", folder)
+        assert f"corpus {folder}: " in said and "prepare the text again" in said, file
+        file.write_bytes(whole)
+
+
+def test_check_takes_prepared_folders_and_no_other_option(prepared, books, tmp_path, capsys):
+    assert f"{books}: no prepared folder (no prepared.json)" in refused(capsys, "prepare", "--check", books)
+    said = refused(capsys, "prepare", "--check", prepared, "--vocab_size=300")
+    assert "vocab_size is for preparing a text" in said
+    said = refused(capsys, "prepare", "--check", prepared, f"--output_dir={tmp_path / 'out'}")
+    assert "output_dir is for preparing a text" in said
+    assert "output_dir is missing" in refused(capsys, "prepare", f"--corpus={books}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_notices_files_of_another_size_and_changed_small_files(prepared, tmp_path, capsys):
+    for file in (path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file()):
         folder = tmp_path / "tokens"
         shutil.copytree(prepared, folder)
-        content = bytearray((folder / file).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / file).write_bytes(content)
+        content = (folder / file).read_bytes()
+        is_large = file.suffix == ".npy" and file.name != "held_out_documents.npy"
+        middle = len(content) // 2
+        changed = content + b"x" if is_large else content[:middle] + b"\1" + content[middle + 1 :]
+        (folder / file).write_bytes(changed)
         out = f"--output_dir={tmp_path / 'out'}"
         said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
         assert str(folder) in said and "prepare the text again" in said, file
@@ -185,16 +217,30 @@ def test_one_byte_of_any_file_of_a_prepared_folder_matters(prepared, tmp_path, c
     assert os.listdir(tmp_path) == ["tokens"]
 
 
-def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
+def test_a_folder_of_the_former_format_is_refused_with_the_command_that_makes_it_again(prepared, tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    shutil.copytree(prepared, folder)
+    record = json.loads((folder / "prepared.json").read_text())
+    former = {"settled": {"vocab_size": 400, "language": "de"}, "corpus_name": "books", "hub_datasets": []}
+    for changes, text in (({}, "--corpus PATH_OF(books)"), ({"hub_datasets": ["x/y"]}, "--dataset x/y")):
+        (folder / "prepared.json").write_text(json.dumps(former | changes))
+        said = refused(capsys, "pretrain", f"--corpus={folder}", f"--output_dir={tmp_path / 'out'}", *options())
+        command = f"d2l-bert prepare {text} --tokenizer {folder} --language de --output_dir {folder}-2"
+        assert said.endswith(f"in a format that this version cannot read; prepare the text again: {command}")
+    assert record["format"] == 2
+
+
+def test_a_damaged_cache_is_refused_with_the_mend(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     (tmp_path / "book.txt").write_text("\n\n".join(f"Anna has {n} apples. Boris sold them." for n in range(200)))
     command = ["prepare", f"--corpus={tmp_path / 'book.txt'}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=300"]
     assert main(command) == 0
     for kind, name in (
         ("text", "counts.json"),
-        ("text", "document_sources.npy"),
+        ("text", "document_ends.npy"),
         ("tokenizer", "pieces.json"),
-        ("tokens", "data.arrow"),
+        ("tokens", "ids.npy"),
+        ("tokens", "store.json"),
         ("tokens", "paragraph_ends.npy"),
     ):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -208,88 +254,10 @@ def test_a_damaged_cache_is_named_with_the_mend(tmp_path, capsys, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Two processes on one text
+# Messages, records, refusals
 
 
-@pytest.fixture
-def prepare_beside(books, tmp_path):
-    """Start processes that prepare the books in one new cache and take `seconds` to read each book."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
-    started = []
-
-    def start(name, seconds):
-        said = tmp_path / f"{name}.txt"
-        said.touch()
-        started.append(context.Process(target=_prepare, args=(books, tmp_path / "home", said, seconds)))
-        started[-1].start()
-        return started[-1], said
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-
-
-def _prepare(books, home, said, seconds):
-    """Runs in a process of its own; what it says goes to a file."""
-    constants.HF_HOME = str(home)
-    sys.stderr = said.open("w", buffering=1)
-    all_documents = arrow.all_documents
-
-    def slowly(sources):
-        for document in all_documents(sources):
-            time.sleep(seconds)
-            yield document
-
-    arrow.all_documents = slowly
-    with messages_shown():
-        prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-def test_of_two_processes_on_one_text_one_works_and_the_other_says_that_it_waits(prepare_beside, tmp_path):
-    runs = [prepare_beside(name, seconds=0.2) for name in ("one", "two")]  # 24 books: 4.8 s
-    for process, _ in runs:
-        process.join(60)
-        assert process.exitcode == 0
-    lines = [said.read_text().splitlines() for _, said in runs]
-    done = Counter(line.partition(":")[0].partition(" of at most")[0] for line in [*lines[0], *lines[1]])
-    assert [done[what] for what in ("reading books", "training a tokenizer", "tokenizing")] == [1, 1, 1]
-    waiting = f"waiting for another process that is reading books (cache {tmp_path / 'home' / 'd2l_bert'})"
-    assert sorted(said.count(waiting) for said in lines) == [0, 1], lines
-    assert lines[0][-1] == lines[1][-1] and lines[0][-1].startswith("books: 22 documents, ")
-
-
-def test_the_one_that_waits_goes_on_where_the_other_is_killed(prepare_beside, tmp_path):
-    cache = tmp_path / "home" / "d2l_bert"
-    first, said_by_first = prepare_beside("first", seconds=60)
-    wait_for(lambda: any(cache.glob(".text-*.part")))
-    second, said = prepare_beside("second", seconds=0)
-    wait_for(lambda: "waiting for another process that is reading books" in said.read_text())
-    first.kill()
-    second.join(60)
-    assert second.exitcode == 0 and said_by_first.read_text() == ""
-    assert "\nreading books: 24 documents in" in said.read_text()
-    assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
-        "text",
-        "tokenizer",
-        "tokens",
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is said, recorded and refused
-
-
-def test_a_name_that_no_json_could_hold_is_refused_at_once(books, tmp_path, capsys):
+def test_names_that_are_not_utf_8_and_sources_given_twice_are_refused_at_once(books, tmp_path, capsys):
     out = f"--output_dir={tmp_path}/r\udcff"
     assert "its name is not UTF-8" in refused(capsys, "prepare", f"--corpus={books}", out)
     assert "its name is not UTF-8" in refused(capsys, "pretrain", f"--corpus={books}", out, *SMALL, "--max_steps=1")
@@ -308,10 +276,10 @@ def test_cleaning_is_reported_and_recorded(books, tmp_path, capsys):
     assert " duplicates" in capsys.readouterr().err
     record = json.loads((tmp_path / "tokens" / "prepared.json").read_text())
     assert record["reading"]["paragraphs"] == 10 * 25 and record["reading"]["duplicates"] >= paragraphs
-    assert record["settled"]["unicode_normalization"] == "NFC"
+    assert record["token_options"]["unicode_normalization"] == "NFC"
 
 
-def test_files_and_datasets_are_one_corpus(books, tmp_path, monkeypatch):
+def test_files_and_datasets_may_be_combined_in_one_corpus(books, tmp_path, monkeypatch):
     for name, mark in (("left", "Alpha"), ("right", "Omega")):
         (tmp_path / name).mkdir()
         rows = [f"{mark} row number {n}.\n\nIt has two paragraphs." for n in range(8)]
@@ -319,7 +287,7 @@ def test_files_and_datasets_are_one_corpus(books, tmp_path, monkeypatch):
         (tmp_path / name / "train.jsonl").write_text("\n".join(lines))
     load, asked = datasets.load_dataset_builder, []
 
-    def from_hub(name, config):  # some/set is on the Hub, and is what lies in the folder "right"
+    def from_hub(name, config):  # stands for the Hub, where some/set has the rows of the folder "right"
         asked.append((name, config))
         return load(str(tmp_path / "right") if name == "some/set" else name)
 
@@ -330,15 +298,15 @@ def test_files_and_datasets_are_one_corpus(books, tmp_path, monkeypatch):
     text = prepare(run)
     assert asked == [(str(tmp_path / "left"), None), ("some/set", "small")]
     assert text.corpus_name == "books, left, some/set" and text.hub_datasets == ["some/set"]
-    assert text.document_sources.tolist() == [0] * 7 + [1] * 7 + [2] * 7
+    assert text.source_ends == [7, 14, 21] == [len(text.tokens) * n // 3 for n in (1, 2, 3)]
     assert text.reading["rows_without_text"] == 2
-    assert prepare(run).reading == text.reading  # found again, nothing read
+    assert prepare(run).reading == text.reading  # from the cache: the sources are not read again
     source = [f"--corpus={books}", "--dataset", str(tmp_path / "left"), "some/set:small", "--max_documents=7"]
     assert main(["pretrain", *source, f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=1"]) == 0
     assert ModelCard.load(tmp_path / "out" / "README.md").data.datasets == ["some/set"]
 
 
-def test_where_the_text_is_and_what_the_folder_is_called(tmp_path):
+def test_the_names_of_sources_and_of_the_default_output_folder(tmp_path):
     (tmp_path / "a:b").mkdir()
     both = TextConfig(dataset=["some/set", "other/set:en", f"{tmp_path}/a:b"])
     assert both.named_datasets() == [("some/set", None), ("other/set", "en"), (f"{tmp_path}/a:b", None)]
@@ -365,13 +333,13 @@ ALSO, DONE = ("先生", "学生", "友だち", "あなた"), ("駅", "公園", "
         ("ja", [f"{who}は今日{where}へ行きます。" for who in ALSO for where in DONE]),
     ],
 )
-def test_a_language_without_spaces_is_learnt_from(language, sentences, tmp_path):
+def test_a_language_without_spaces_can_be_prepared_and_trained_on(language, sentences, tmp_path):
     for number in range(24):
         text = "".join(sentences[number % 5 :]) + "\0"
         (tmp_path / f"{number}.txt.jsonl").write_text(json.dumps({"text": text}))
     run = TextConfig(corpus=[str(tmp_path)], language=language, vocab_size=200)
     prepared = prepare(run)
-    assert len(prepared.tokens.sentence_ends(0)) == len(sentences)
+    assert len(prepared.tokens.sentences(0)) == len(sentences)
     tokens = prepared.tokens.tokens(0)
     assert len(tokens) > 5 * len(sentences) and prepared.tokenizer.unk_token_id not in tokens
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""A run that publishes what it makes: at its end, and on its way."""
+"""Runs that publish their models: at the end, and during training."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import SMALL
 from local_hub import TOKEN
+from publishing import SENT, published
 from safetensors.torch import load_file
-from test_publish import SENT, published
 
 from d2l_bert import RECIPES, D2lBertForPreTraining
 from d2l_bert.cli import main
@@ -32,7 +32,7 @@ def pretrain(books, out, *options):
 
 
 @pytest.mark.parametrize("options", [[], ["--hub_model_id=someone/named", "--hub_private_repo=false"]])
-def test_the_finished_model_is_published_as_the_command_would(here, books, tmp_path, capsys, options):
+def test_the_finished_model_is_published_as_by_the_publish_command(here, books, tmp_path, capsys, options):
     out = tmp_path / "my-bert"
     assert pretrain(books, out, "--push_to_hub", *options) == 0
     repo_id = "someone/named" if options else "someone/my-bert"
@@ -45,9 +45,10 @@ def test_the_finished_model_is_published_as_the_command_would(here, books, tmp_p
     assert here.tags(repo_id) == tags and published(here, repo_id) == files
 
 
-def test_publishing_on_the_way_changes_nothing_of_what_is_trained(here, trained, books, tmp_path):
+def test_publishing_during_training_does_not_change_the_trained_weights(here, trained, books, tmp_path):
     out = tmp_path / "model"
-    here.fail = lambda method, path: time.sleep(0.5) if "/commit/" in path else None  # longer than the run goes on
+    # A commit takes longer than the rest of the run.
+    here.fail = lambda method, path: time.sleep(0.5) if "/commit/" in path else None
     options = ["--push_to_hub", "--hub_strategy=all_checkpoints", "--hub_private_repo=false", "--save_steps=10"]
     assert pretrain(books, out, *options) == 0
     assert (out / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
@@ -65,7 +66,9 @@ def test_publishing_on_the_way_changes_nothing_of_what_is_trained(here, trained,
         ("all_checkpoints", ["checkpoint-10", "checkpoint-20", "checkpoint-30"], 1),
     ],
 )
-def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypatch, strategy, branches, commits):
+def test_checkpoints_go_to_the_branches_of_the_strategy(
+    here, books, tmp_path, monkeypatch, strategy, branches, commits
+):
     kept = tmp_path / "kept"
 
     saved = Pusher.saved
@@ -73,7 +76,7 @@ def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypat
     def keep(self, checkpoint, step):
         shutil.copytree(checkpoint, kept / checkpoint.name)
         saved(self, checkpoint, step)
-        self.waiting.join()  # so that none is passed over
+        self.waiting.join()  # wait for the upload, so that no checkpoint is skipped
 
     monkeypatch.setattr(Pusher, "saved", keep)
     options = ["--push_to_hub", f"--hub_strategy={strategy}", "--save_steps=10", "--save_total_limit=1"]
@@ -100,7 +103,7 @@ def test_checkpoints_go_where_the_strategy_says(here, books, tmp_path, monkeypat
         assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
-def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that_is_said(
+def test_a_checkpoint_saved_during_an_upload_is_skipped_and_this_is_reported(
     here,
     books,
     tmp_path,
@@ -109,7 +112,7 @@ def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that
     out = tmp_path / "bert"
 
     def hold(method, path):
-        """The first checkpoint, until the last one is there."""
+        """Hold the upload of the first checkpoint until the last one is saved."""
         for _ in range(600):
             if "/commit/last-checkpoint" not in path or (out / "checkpoint-40").exists():
                 return
@@ -118,11 +121,11 @@ def test_a_checkpoint_that_comes_while_one_is_being_sent_is_passed_over_and_that
     here.fail = hold
     options = ["--push_to_hub", "--hub_strategy=checkpoint", "--save_steps=10"]
     assert pretrain(books, out, *options) == 0
-    assert "checkpoint-20 is not sent, as an earlier one still is" in capsys.readouterr().err
+    assert "checkpoint-20 is not sent, as an earlier checkpoint is still being sent" in capsys.readouterr().err
     assert published(here).keys() == SENT
 
 
-def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_path, capsys):
+def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, books, tmp_path, capsys):
     here.fail = lambda method, path: here.stop() or 0 if "/preupload/" in path else None
     out = tmp_path / "bert"
     assert pretrain(books, out, "--push_to_hub", "--hub_strategy=all_checkpoints", "--hub_private_repo=false") == 2
@@ -136,7 +139,9 @@ def test_a_hub_that_goes_away_costs_no_training_and_is_said(here, books, tmp_pat
     assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_is_sent_with_the_runs_own_record_whatever_the_folder_holds(here, books, tmp_path, monkeypatch):
+def test_a_checkpoint_is_sent_with_the_runs_own_record_even_if_the_folders_record_is_damaged(
+    here, books, tmp_path, monkeypatch
+):
     folder, files, seen = tmp_path / "bert", push.published_files, []
 
     def damage_and_list(checkpoint):
@@ -153,7 +158,7 @@ def test_a_checkpoint_is_sent_with_the_runs_own_record_whatever_the_folder_holds
     assert [(record["checkpoint_step"], record["run"]["max_steps"]) for record in seen] == [(2, 4)]
 
 
-def test_a_bug_in_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_goes_on(
+def test_a_bug_while_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_goes_on(
     here, books, tmp_path, monkeypatch, capsys
 ):
     def fail(*_):
@@ -165,7 +170,7 @@ def test_a_bug_in_sending_a_checkpoint_is_shown_with_its_traceback_and_the_run_g
     assert "checkpoint-2 was not sent: this is a bug of d2l-bert (KeyError)" in said and "in fail" in said
 
 
-def test_a_run_makes_its_repository_public_when_the_finished_model_is_there(here, books, tmp_path):
+def test_a_run_makes_its_repository_public_only_with_the_finished_model(here, books, tmp_path):
     seen = []
 
     def look(method, path):
@@ -180,7 +185,7 @@ def test_a_run_makes_its_repository_public_when_the_finished_model_is_there(here
     assert len([path for _, path, *_ in seen if "/commit/" in path]) == 2
 
 
-def test_a_run_says_at_its_start_that_earlier_commits_will_be_seen(here, trained, books, tmp_path, capsys):
+def test_a_run_says_at_its_start_that_earlier_commits_become_public(here, trained, books, tmp_path, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     here.requests.clear()
     words = "someone/bert is private: it is made public when the model is there"
@@ -204,7 +209,7 @@ def test_a_run_says_at_its_start_that_earlier_commits_will_be_seen(here, trained
         (["--hub_private_repo=false"], TOKEN, "hub_private_repo is for push_to_hub"),
     ],
 )
-def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
+def test_publishing_errors_are_found_at_the_start_of_the_run(
     here,
     books,
     tmp_path,
@@ -223,7 +228,7 @@ def test_what_would_be_refused_at_the_end_is_refused_at_the_start(
         assert not (tmp_path / "out").exists() and not here.repositories
 
 
-def test_a_repository_of_somebody_else_is_refused_before_the_training(here, books, tmp_path, capsys):
+def test_a_repository_of_another_user_is_refused_before_training(here, books, tmp_path, capsys):
     assert pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_model_id=another/bert") == 2
     assert "the token may not write there" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -231,11 +236,11 @@ def test_a_repository_of_somebody_else_is_refused_before_the_training(here, book
 def test_a_dry_run_sends_nothing(here, books, tmp_path):
     assert pretrain(books, tmp_path / "out", "--push_to_hub", "--hub_strategy=every_save", "--dry_run") == 0
     asked = [(request.method, request.path) for request in here.requests]
-    # The client asks for the first of these once in a process.
+    # The client sends the first of these requests once per process.
     assert [request for request in asked if request != ("GET", "/api/agent-harnesses")] == [("GET", "/api/whoami-v2")]
 
 
-def test_a_run_that_is_told_to_stop_does_not_begin_to_send(here, books, tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_stopping_starts_no_upload(here, books, tmp_path, monkeypatch, capsys):
     sent, saved = [], Pusher.saved
 
     def stop(self, checkpoint, step):
@@ -251,7 +256,7 @@ def test_a_run_that_is_told_to_stop_does_not_begin_to_send(here, books, tmp_path
     assert "was not sent" not in capsys.readouterr().err
 
 
-def test_what_was_on_its_way_when_a_run_was_killed_is_cleared_away(books, tmp_path):
+def test_the_next_run_removes_files_of_an_upload_that_was_killed(books, tmp_path):
     out = tmp_path / "out"
     assert pretrain(books, out, "--max_steps=2") == 0
     (out / ".hub-left").mkdir()
@@ -259,7 +264,7 @@ def test_what_was_on_its_way_when_a_run_was_killed_is_cleared_away(books, tmp_pa
     assert not (out / ".hub-left").exists()
 
 
-def test_models_of_the_embedded_corpus_alone_have_a_licence():
+def test_only_models_of_the_embedded_corpus_have_a_licence_by_default():
     run = RECIPES["tiny"]()[1]
     assert run.known_license() == "apache-2.0"
     for option in ({"corpus": ["books"]}, {"dataset": ["some/set"]}, {"init_from": "some/bert"}, {"tokenizer": "t"}):
@@ -267,15 +272,15 @@ def test_models_of_the_embedded_corpus_alone_have_a_licence():
         assert replace(run, **option, license="mit").known_license() == "mit"
 
 
-def test_the_default_run_is_published_with_no_further_option(here, tmp_path):
-    """On a few pages of the embedded corpus."""
+def test_the_default_run_can_be_published_without_further_options(here, tmp_path):
+    """Trains on a few pages of the embedded corpus."""
     out = tmp_path / "bert"
     assert main(["pretrain", "--max_documents=60", f"--output_dir={out}", "--max_steps=2", *SMALL]) == 0
     assert main(["publish", str(out), "bert"]) == 0
     assert "license: apache-2.0" in published(here, "someone/bert")["README.md"].decode()
 
 
-def test_a_text_that_brings_no_licence_needs_one_to_be_pushed(here, books, tmp_path, capsys):
+def test_a_run_on_other_text_needs_a_licence_to_be_published(here, books, tmp_path, capsys):
     options = [f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL, "--push_to_hub"]
     assert main(["pretrain", *options]) == 2
     assert "needs a licence; give --license" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Recipes can run, are what they say, and make way for what the command line asks for."""
+"""Recipes: they can run, have the promised sizes, follow the command line, and can be repeated by a command."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from d2l_bert.folders import base_name
 from d2l_bert.tokenization import prepare
 from d2l_bert.training import batching, pretrain
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.recipes import PLACES, RECIPES, command_line
+from d2l_bert.training.recipes import INPUT_OPTIONS, RECIPES, command_line
 from d2l_bert.training.run_folder import architecture_numbers
 
 
@@ -31,7 +31,7 @@ LITERATURE = ["mini", "small", "medium", "base", "large"]
 
 
 def tokens_of_stages(run):
-    """Steps and most tokens a step of each stage."""
+    """For each stage, its number of steps and the largest number of tokens in a step."""
     stages = run.stages(run.max_steps)
     ends = [start for start, _, _ in stages[1:]] + [run.max_steps]
     return [
@@ -53,7 +53,7 @@ def test_every_recipe_passes_its_checks_and_has_steps_in_every_stage(name):
 
 
 @pytest.mark.parametrize("name", LITERATURE)
-def test_steps_hold_the_tokens_that_the_docstring_says_at_either_length(name):
+def test_recipes_have_the_steps_and_tokens_of_their_docstrings(name):
     _, run = RECIPES[name]()
     steps, tokens = re.search(r"([\d,]+) steps of ([\d,]+) tokens", RECIPES[name].__doc__).groups()
     whole = int(tokens.replace(",", ""))
@@ -78,7 +78,7 @@ def stock_bert(architecture, vocab_size):
 
 
 @pytest.mark.parametrize("name", LITERATURE)
-def test_recipes_have_the_parameters_of_stock_berts_of_their_size_and_20_tokens_for_each(name):
+def test_recipes_have_as_many_parameters_as_stock_bert_and_20_tokens_per_parameter(name):
     architecture, run = RECIPES[name]()
     architecture.vocab_size = run.vocab_size
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def test_recipes_have_the_parameters_of_stock_berts_of_their_size_and_20_tokens_
     assert sum(steps * tokens for steps, tokens in tokens_of_stages(run)) > 20 * parameters
 
 
-def test_large_is_bert_large():
+def test_the_recipe_large_has_the_parameters_of_bert_large():
     architecture, run = RECIPES["large"]()
     architecture.vocab_size = run.vocab_size
     with torch.device("meta"):
@@ -97,7 +97,7 @@ def test_large_is_bert_large():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The run that the command line would start."""
+    """The run that a command line would start."""
 
     def choose(*options):
         runs = []
@@ -109,7 +109,7 @@ def chosen(monkeypatch):
     return choose
 
 
-def test_a_recipes_schedules_make_way_for_what_the_command_line_asks_for(chosen):
+def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules(chosen):
     mini = RECIPES["mini"]()[1]
     assert asdict(chosen("--recipe=mini")) == asdict(mini)
     assert mini.batch_size_schedule == ["16:0.2", "32:0.2"] and mini.length_schedule == ["128:0.9"]
@@ -123,8 +123,8 @@ def test_a_recipes_schedules_make_way_for_what_the_command_line_asks_for(chosen)
     assert own.batch_size_schedule == ["8:0.5", "16:0.1"]
 
 
-def test_a_run_of_the_literatures_recipe_trains_and_its_card_says_how(books, tmp_path):
-    """At a size for tests, through every stage."""
+def test_a_small_run_of_the_recipe_mini_trains_and_its_card_describes_the_schedules(books, tmp_path):
+    """Through every stage of the schedules, at sizes for tests."""
     sizes = "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 --vocab_size=400"
     options = [f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=10", "--global_batch_size=4"]
     options += ["--max_seq_length=64", "--length_schedule", "16:0.9", "--batch_size_schedule", "1:0.2", "2:0.2"]
@@ -134,7 +134,37 @@ def test_a_run_of_the_literatures_recipe_trains_and_its_card_says_how(books, tmp
     assert "AdamW, peak rate 0.001, betas 0.9 and 0.98, weight decay 0.01; 6 % warm-up, then a straight line" in card
 
 
-def test_phases_are_the_stages_of_the_run(books):
+def test_lengths_and_batch_sizes_change_independently_and_the_last_stage_is_full():
+    run = PretrainConfig(max_seq_length=128, length_schedule=["32:0.25", "64:0.5"], max_steps=1)
+    assert run.stages(1000) == [(0, 32, 32), (250, 64, 32), (750, 128, 32)]
+    schedules = {"length_schedule": ["32:0.5"], "batch_size_schedule": ["8:0.1", "16:0.4", "24:0.2"]}
+    run = PretrainConfig(max_seq_length=128, global_batch_size=32, **schedules)
+    assert run.stages(100) == [(0, 32, 8), (10, 32, 16), (50, 128, 24), (70, 128, 32)]
+    assert run.stages(2) == [(0, 32, 16), (1, 128, 32)], "a stage without a step is none"
+
+
+@given(
+    st.integers(0, 500),
+    st.lists(st.tuples(st.integers(1, 99), st.floats(0.01, 0.3)), max_size=3, unique_by=lambda entry: entry[0]),
+    st.lists(st.tuples(st.integers(8, 99), st.floats(0.01, 0.3)), max_size=3, unique_by=lambda entry: entry[0]),
+)
+def test_stages_cover_a_run_of_any_length(max_steps, batch_sizes, lengths):
+    schedules = [[f"{value}:{share:.3f}" for value, share in sorted(entries)] for entries in (batch_sizes, lengths)]
+    run = PretrainConfig(
+        max_seq_length=100,
+        global_batch_size=100,
+        batch_size_schedule=schedules[0],
+        length_schedule=schedules[1],
+        max_steps=1,
+    )
+    run.check()
+    starts, found_lengths, found_sizes = zip(*run.stages(max_steps), strict=True)
+    assert starts[0] == 0 and list(starts) == sorted(set(starts)) and starts[-1] <= max_steps
+    assert list(found_lengths) == sorted(found_lengths) and list(found_sizes) == sorted(found_sizes)
+    assert found_lengths[-1] == found_sizes[-1] == 100
+
+
+def test_the_phases_of_a_run_follow_its_stages(books):
     architecture, run = RECIPES["mini"]()
     run.corpus, run.vocab_size = [str(books)], 400
     phases = batching.make_phases(run, prepare.prepare(run), run.max_steps)
@@ -145,11 +175,11 @@ def test_phases_are_the_stages_of_the_run(books):
         (9000, 0, 64),
     ]
     assert [phase.make_batch.max_seq_length for phase in phases] == [128, 128, 128, 512]
-    assert phases[0].plans is phases[1].plans is phases[2].plans is not phases[3].plans
+    assert phases[0].pairs is phases[1].pairs is phases[2].pairs is not phases[3].pairs
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 10_000))
-def test_warm_up_and_fall_are_shares_of_the_steps(warm_up, decay, max_steps):
+def test_warm_up_and_decay_are_shares_of_the_steps(warm_up, decay, max_steps):
     run = PretrainConfig(warmup_ratio=warm_up / 100, decay_ratio=decay / 100, lr_scheduler_type="warmup_stable_decay")
     found = run.schedule_steps(max_steps)
     assert found == pytest.approx((max_steps * warm_up / 100, max_steps * decay / 100), abs=1)
@@ -161,13 +191,13 @@ def test_warm_up_and_fall_are_shares_of_the_steps(warm_up, decay, max_steps):
 
 
 def resolved(words):
-    """The architecture and the run that a command asks for, by way of the real parser."""
+    """The architecture and the run of a command, read by the real parser."""
     assert words[:2] == ["d2l-bert", "pretrain"]
     return resolve_pretrain(make_parser(words[1:]).parse_args(words[1:]))
 
 
 def recorded(architecture, run):
-    """What run_config.json would hold of a run: its steps are known then, its precision and its vocabulary."""
+    """The record that run_config.json would hold, in which steps, precision and vocabulary are known numbers."""
     known = {"max_steps": run.max_steps or 7, "mixed_precision": run.mixed_precision or "bf16"}
     run = replace(run, corpus=run.text_paths(), **{**dict.fromkeys(LENGTH_OPTIONS), **known})
     numbers = architecture_numbers(architecture) | {"vocab_size": 123, "pad_token_id": 1}
@@ -175,7 +205,7 @@ def recorded(architecture, run):
 
 
 def check_command(record):
-    """That the command asks for the very run and architecture of the record; returns the command."""
+    """Assert that the record's command gives the record's run and architecture; returns the command."""
     command = command_line(record)
     architecture, run = resolved(shlex.split(command))
     assert run.identity() == PretrainConfig(**record["run"]).identity()
@@ -185,7 +215,7 @@ def check_command(record):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_command_of_a_recipe_as_it_is_names_it_and_the_precision_alone(name):
+def test_the_command_of_an_unchanged_recipe_names_only_recipe_and_precision(name):
     command = check_command(recorded(*RECIPES[name]()))
     assert command == f"d2l-bert pretrain --recipe {name} --mixed_precision bf16"
 
@@ -229,12 +259,12 @@ BF16 = "--mixed_precision bf16"
         ),
     ],
 )
-def test_a_command_says_what_differs_from_its_recipe_and_no_more(options, told):
+def test_a_command_names_exactly_the_differences_from_its_recipe(options, told):
     record = recorded(*resolved(["d2l-bert", "pretrain", *options.split()]))
     assert check_command(record) == f"d2l-bert pretrain --recipe {told}"
 
 
-def test_a_command_names_folders_by_their_last_name_and_what_is_on_the_hub_in_full(tmp_path, monkeypatch):
+def test_a_command_names_folders_by_their_last_name_and_hub_datasets_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = replace(
         RECIPES["tiny"]()[1],
@@ -251,8 +281,8 @@ def test_a_command_names_folders_by_their_last_name_and_what_is_on_the_hub_in_fu
     )
 
 
-def test_a_run_made_in_python_is_told_by_what_it_trains():
-    """Its recipe may be none of ours, and beside a tokenizer that exists options for training one do nothing."""
+def test_the_command_of_a_run_from_python_names_every_option_that_changes_training():
+    """Its recipe may have any name, and options for training a tokenizer are left out beside an existing one."""
     architecture, run = RECIPES["mini"]()
     run = replace(run, recipe="mine", tokenizer="google-bert/bert-base-uncased", vocab_size=7, min_frequency=9)
     again = resolved(shlex.split(command_line(recorded(architecture, run))))
@@ -262,7 +292,7 @@ def test_a_run_made_in_python_is_told_by_what_it_trains():
 
 
 def of_kind(kind):
-    """Values of a field; any that the parser takes will do."""
+    """A strategy for any value of a field that the parser accepts."""
     if typing.get_origin(kind) is typing.Literal:
         return st.sampled_from(typing.get_args(kind))
     if typing.get_args(kind) and typing.get_origin(kind) is not list:
@@ -276,7 +306,7 @@ def of_kind(kind):
 KINDS = {
     name: kind for name, kind in typing.get_type_hints(PretrainConfig).items() if name not in ("recipe", "init_from")
 }
-CHANGES = {name: of_kind(kind) for name, kind in KINDS.items() if name not in (*PLACES, *LENGTH_OPTIONS)}
+CHANGES = {name: of_kind(kind) for name, kind in KINDS.items() if name not in (*INPUT_OPTIONS, *LENGTH_OPTIONS)}
 NUMBERS = {
     "hidden_act": st.sampled_from(["relu", "gelu"]),
     "tie_word_embeddings": st.booleans(),
@@ -291,14 +321,14 @@ NUMBERS = {
     st.fixed_dictionaries({}, optional={**CHANGES, "max_steps": st.integers(1, 10**9)}),
     st.fixed_dictionaries({}, optional=NUMBERS),
 )
-def test_whatever_was_trained_its_command_asks_for_it(recipe, changes, numbers):
+def test_the_command_of_any_run_gives_that_run(recipe, changes, numbers):
     architecture, run = RECIPES[recipe]()
     for name, number in numbers.items():
         setattr(architecture, name, number)
     check_command(recorded(architecture, replace(run, **changes)))
 
 
-def test_the_command_of_a_run_makes_its_weights_again_byte_for_byte(trained, books, tmp_path, monkeypatch):
+def test_the_command_of_a_run_trains_the_same_bytes_again(trained, books, tmp_path, monkeypatch):
     record = json.loads((trained / "run_config.json").read_text())
     assert "--corpus books " in check_command(record)
     monkeypatch.chdir(books.parent)
@@ -307,8 +337,8 @@ def test_the_command_of_a_run_makes_its_weights_again_byte_for_byte(trained, boo
     assert weights[0] == weights[1]
 
 
-def test_what_a_model_to_start_from_and_a_prepared_folder_settle_is_not_in_the_command(trained, tmp_path, monkeypatch):
-    """Either would refuse it."""
+def test_options_fixed_by_a_start_model_or_a_prepared_folder_are_not_in_the_command(trained, tmp_path, monkeypatch):
+    """Both would refuse such options."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "start").symlink_to(trained)
     books = write_books(tmp_path / "books")
@@ -325,9 +355,9 @@ def test_what_a_model_to_start_from_and_a_prepared_folder_settle_is_not_in_the_c
     )
     (tmp_path / "deep" / "tokens").rename(tmp_path / "tokens")
     architecture, run = resolved(shlex.split(command_line(record)))
-    settled = json.loads((tmp_path / "tokens" / "prepared.json").read_text())["settled"]
+    options = json.loads((tmp_path / "tokens" / "prepared.json").read_text())["token_options"]
     assert (
-        replace(run, init_from=str(tmp_path / "start"), **settled).identity()
+        replace(run, init_from=str(tmp_path / "start"), **options).identity()
         == PretrainConfig(**record["run"]).identity()
     )
     assert architecture_numbers(architecture) == record["architecture"] | {"vocab_size": architecture.vocab_size}

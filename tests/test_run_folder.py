@@ -1,4 +1,4 @@
-"""The finished model's files take their places in an order in which weights never stand beside another run's files."""
+"""At no time do a finished model's weights stand beside the files of another run, even if a run is killed."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from d2l_bert import folders
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import loop, run_folder, watch
+from d2l_bert.training import loop, monitor, run_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.meter import Meter
 
@@ -21,7 +21,7 @@ from d2l_bert.training.meter import Meter
 WEIGHTS = "model.safetensors"
 OPTIONS = (*SMALL, "--max_steps=2", "--save_total_limit=1", "--mixed_precision=no")
 
-# A run of another model and another tokenizer, and one that goes on where the first run ended and computes otherwise.
+# A run with another model and tokenizer; and a run that resumes the first one with another micro-batch size.
 REPLACED = ("--overwrite_output_dir", "--seed=1", "--hidden_size=16", "--vocab_size=150")
 RESUMED = ("--resume_from_checkpoint=latest", "--micro_batch_size=4")
 
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.usefixtures("one_thread", "same_figures")
 
 
 class Killed(BaseException):
-    """Whatever follows in the process does not happen."""
+    """Ends the run like a kill: nothing after it in the process is carried out."""
 
 
 @pytest.fixture
 def same_figures(monkeypatch):
-    """Nothing in a run's files depends on the time that it took; and curves and the machine's peak take none."""
+    """Make a run's files independent of the time it took, and skip drawing the curves and measuring the peak."""
     speed = Meter.speed
     monkeypatch.setattr(Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
-    monkeypatch.setattr(watch, "peak_of", lambda _: 1e12)
+    monkeypatch.setattr(monitor, "peak_of", lambda _: 1e12)
 
     def plot(rows, path):
         path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))
@@ -47,10 +47,11 @@ def same_figures(monkeypatch):
 
 @pytest.fixture
 def dying(monkeypatch):
-    """Have the process die before it renames or deletes for the n-th time in `start_folder` or `finish_folder`.
+    """Kill the run right before its n-th rename or deletion in `start_folder` or `finish_folder`.
 
     Returns:
-        A function of n that returns what is done there until then: pairs of what and the name of the file.
+        A function of n, which returns two lists that fill during the run: the function at work, and what was done:
+        ("rename", "delete" or "sync", name of the file).
     """
     inside, done, last, dead = [], [], None, False
 
@@ -99,7 +100,7 @@ def contents(folder):
 
 @pytest.fixture
 def runs(books, tmp_path):
-    """The arguments of a run, its folder, and a copy of what a first run has left there."""
+    """The arguments of a run, its folder after a first run, and a copy of that folder."""
     folder, kept = tmp_path / "model", tmp_path / "kept"
     command = ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *OPTIONS]
     assert main(command) == 0
@@ -139,11 +140,11 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
 
 
 def resumed(changes):
-    """The options that go on with a run instead of replacing one."""
+    """The options that resume a run instead of replacing it."""
     return ("--overwrite_output_dir=false", "--resume_from_checkpoint=latest") if changes == REPLACED else ()
 
 
-def test_what_is_deleted_and_what_has_come_is_on_the_disk_before_the_weights_are(runs, dying):
+def test_deletions_and_new_files_are_on_disk_before_the_new_weights(runs, dying):
     command, folder, _ = runs
     _, done = dying(None)
     assert main([*command, *RESUMED]) == 0
@@ -154,8 +155,8 @@ def test_what_is_deleted_and_what_has_come_is_on_the_disk_before_the_weights_are
     assert done[there - 1] == done[there + 1] == ("sync", folder.name)
 
 
-def test_no_two_runs_hold_a_folder_while_a_third_leaves_it(books, tmp_path, monkeypatch):
-    """Another run tries at the very moment when the first has let go of the lock."""
+def test_a_lock_taken_while_another_run_releases_it_keeps_further_runs_out(books, tmp_path, monkeypatch):
+    """Another run takes the lock right after the first has released it."""
     run = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "model"), max_steps=1)
     lock_file, held = tmp_path / "model" / run_folder.LOCK_FILE, []
 
@@ -175,8 +176,8 @@ def test_no_two_runs_hold_a_folder_while_a_third_leaves_it(books, tmp_path, monk
     held[0].release()
 
 
-def test_a_run_that_waited_for_a_lock_file_that_was_deleted_locks_the_new_one(tmp_path):
-    """What the folder's lock relies on in filelock."""
+def test_a_run_that_waited_for_a_deleted_lock_file_locks_the_new_one(tmp_path):
+    """The folder's lock relies on this behaviour of filelock."""
     first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     first.acquire()
     waiting = threading.Thread(target=second.acquire, kwargs={"timeout": 20, "poll_interval": 0.01})

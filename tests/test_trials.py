@@ -1,4 +1,4 @@
-"""What is tried before a run is what the run does: the memory of its micro-batches, and every program it needs."""
+"""The trials before a run match the run: memory of the largest step, and every compiled program."""
 
 import functools
 from dataclasses import replace
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def most_allocated(function):
-    """Bytes that PyTorch's allocator held at most while the function ran, beyond what it held before."""
+    """The peak of the bytes that PyTorch's allocator held while the function ran, beyond those held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -46,7 +46,7 @@ def most_allocated(function):
         ),
     ],
 )
-def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, count, monkeypatch):
+def test_the_trial_takes_as_much_memory_as_the_largest_step(books, options, count, monkeypatch):
     run = PretrainConfig(
         corpus=[str(books)], vocab_size=400, max_seq_length=128, max_steps=50, global_batch_size=64, **options
     )
@@ -87,8 +87,8 @@ def test_the_memory_of_the_trial_is_that_of_the_largest_step(books, options, cou
     ],
     ids=" ".join,
 )
-def test_no_program_is_compiled_in_a_step_of_the_run(books, tmp_path, monkeypatch, options):
-    """A width of 32 is that of the hidden states, too, which must not tie the program to it."""
+def test_no_program_is_compiled_during_the_steps_of_a_run(books, tmp_path, monkeypatch, options):
+    """A sequence length of 32 equals the hidden size here, which must not tie the compiled program to that length."""
     compile_as_is, graphs, compiled_in_steps = torch.compile, [], []
 
     def backend(graph, _):

@@ -1,1 +1,1 @@
-"""The tokenizer recipe: text in, a stock `BertTokenizer` out."""
+"""From raw text to a stock `BertTokenizer` and token ids on disk."""

@@ -1,4 +1,4 @@
-"""Where prepared text is kept between runs: folders written whole, and found again by content."""
+"""The cache of prepared text: folders named by a hash of text, options and versions; atomic writes, under a lock."""
 
 import hashlib
 import json
@@ -11,46 +11,42 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from d2l_bert.errors import ENVIRONMENT, UserError, launched_rank, why_unwritable
+from d2l_bert.errors import ENVIRONMENT_ERRNOS, UserError, launched_rank, why_unwritable
 
 
 logger = logging.getLogger(__name__)
 
 
-SILENT_SECONDS = 1.0  # that a process waits for another one before it says so
+SILENT_SECONDS = 1.0  # a process that waits longer than this for a lock logs that it waits
 
 ANOTHER_CACHE = ", or set HF_HOME to another folder"
 
 
 def cache_folder() -> Path:
-    """Where prepared text is kept between runs: `$HF_HOME/d2l_bert`."""
+    """The folder of the cache: `$HF_HOME/d2l_bert`."""
     return Path(constants.HF_HOME) / "d2l_bert"
 
 
-def fingerprint(*parts) -> str:
-    """A short name for whatever `parts` say, from their JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def code_of(*modules) -> list[str]:
-    """What changes when the modules' code does."""
-    return [hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() for module in modules]
+def fingerprint(*values) -> str:
+    """16 hexadecimal digits: the start of the SHA-256 of the values' JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def waited_for(lock: Path, what: str) -> Iterator[None]:
+def hold_lock(lock: Path, label: str) -> Iterator[None]:
     """
-    Hold a lock file. Waiting for another process to release it is said after a moment, of several ranks by the first.
+    Hold a lock file while the block runs. If another process holds the lock, wait for it; rank 0 logs a long wait.
 
     Args:
-        what: what a process does that holds it, such as "reading books".
+        lock: path of the lock file, in the cache.
+        label: what the process that holds the lock is doing, for that message: "reading books".
     """
     lock = FileLock(lock)
     try:
         lock.acquire(timeout=SILENT_SECONDS)
     except Timeout:
         if launched_rank() == 0:
-            logger.info(f"waiting for another process that is {what} (cache {Path(lock.lock_file).parent})")
+            logger.info(f"waiting for another process that is {label} (cache {Path(lock.lock_file).parent})")
         lock.acquire()
     try:
         yield
@@ -58,17 +54,18 @@ def waited_for(lock: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> None:
+def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     """
-    Have `write` fill a temporary folder, which becomes `path` when it is done; if `write` fails, nothing of it stays.
+    Write a folder of the cache atomically, unless it exists.
 
-    Of several processes that want the same folder one writes it. The others wait, and find it; if the one was killed,
-    another of them writes.
+    `write` fills a temporary folder, which is renamed to `path` when `write` returns, or deleted when `write` raises.
+    If several processes need the folder, one writes it while the others wait. If the writing process is killed,
+    another one writes the folder.
 
     Args:
-        what: what `write` does, such as "reading books", for processes that wait to say.
-        write: takes an empty folder. It is not called if `path` is there. An `OSError` of it is one of the cache:
-            what it reads must raise others.
+        label: what `write` does, for the message of a waiting process: "reading books".
+        write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
+            writing the cache, so `write` must turn errors of reading its sources into other exceptions.
 
     Raises:
         UserError: the cache cannot be written.
@@ -76,10 +73,10 @@ def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> Non
     temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with waited_for(path.with_name(f".{path.name}.lock"), what):
-            if path.exists():  # the process that had the lock before has written it
+        with hold_lock(path.with_name(f".{path.name}.lock"), label):
+            if path.exists():  # another process wrote the folder while this one waited for the lock
                 return
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed in the middle
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed while writing
             try:
                 temporary.mkdir()
                 write(temporary)
@@ -91,20 +88,21 @@ def written_whole(path: Path, what: str, write: Callable[[Path], object]) -> Non
 
 
 @contextmanager
-def undamaged(folder: Path) -> Iterator[None]:
+def reading_cache(folder: Path) -> Iterator[None]:
     """
-    Name the folder of the cache, and the mend, if what was written there cannot be read.
+    Turn any exception that the block raises into a `UserError` that names the folder of the cache, and the mend.
 
-    For one call of a library: what a damaged file makes NumPy and PyArrow raise is of any class.
+    NumPy and PyArrow raise exceptions of many classes for a damaged file. The block should hold only the call that
+    reads: a bug inside the block would be reported as a damaged file.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) in ENVIRONMENT:
+        if getattr(error, "errno", None) in ENVIRONMENT_ERRNOS:
             raise UserError(
-                f"cache {folder}: cannot be read ({error.strerror}); see that it can, or delete it"
+                f"cache {folder}: cannot be read ({error.strerror}); make this folder readable, or delete it"
             ) from None
         reason = " ".join(str(error).split())
         raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None

@@ -1,4 +1,4 @@
-"""Tokenizers that exist already, read from a folder or the Hub; never the code that they may bring."""
+"""Load an existing tokenizer from a folder or the Hub, without running code that lies beside it."""
 
 import transformers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
@@ -10,23 +10,30 @@ from d2l_bert.errors import UserError, why_unreadable
 
 def load_tokenizer(name: str) -> BertTokenizer:
     """
-    An existing WordPiece tokenizer from a folder or the Hub.
+    Load an existing WordPiece tokenizer to train with.
+
+    Args:
+        name: a folder or an id on the Hub.
 
     Raises:
-        UserError: none there, or one that is not BERT's.
+        UserError: there is no tokenizer, it cannot be loaded, it is not a BertTokenizer with BERT's special tokens, or
+            these have ids near the end of the vocabulary.
     """
     try:
         tokenizer = stock_tokenizer(name)
-    except Exception as error:  # the library has another class of exception for every way to miss
+    except Exception as error:  # Transformers and the Hub's client raise many classes of exceptions
         raise UserError(f"tokenizer {name}: cannot be loaded: {why_unreadable(name, error, 'tokenizer')}") from None
     missing = [
         token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
     ]
     if not isinstance(tokenizer, BertTokenizer) or missing:
-        what = f"no {missing[0]} token" if missing else type(tokenizer).__name__
-        raise UserError(f"tokenizer {name}: {what}; it must be a BertTokenizer with BERT's five special tokens")
-    if 2 * max(tokenizer.all_special_ids) > len(tokenizer):  # random tokens are drawn from those after them
-        raise UserError(f"tokenizer {name}: its special tokens stand among the last; they must come first, as in BERT")
+        fault = f"it has no {missing[0]} token" if missing else f"it is a {type(tokenizer).__name__}"
+        raise UserError(f"tokenizer {name}: {fault}; it must be a BertTokenizer with BERT's five special tokens")
+    if 2 * max(tokenizer.all_special_ids) > len(tokenizer):  # masking draws random tokens after the special ones
+        raise UserError(
+            f"tokenizer {name}: its special tokens have ids near the end of the vocabulary; they must come first, as "
+            f"in BERT"
+        )
     return tokenizer
 
 
@@ -34,23 +41,23 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether a tokenizer lies beside a model, in a folder or on the Hub."""
+    """Whether a model's folder or repository on the Hub also holds a tokenizer."""
     return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
 
 
 def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
-    A tokenizer of one of Transformers' own classes. Code that lies beside it is never run.
+    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
 
     Args:
         name: a folder or an id on the Hub.
 
     Raises:
-        ValueError: its class is not one of Transformers', but is defined by that code.
-        Exception: whatever `AutoTokenizer` raises for what it cannot load.
+        ValueError: the tokenizer's class is defined by such code, or its `model_max_length` is not a number.
+        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
     settings = get_tokenizer_config(name)
-    # Transformers would load such a tokenizer in a class of its own choice wherever it knows the model beside it.
+    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
     if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
         raise ValueError(
             "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
@@ -62,22 +69,26 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"model_max_length in its tokenizer_config.json is {tokenizer.model_max_length!r:.50}, not a number; put "
             f"back the file that was saved with it"
         )
-    tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved again, without the code that it names
+    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
     return tokenizer
 
 
 def read_tokenizer(name: str, config):
     """
-    The tokenizer beside a model, or None if there is none.
+    The tokenizer in a model's folder or repository; None if there is none.
+
+    Args:
+        name: a folder or an id on the Hub.
+        config: the model's configuration.
 
     Raises:
-        ValueError: it has tokens that the model does not have.
+        ValueError: the tokenizer cannot be loaded, or has more tokens than the model.
     """
     if not has_tokenizer(name):
         return None
     try:
         tokenizer = stock_tokenizer(name)
-    except Exception as error:  # each kind of damage has a class of its own
+    except Exception as error:  # Transformers raises many classes of exceptions
         raise ValueError(
             f"its tokenizer cannot be read ({str(error):.150}); put back the model's own, or take it out"
         ) from None

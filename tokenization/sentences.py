@@ -1,4 +1,4 @@
-"""Documents to sentences: paragraphs cleaned, sentences found, blocks of them."""
+"""From documents to blocks of sentences: clean paragraphs, split them into sentences, group sentences into blocks."""
 
 import dataclasses
 import hashlib
@@ -12,20 +12,20 @@ import sentencex
 from d2l_bert.tokenization.documents import Document
 
 
-# A "sentence" that is longer, in characters, is a text without full stops. Cut, none of it is lost to truncation.
+# Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
 LONGEST_SENTENCE = 1000
 
-# Sentences in a block of a document, at least.
+# A block ends with the first paragraph that brings it to this many sentences, or at twice as many.
 BLOCK_SENTENCES = 64
 
-# With fewer documents than this, "another document" says little and a held-out split takes too much or too little:
-# their blocks then count as documents themselves.
+# A corpus with fewer documents has too few for random pairs from other documents, and for a held-out split of the
+# wanted size. Each block then counts as a document.
 FEWEST_DOCUMENTS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Cleaning:
-    """What to do to paragraphs before anything else; nothing by default."""
+    """What to change in paragraphs, and which to drop; nothing by default. Fields are those of `TextConfig`."""
 
     unicode_normalization: str = "none"
     min_paragraph_characters: int = 0
@@ -34,11 +34,14 @@ class Cleaning:
 
 def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
     """
-    Documents with their paragraphs cleaned, as they are read.
+    The documents with cleaned paragraphs. Paragraphs are cleaned one by one, when the caller reads them.
+
+    Of equal paragraphs the first is kept. They are recognised by a hash of 8 bytes, which takes some 70 bytes of
+    memory for each paragraph.
 
     Args:
-        counts: gets how many paragraphs there were, and how many each rule changed or dropped. Of duplicates the first
-            stays; those dropped are found by a hash of 8 bytes, some 70 bytes of memory for every paragraph.
+        counts: increased by the number of `paragraphs`, and by the numbers that each rule changed or dropped:
+            `normalized`, `too_short`, `duplicates`.
     """
     seen = set()
     for document in documents:
@@ -68,10 +71,14 @@ def _cleaned(paragraphs, cleaning, counts, seen):
 @dataclasses.dataclass
 class Block:
     """
-    Some paragraphs of a document in sentences.
+    Some consecutive paragraphs of a document, split into sentences.
 
-    `document` is the document's number, from 0, `source` its source's. `paragraph_ends` holds the number of sentences
-    up to the end of each paragraph that ends in the block.
+    Args:
+        document: number of the document, from 0.
+        source: number of the document's source, from 0.
+        name: name of the document.
+        paragraph_ends: for each paragraph that ends in this block, the number of sentences from the start of the
+            block to the end of the paragraph.
     """
 
     document: int
@@ -85,20 +92,23 @@ def split_sentences(
     documents: Iterable[Document], language: str = "en", counts: Counter | None = None
 ) -> Iterator[Block]:
     """
-    Documents in sentences, as `sentencex` finds them for `language` (an ISO code), a block at a time.
+    Split documents into sentences with `sentencex`, and yield them in blocks.
 
-    A block ends with a paragraph, or, in a paragraph that goes on and on, with a sentence. Documents without a
-    sentence are left out, and not counted. What is longer than `LONGEST_SENTENCE` is cut between two words; `counts`
-    gets how many there were.
+    A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
+    Sentences longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
+
+    Args:
+        language: ISO 639 code of the language whose rules `sentencex` applies.
+        counts: its entry `long_sentences` is increased by the number of sentences that were cut.
     """
     counts = Counter() if counts is None else counts
     number = 0
     for document in documents:
-        found = 0
+        has_sentences = False
         for sentences, paragraph_ends in _blocks(document.paragraphs, language, counts):
             yield Block(number, document.source, document.name, sentences, paragraph_ends)
-            found = 1
-        number += found
+            has_sentences = True
+        number += has_sentences
 
 
 def _blocks(paragraphs, language, counts):
@@ -106,7 +116,7 @@ def _blocks(paragraphs, language, counts):
     for paragraph in paragraphs:
         for sentence in sentencex.segment(language, paragraph):
             counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
-            for piece in _bounded(sentence.strip()):
+            for piece in _cut(sentence.strip()):
                 if len(sentences) == 2 * BLOCK_SENTENCES:
                     yield sentences, paragraph_ends
                     sentences, paragraph_ends = [], []
@@ -119,7 +129,8 @@ def _blocks(paragraphs, language, counts):
         yield sentences, paragraph_ends
 
 
-def _bounded(sentence):
+def _cut(sentence):
+    """A sentence in pieces of at most `LONGEST_SENTENCE` characters, cut at spaces where there are any."""
     start = 0
     while len(sentence) - start > LONGEST_SENTENCE:
         end = sentence.rfind(" ", start + 1, start + LONGEST_SENTENCE)
@@ -131,19 +142,23 @@ def _bounded(sentence):
 
 
 def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Pass blocks on; but cut fewer than `FEWEST_DOCUMENTS` of them into about as many, for they will be documents."""
+    """
+    Yield the blocks; if there are fewer than `FEWEST_DOCUMENTS`, cut them into about that many smaller blocks.
+
+    In a corpus that is so small, each block counts as a document (see `FEWEST_DOCUMENTS`).
+    """
     blocks = iter(blocks)
     first = list(itertools.islice(blocks, FEWEST_DOCUMENTS))
     if len(first) == FEWEST_DOCUMENTS:
         yield from itertools.chain(first, blocks)
         return
-    least = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)
+    smallest = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)  # sentences, rounded up
     number = 0
     for block in first:
         start, paragraph_ends = 0, set(block.paragraph_ends)
         for end in range(1, len(block.sentences) + 1):
             size = end - start
-            if end == len(block.sentences) or size == 2 * least or (size >= least and end in paragraph_ends):
-                inside = [stop - start for stop in block.paragraph_ends if start < stop <= end]
-                yield Block(number, block.source, block.name, block.sentences[start:end], inside)
+            if end == len(block.sentences) or size == 2 * smallest or (size >= smallest and end in paragraph_ends):
+                ends = [old_end - start for old_end in block.paragraph_ends if start < old_end <= end]
+                yield Block(number, block.source, block.name, block.sentences[start:end], ends)
                 start, number = end, number + 1

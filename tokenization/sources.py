@@ -1,12 +1,8 @@
-"""Sources of text, each an iterator of documents: files and folders, and datasets.
-
-Nothing here knows of tokens.
-"""
+"""`Source`, an iterator of documents, and how files, folders and datasets become sources."""
 
 import codecs
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import operator
 import os
@@ -18,28 +14,34 @@ from pathlib import Path
 
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.documents import BLANK_LINE, Document, split_paragraphs, squeezed
+from d2l_bert.tokenization.documents import BLANK_LINE, Document, join_lines, split_paragraphs
+from d2l_bert.tokenization.file_hashes import content_hashes
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 
 
 PYTHON_DOCS = "python-docs"
 READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
-# What is held in memory at a time, of a text however long: some paragraphs of it, in pieces of at most so many bytes.
+# A text file is read in pieces of at most this many bytes, so a file may be larger than the memory.
 READ_BYTES = 1 << 20
 
-
-# Where the rows of a table or a dataset are single lines, so many make a document.
+# If the rows of a table or a dataset are single lines, this many rows make one document.
 BLOCK_ROWS = 64
 
 
 @dataclasses.dataclass
 class Source:
     """
-    Text to train on: its name, what identifies its content wherever it lies, and its documents.
+    One file, folder or dataset with text.
 
-    Reading the documents adds to `counts` what was passed over: `rows_without_text` of tables and datasets, and
-    `files_without_text`.
+    Args:
+        name: shown in messages and on the model card.
+        identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
+            their content, and the options they are read with.
+        documents: an iterator, so the documents can be read only once.
+        counts: increased while the documents are read: `rows_without_text` of tables and datasets, and
+            `files_without_text`. A folder's `files_of_other_kinds` and `broken_links` are counted at the start.
+        is_on_hub: whether the source is a dataset on the Hub.
     """
 
     name: str
@@ -54,109 +56,104 @@ def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
     The documents of all sources, one source after the other, each with the number of its source.
 
     Raises:
-        UserError: a source cannot be read.
+        UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
     """
     for number, source in enumerate(sources):
         try:
             for document in source.documents:
                 yield dataclasses.replace(document, source=number)
-        except OSError as error:  # a file that is gone since the folder was searched
-            what = error.filename or source.name
+        except OSError as error:  # for example a file that was deleted after the folder was searched
+            name = error.filename or source.name
             raise UserError(
-                f"{what}: cannot be read ({error.strerror or error}); put it back or leave it out"
+                f"{name}: cannot be read ({error.strerror or error}); put it back or leave it out"
             ) from None
 
 
-def file_source(path: str | Path, text_column: str = "text", max_documents: int | None = None) -> Source:
+def file_source(
+    path: str | Path, text_column: str = "text", max_documents: int | None = None, processes: int = 1
+) -> Source:
     """
-    A text file, a table or a folder of them, in sorted order; `python-docs` names the embedded corpus.
+    The source for a text file, a table, a folder of them in sorted order, or `python-docs`.
 
-    A text file is a document, a blank line ends a paragraph; of a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each
-    row is one, or, where rows are single lines, `BLOCK_ROWS` of them are (`row_documents`). Any of them but Parquet
-    may be packed (`.gz`, `.zst`). A file of another name is read as text if it is named, or packed; folders are
-    searched for the known ones, hidden files and folders passed over.
+    A text file is one document; blank lines separate its paragraphs. In a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`)
+    each row is a document, or `BLOCK_ROWS` rows are one if they are single lines (`row_documents`). Text files and
+    tables other than Parquet may be packed (`.gz`, `.zst`). A file with another suffix is read as text if `path` is
+    this file. A folder is searched for files with known suffixes and packed files; hidden files and folders are
+    skipped.
 
     Args:
         text_column: column of text in the tables.
-        max_documents: most text files and rows to read; those without text do not count.
+        max_documents: most text files and rows to read; files and rows without text do not count.
+        processes: how many processes read `python-docs`. Files and folders are read in this process.
 
     Raises:
-        UserError: a path that does not exist or a folder without texts; while it is read, a file that is not UTF-8
-            text, or a table without texts in that column.
+        UserError: as in `text_files`, or a file cannot be read. While documents are read: a file is damaged or not
+            UTF-8 text, a table has no text in the column, or one of several processes was killed or could not be
+            started.
     """
     counts = Counter()
     if str(path) == PYTHON_DOCS:
-        versions = {found.metadata["Name"]: found.version for found in required_distributions("d2l-bert")}
+        versions = {package.metadata["Name"]: package.version for package in required_distributions("d2l-bert")}
         identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
-        return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(), max_documents), counts)
+        return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     files = text_files(path, counts)
-    identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
+    hashes = content_hashes(files, os.path.abspath(path))
+    identity = [[[file.name, digest] for file, digest in zip(files, hashes, strict=True)], text_column, max_documents]
     documents = _documents(files, text_column, max_documents, counts)
     return Source(_name(Path(path).resolve()), identity, documents, counts)
 
 
 def _name(path):
-    """The name of a file or folder as text, whatever bytes it has."""
+    """The name of a file or folder. Bytes that are not UTF-8 become a replacement character."""
     return os.fsencode(path.name).decode(errors="replace")
 
 
-def _documents(files, text_column, most, counts):
-    texts = itertools.islice(_texts(files, text_column, counts), most)
+def _documents(files, text_column, max_documents, counts):
+    texts = itertools.islice(_texts(files, text_column, counts), max_documents)
     for file, group in itertools.groupby(texts, key=operator.itemgetter(0)):
-        if tables.kind_of(file) in tables.TABLE_SUFFIXES:
+        if tables.suffix_unpacked(file) in tables.TABLE_SUFFIXES:
             yield from row_documents(_name(file), (text for _, text in group))
         else:
             yield from (Document(_name(file), paragraphs) for _, paragraphs in group)
 
 
 def _texts(files, text_column, counts):
-    """Pairs of a file and a text: a text file's paragraphs, a table's rows. Files without any are counted."""
+    """
+    Pairs (file, text) for all texts: a text is an iterator of paragraphs for a text file, and a string for each row of
+    a table. Files without text are counted.
+    """
     for file in files:
-        if file.stat().st_size == 0:  # nothing, whatever its name promises
+        if file.stat().st_size == 0:  # the readers of tables would refuse an empty file
             texts = ()
-        elif tables.kind_of(file) in tables.TABLE_SUFFIXES:
+        elif tables.suffix_unpacked(file) in tables.TABLE_SUFFIXES:
             texts = rows_with_text(tables.text_rows(file, text_column), counts)
         else:
             paragraphs = text_paragraphs(file)
             first = list(itertools.islice(paragraphs, 1))
-            texts = (itertools.chain(part, paragraphs) for part in [first] if part)
-        found = False
+            texts = [itertools.chain(first, paragraphs)] if first else []
+        has_text = False
         for text in texts:
-            found = True
+            has_text = True
             yield file, text
-        counts["files_without_text"] += not found
-
-
-def content_hash(file: Path) -> str:
-    """The SHA-256 of a file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        with file.open("rb") as opened:
-            while block := opened.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); mend its permissions or leave it out") from None
+        counts["files_without_text"] += not has_text
 
 
 def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
     """
-    The files of text that `path`, a file or a folder, stands for, sorted.
+    The text files and tables in a folder and its subfolders, sorted; for the path of a file, this file.
 
     Args:
-        counts: gets `files_of_other_kinds` and `broken_links` that were passed over. Hidden files do not count.
+        counts: increased by the files in the folder that are left out: `files_of_other_kinds` and `broken_links`.
+            Hidden files are not counted.
 
     Raises:
-        UserError: none there, or a folder in it that cannot be read.
+        UserError: the path does not exist, is a `.json` file, or is neither a file nor a folder; or the folder has no
+            text file, or one of its folders cannot be read.
     """
     path = Path(path)
     if path.is_file():
-        if tables.kind_of(path) == ".json":
-            raise UserError(f"{path}: a JSON file is no text; write its texts as lines of JSON (.jsonl)")
+        if tables.suffix_unpacked(path) == ".json":
+            raise UserError(f"{path}: a JSON file is not a text file; write its texts as lines of JSON (.jsonl)")
         return [path]
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
@@ -164,7 +161,7 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
         raise UserError(f"{path}: neither a file nor a folder; write its text into a file")
     files, counts = [], Counter() if counts is None else counts
     for file in _files_below(path):
-        if tables.kind_of(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
+        if tables.suffix_unpacked(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
             counts["files_of_other_kinds"] += 1
         elif not file.is_file():
             counts["broken_links"] += 1
@@ -172,14 +169,14 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
             files.append(file)
     if not files:
         raise UserError(
-            f"{path}: no text file in this folder; what is read is {', '.join(READ_SUFFIXES)}, "
-            f"and {' and '.join(tables.PACKED_SUFFIXES)} of them"
+            f"{path}: no text file in this folder; give a folder with files of these kinds: "
+            f"{', '.join(READ_SUFFIXES)}, also packed as {' or '.join(tables.PACKED_SUFFIXES)}"
         )
     return sorted(files)
 
 
 def _files_below(path):
-    """All files but hidden ones, links to folders followed, each folder once."""
+    """All files in a folder and its subfolders but hidden ones. Links to folders are followed, each folder once."""
 
     def refuse(error):
         raise UserError(
@@ -199,25 +196,25 @@ def _files_below(path):
 
 def text_paragraphs(file: Path) -> Iterator[str]:
     """
-    The paragraphs of one UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; the file is never held in memory.
+    The paragraphs of a UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; reads the file in pieces.
 
     Raises:
-        UserError: unreadable, cut short, binary, or in another encoding.
+        UserError: the file cannot be read, is cut short, is binary, or has another encoding.
     """
-    pending = ""  # the paragraph that goes on
+    unfinished = ""  # the start of a paragraph that continues in the next piece of the file
     for text in _decoded(file):
-        *whole, pending = BLANK_LINE.split(pending + text)
-        if len(pending) > READ_BYTES:  # a paragraph without end
-            cut = pending.rfind(" ") + 1 or len(pending)
-            whole, pending = [*whole, pending[:cut]], pending[cut:]
-        yield from squeezed(whole)
-    yield from squeezed([pending])
+        *paragraphs, unfinished = BLANK_LINE.split(unfinished + text)
+        if len(unfinished) > READ_BYTES:  # a paragraph of a mebibyte is cut at a space, to bound the memory
+            cut = unfinished.rfind(" ") + 1 or len(unfinished)
+            paragraphs, unfinished = [*paragraphs, unfinished[:cut]], unfinished[cut:]
+        yield from join_lines(paragraphs)
+    yield from join_lines([unfinished])
 
 
 def _decoded(file):
-    """The text of a UTF-8 file in pieces."""
-    with tables.opened(file) as stream:
-        start, data = 0, stream.read(READ_BYTES)  # `data` begins with byte `start`
+    """The text of a UTF-8 file, in pieces of about `READ_BYTES`."""
+    with tables.open_unpacked(file) as stream:
+        start, data = 0, stream.read(READ_BYTES)  # `start` is the offset of `data` in the file
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
             raise UserError(
                 f"{file}: UTF-32 text; convert it, for example with `iconv -f UTF-32 -t UTF-8`, or leave it out"
@@ -248,41 +245,47 @@ def dataset_source(
     text_column: str = "text",
     streaming: bool = False,
     max_documents: int | None = None,
+    options: tuple[str, str] = ("--corpus", "--dataset_split"),
 ) -> Source:
     """
-    A dataset that `datasets.load_dataset` finds, on the Hub or in a local folder, or a folder left by `save_to_disk`.
+    The source for a dataset: on the Hub, in a folder that `datasets.load_dataset` can load, or from `save_to_disk`.
 
-    A row is a document. Where rows are single lines, as in WikiText, blocks of them are.
+    A row is a document. If rows are single lines, as in WikiText, `BLOCK_ROWS` rows are one document.
 
     Args:
-        streaming: read the rows where they lie, instead of downloading and converting all of them first.
-        max_documents: most rows to read; those without text do not count.
+        streaming: read the rows over the network or from the files one by one; without it, the whole dataset is
+            first downloaded and converted to Arrow.
+        max_documents: most rows to read; rows without text do not count.
+        options: the options that take a file instead, and the split: for error messages.
 
     Raises:
-        UserError: no such dataset, configuration, split or column, or a column that does not hold text; while it is
-            read, a damaged row.
+        UserError: `name` is a file; the dataset cannot be loaded or has no rows; the configuration, split or column
+            does not exist, or the column does not hold text. While documents are read: a row cannot be read, or
+            has something other than text in the column.
     """
+    of_files, of_split = options
     if Path(name).is_file():
-        raise UserError(f"dataset {name}: a file; give it with --corpus")
+        raise UserError(f"dataset {name}: a file; give it with {of_files}")
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else _name(Path(name).resolve())
     try:
         with _quiet_datasets():
             if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-                rows, content = _open_saved(name, config, split)
+                rows, content = _open_saved(name, config, split, of_split)
             else:
                 rows, content = _open_dataset(name, config, split, streaming)
-    except StopIteration:  # what the library's JSON reader says of empty files
+    except StopIteration:  # raised by the library's JSON reader for empty files
         raise UserError(f"dataset {name}: its files hold no rows; give one with text") from None
     except UserError as error:
         raise UserError(f"dataset {name}: {error}") from None
-    except Exception as error:  # the library has another class of exception for every way to miss
-        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)}); {_dataset_mend(name, error)}") from None
-    if rows.features is not None:  # else a stream whose columns show when it is read
+    except Exception as error:  # the library raises many classes of exceptions
+        mend = _dataset_mend(name, error, *options)
+        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)}); {mend}") from None
+    if rows.features is not None:  # None for a stream whose columns are known only from its rows
         tables.check_column(f"dataset {name}", text_column, rows.features)
         kind = rows.features[text_column]
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
-            raise UserError(f"dataset {name}: column {text_column!r} holds no text but {kind}; name another")
+            raise UserError(f"dataset {name}: column {text_column!r} holds {kind}, not text; name another column")
         rows = rows.select_columns([text_column])
     counts = Counter()
     texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
@@ -290,22 +293,27 @@ def dataset_source(
     return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
 
 
-def _dataset_mend(name, error):
-    """What to do about a dataset that cannot be loaded."""
+def _dataset_mend(name, error, of_files, of_split):
+    """The part of the message for a dataset that cannot be loaded which says how to mend that."""
     if re.search("Unknown split|Bad split|Split name", str(error)):
-        return "name a split that it has with --dataset_split"
+        return f"name a split that it has with {of_split}"
     if re.search("Config name is missing|BuilderConfig", str(error)):
         return f"name a configuration that it has: {name}:CONFIG"
     if not Path(name).exists():
         return (
-            "no folder here has this name, and the Hub gave no dataset of it; for a private one log in with "
+            "no folder here has this name, and the Hub gave no dataset of this name; for a private one log in with "
             "`hf auth login`, or set HF_TOKEN"
         )
-    return "give a folder of save_to_disk or of data files (.jsonl, .csv, .parquet, .txt), or its texts with --corpus"
+    return (
+        f"give a folder of save_to_disk or of data files (.jsonl, .csv, .parquet, .txt), or its texts with {of_files}"
+    )
 
 
 def _open_dataset(name, config, split, streaming):
-    """Rows, and what names their content: hashes of local files, else the library's own, which knows the revision."""
+    """
+    A dataset's rows, and values that identify their content: hashes of local files, or for the Hub the hash of the
+    library, which includes the revision.
+    """
     import datasets
 
     builder = datasets.load_dataset_builder(name, config)
@@ -318,26 +326,27 @@ def _open_dataset(name, config, split, streaming):
     files = of_splits.get(split) or itertools.chain.from_iterable(of_splits.values())
     files = [Path(file) for file in files]
     if files and all(file.is_file() for file in files):
-        return rows, [[file.name, content_hash(file)] for file in files]
+        return rows, list(zip((file.name for file in files), content_hashes(files, name), strict=True))
     return rows, [builder.config_id, builder.hash]
 
 
-def _open_saved(folder, config, split):
+def _open_saved(folder, config, split, of_split):
+    """The rows in a folder of `save_to_disk`, and the hashes of their files."""
     import datasets
 
     if config is not None:
-        raise UserError(f"it was saved by save_to_disk and has no configurations, so none that is called {config}")
+        raise UserError(f"it was saved by save_to_disk and has no configurations; leave {config} out")
     rows = datasets.load_from_disk(folder)
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            raise UserError(f"no split {split!r}; it has {', '.join(rows)}: name one with --dataset_split")
+            raise UserError(f"no split {split!r}; it has {', '.join(rows)}: name one with {of_split}")
         rows = rows[split]
-    content = [content_hash(Path(file["filename"])) for file in rows.cache_files]
-    return rows.with_format(None), content  # a format is saved too, and would turn texts into arrays
+    content = content_hashes([Path(file["filename"]) for file in rows.cache_files], os.path.abspath(folder))
+    return rows.with_format(None), content  # a format such as "numpy" is saved too: it would turn texts into arrays
 
 
 def _dataset_texts(name, rows, column):
-    """The texts of a dataset's rows, one row at a time."""
+    """The texts of a dataset's rows, or None for rows without one."""
     rows = iter(rows)
     with _quiet_datasets():
         for number in itertools.count(1):
@@ -345,14 +354,15 @@ def _dataset_texts(name, rows, column):
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as error:  # the reader of each format has its own
+            except Exception as error:  # the reader of each format raises other classes of exceptions
                 where = f"dataset {name}: broke off after {number - 1:,} rows"
                 raise UserError(f"{where} ({_reason(error)}); repair it or leave it out") from None
             tables.check_column(f"dataset {name}, row {number:,}", column, row)
             text = row[column]
             if text is not None and not isinstance(text, str):
                 raise UserError(
-                    f"dataset {name}, row {number:,}: column {column!r} holds no text but {type(text).__name__}"
+                    f"dataset {name}, row {number:,}: column {column!r} holds {type(text).__name__}, not text; "
+                    f"name another column"
                 )
             yield text
 
@@ -364,7 +374,7 @@ def _reason(error):
 
 @contextlib.contextmanager
 def _quiet_datasets():
-    """The library logs an error before it raises it; the exception says it."""
+    """Silence the library `datasets`, which logs an error before raising it."""
     from datasets import logging
 
     before = logging.get_verbosity()
@@ -376,7 +386,7 @@ def _quiet_datasets():
 
 
 def rows_with_text(texts: Iterable[str | None], counts: Counter) -> Iterator[str]:
-    """Leave out the rows that are None, empty or white space, and count them as `rows_without_text`."""
+    """The texts that are not None, empty or only white space; the others are counted as `rows_without_text`."""
     for text in texts:
         if text and not text.isspace():
             yield text
@@ -385,7 +395,11 @@ def rows_with_text(texts: Iterable[str | None], counts: Counter) -> Iterator[str
 
 
 def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
-    """Rows of texts as documents, one each; where they are single lines, `BLOCK_ROWS` of them make one."""
+    """
+    One document for each row, or, if each of the first 1,000 rows is a single line, one for every `BLOCK_ROWS` rows.
+
+    In a document of several rows, each row is a paragraph.
+    """
     texts = iter(texts)
     first = list(itertools.islice(texts, 1000))
     rows = itertools.chain(first, texts)
@@ -398,4 +412,4 @@ def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
         block = list(itertools.islice(lines, BLOCK_ROWS))
         if not block:
             return
-        yield Document(f"{name} block {number}", block)
+        yield Document(f"{name} block {number}", block, is_rows=True)

@@ -1,4 +1,4 @@
-"""Texts in the rows of JSONL, CSV, TSV and Parquet files, read row by row; and files packed with gzip or zstd."""
+"""Read the texts in a column of JSONL, CSV, TSV and Parquet files, row by row; open files packed with gzip or zstd."""
 
 import contextlib
 import csv
@@ -20,8 +20,8 @@ TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES = (".gz", ".zst")
 
 
-def kind_of(file: Path) -> str:
-    """The suffix that says what a file holds, the one of its packing apart: `.jsonl` for `rows.jsonl.gz`."""
+def suffix_unpacked(file: Path) -> str:
+    """The suffix of a file in lower case, after `.gz` or `.zst` is removed: `.jsonl` for `rows.jsonl.gz`."""
     name = file.name.lower()
     for suffix in PACKED_SUFFIXES:
         name = name.removesuffix(suffix)
@@ -29,12 +29,12 @@ def kind_of(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(file: Path) -> Iterator[BinaryIO]:
+def open_unpacked(file: Path) -> Iterator[BinaryIO]:
     """
-    The bytes of a file, unpacked if its name ends in `.gz` or `.zst`.
+    Open a file for reading bytes, unpacked if its name ends in `.gz` or `.zst`.
 
     Raises:
-        UserError: in the block too: it cannot be read, or is cut short or damaged.
+        UserError: the file cannot be read, is cut short or is damaged; also for such an error in the block.
     """
     try:
         if file.suffix.lower() == ".gz":
@@ -51,25 +51,26 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 def text_rows(file: Path, column: str) -> Iterator[str | None]:
     """
-    The texts in `column` of a table, in order; None or an empty text for a row without one.
+    The texts in a column of a table, one for each row, in order; None or an empty string for a row without text.
 
     Args:
-        file: its suffix says how to read it: `.jsonl` (objects, or texts alone), `.csv` and `.tsv` with a first line
-            of names, `.parquet`.
+        file: a table, read as its suffix says: `.jsonl` (a line is an object, or only a string), `.csv` and `.tsv`
+            (the first line holds the names of the columns), or `.parquet`.
         column: name of the column.
 
     Raises:
-        UserError: damaged, not UTF-8, no such column, or one that does not hold text. File and line are named.
+        UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column or a column without text;
+            the message names the file and, if the error is in a line, the line.
     """
-    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(kind_of(file), _csv_rows)
+    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(suffix_unpacked(file), _csv_rows)
     for line, text in read(file, column):
         if text is not None and not isinstance(text, str):
             raise UserError(
-                f"{file}, line {line}: column {column!r} holds no text but {type(text).__name__}; name another"
+                f"{file}, line {line}: column {column!r} holds {type(text).__name__}, not text; name another column"
             )
         try:
             (text or "").encode()
-        except UnicodeEncodeError as error:  # JSON can write half of a pair
+        except UnicodeEncodeError as error:  # a JSON string may hold half of a surrogate pair
             half = f"U+{ord(text[error.start]):04X}"
             raise UserError(
                 f"{file}, line {line}: half a character ({half}, a lone surrogate); repair the line or take it out"
@@ -77,8 +78,11 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
         yield text
 
 
+# Each reader below yields the number of a line or row, from 1, and the value in the column.
+
+
 def _json_rows(file, column):
-    with opened(file) as stream:
+    with open_unpacked(file) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -87,7 +91,7 @@ def _json_rows(file, column):
             except UnicodeDecodeError as error:
                 raise UserError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
             except (ValueError, RecursionError):
-                raise UserError(f"{file}, line {number}: no JSON; repair the line or take it out") from None
+                raise UserError(f"{file}, line {number}: not JSON; repair the line or take it out") from None
             if isinstance(row, dict):
                 check_column(f"{file}, line {number}", column, row)
                 row = row[column]
@@ -95,16 +99,16 @@ def _json_rows(file, column):
 
 
 def _csv_rows(file, column):
-    csv.field_size_limit(2**31 - 1)  # a whole document may stand in one field
-    with opened(file) as stream:
+    csv.field_size_limit(2**31 - 1)  # one field may hold a whole document
+    with open_unpacked(file) as stream:
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(lines, dialect="excel-tab" if kind_of(file) == ".tsv" else "excel", strict=True)
+        rows = csv.DictReader(lines, dialect="excel-tab" if suffix_unpacked(file) == ".tsv" else "excel", strict=True)
         try:
             check_column(file, column, rows.fieldnames or [])
             if rows.fieldnames.count(column) > 1:
                 raise UserError(f"{file}: two columns are called {column!r}; give each a name of its own")
             for row in rows:
-                if None in row:  # where the reader puts what goes beyond the names
+                if None in row:  # DictReader's key for fields beyond the last named column
                     raise UserError(
                         f"{file}, line {rows.line_num}: more fields than the first line has names; "
                         f"put texts with commas or tabs between quotes"
@@ -116,7 +120,7 @@ def _csv_rows(file, column):
             ) from None
         except csv.Error as error:
             raise UserError(
-                f"{file}, line {rows.reader.line_num}: no CSV ({error}); repair it or leave it out"
+                f"{file}, line {rows.reader.line_num}: not CSV ({error}); repair the file or leave it out"
             ) from None
 
 
@@ -125,12 +129,12 @@ def _parquet_rows(file, column):
         with pq.ParquetFile(file) as table:
             check_column(file, column, table.schema_arrow.names)
             if table.schema_arrow.names.count(column) > 1:
-                raise UserError(f"{file}: has several columns {column!r}; name another")
+                raise UserError(f"{file}: has several columns {column!r}; name another column")
             kind = table.schema_arrow.field(column).type
             texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
             values = kind.value_type if pa.types.is_dictionary(kind) else kind
             if not any(is_text(values) for is_text in texts):
-                raise UserError(f"{file}: column {column!r} holds no text but {kind}; name another")
+                raise UserError(f"{file}: column {column!r} holds {kind}, not text; name another column")
             row = 0
             for batch in table.iter_batches(batch_size=1000, columns=[column]):
                 for text in batch.column(0).to_pylist():
@@ -145,7 +149,13 @@ def _parquet_rows(file, column):
 
 
 def check_column(where: object, column: str, names: Iterable[str]) -> None:
-    """Refuse a table or a dataset, `where`, without the column."""
+    """
+    Refuse a table or a dataset that lacks a column.
+
+    Args:
+        where: the file or dataset, for the message.
+        names: the columns that exist.
+    """
     if column not in names:
         listed = ", ".join(map(str, names)) or "none"
         raise UserError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")

@@ -1,4 +1,4 @@
-"""Train, extend and describe a WordPiece vocabulary (Wu et al., 2016; BERT, section 3) in a stock `BertTokenizer`."""
+"""Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3): a `BertTokenizer`."""
 
 import copy
 import hashlib
@@ -31,20 +31,20 @@ def train_wordpiece(
     Train a tokenizer. The same texts and options give the same files, byte for byte.
 
     Args:
-        texts: strings, gone through three times. An iterator, which gives them only once, is copied into memory;
-            anything else (a list) is not. What training counts grows with the distinct words.
-        vocab_size: most entries the vocabulary may have, the five special tokens included. Little text makes fewer.
-        lowercase: fold case, as `bert-base-uncased` does.
-        strip_accents: drop accents; `None` does it where `lowercase` does, as in BERT.
-        min_frequency: how often a pair of pieces must occur to be merged.
-        limit_alphabet: most characters to keep, the commonest first; the others become `[UNK]`.
-        model_max_length: longest sequence, in tokens, that the tokenizer truncates to when asked.
+        texts: strings. They are read three times, so an iterator is first copied into memory; a list or another
+            iterable is not. The memory for training grows with the number of distinct words.
+        vocab_size: most entries of the vocabulary, the five special tokens included. A small text gives fewer.
+        lowercase: convert text to lower case, as `bert-base-uncased` does.
+        strip_accents: remove accents; None means the value of `lowercase`, as in BERT.
+        min_frequency: how often two pieces must occur side by side to be merged.
+        limit_alphabet: most characters in the vocabulary; the most frequent are kept, the others become `[UNK]`.
+        model_max_length: number of tokens that the tokenizer truncates to with `truncation=True`.
 
     Returns:
         A `BertTokenizer` with `[PAD] [UNK] [CLS] [SEP] [MASK]` at ids 0 to 4.
 
     Raises:
-        UserError: no text, or a `vocab_size` that the alphabet alone fills.
+        UserError: the texts are empty, or `vocab_size` is below the size of the alphabet.
     """
     if isinstance(texts, Iterator):
         texts = list(texts)
@@ -57,8 +57,8 @@ def train_wordpiece(
         trainer = trainers.WordPieceTrainer(
             vocab_size=size,
             min_frequency=min_frequency,
-            # The trainer numbers these first and in order, and breaks ties between merges by number. Left to itself
-            # it meets the ##-characters in the order of a randomly seeded hash map, and no two runs agree.
+            # The trainer gives these pieces the first ids, in order, and breaks ties between merges by id. Otherwise
+            # the ##-characters would get ids in the order of a randomly seeded hash map, and no two runs would agree.
             special_tokens=[*SPECIAL_TOKENS, *known_pieces],
             initial_alphabet=alphabet,
             limit_alphabet=len(alphabet),
@@ -89,7 +89,7 @@ def train_wordpiece(
 def make_tokenizer(
     pieces: Sequence[str], lowercase: bool, strip_accents: bool | None = None, model_max_length: int = 512
 ) -> BertTokenizer:
-    """The tokenizer of a vocabulary in the order of its ids; the other arguments are as in `train_wordpiece`."""
+    """A tokenizer with these pieces as vocabulary, in the order of ids; other arguments as in `train_wordpiece`."""
     return BertTokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         do_lower_case=lowercase,
@@ -102,30 +102,34 @@ def extend_wordpiece(
     tokenizer: BertTokenizer, texts: Iterable[str], count: int, min_frequency: int = 2
 ) -> BertTokenizer:
     """
-    Add whole words of a text to the vocabulary of an existing tokenizer, those that save the most tokens.
+    Add words of a text to the vocabulary of a tokenizer: the words that save the most tokens.
 
-    Words are those of `count_words`. A candidate is split into two or more pieces by `tokenizer`, and saves its
-    occurrences times one less than its pieces. The best, ties in the order of the words, become ordinary entries of
-    the WordPiece vocabulary behind the old ones, whose ids stay.
+    Candidates are the words of `count_words` that `tokenizer` splits into two or more pieces. Adding a word saves
+    occurrences * (pieces - 1) tokens. The words that save most become ordinary entries of the WordPiece vocabulary,
+    with the ids after the old ones; of equal savings the first word in sorted order wins.
 
-    An added word is one token from then on. Another word keeps its pieces unless it starts with an added one:
-    WordPiece takes the longest entry from the left and never goes back, so it takes the added word, then what is left
-    of it; where the vocabulary has no pieces for the rest, the whole word becomes `[UNK]`.
+    An added word becomes one token. Other words are split as before, unless they start with an added word: WordPiece
+    takes the longest entry from the left and never goes back, so it takes the added word first. If the vocabulary has
+    no pieces for the rest, the whole word becomes `[UNK]`.
 
     Args:
-        tokenizer: left as it is.
-        texts: strings; only the counts of their distinct words are held.
-        count: most words to add. The text may hold fewer candidates.
+        tokenizer: not changed.
+        texts: strings; only the counts of distinct words are kept in memory.
+        count: most words to add. The text may have fewer candidates.
         min_frequency: how often a word must occur.
 
+    Returns:
+        A copy of the tokenizer with the larger vocabulary.
+
     Raises:
-        UserError: a tokenizer with tokens outside of its WordPiece vocabulary, whose ids the new entries would take.
+        UserError: the tokenizer has tokens outside of its WordPiece vocabulary; new words would get their ids.
     """
     backend = tokenizer.backend_tokenizer
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if sorted(vocabulary.values()) != list(range(len(tokenizer))):
         raise UserError(
-            "the tokenizer has tokens beside its WordPiece vocabulary, so that it cannot be extended; give one without"
+            "the tokenizer has tokens beside its WordPiece vocabulary, so it cannot be extended; give a tokenizer "
+            "without such tokens"
         )
     savings = {
         word: occurrences * (len(backend.model.tokenize(word)) - 1)
@@ -145,10 +149,10 @@ def extend_wordpiece(
 
 def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
     """
-    The entries of `new` behind those of `old`, in the order of their ids.
+    The entries that the vocabulary of `new` has after those of `old`, in the order of ids.
 
     Raises:
-        UserError: `new` does not begin with the entries of `old`.
+        UserError: the vocabulary of `new` does not begin with all entries of `old`.
     """
     before, after = old.convert_ids_to_tokens(range(len(old))), new.convert_ids_to_tokens(range(len(new)))
     for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
@@ -161,9 +165,12 @@ def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
 
 
 def count_words(tokenizer: BertTokenizer, texts: Iterable[str]) -> Counter:
-    """How often each word occurs in the texts, normalised and split by the tokenizer's own normaliser and
-    pre-tokenizer: for BERT's a run of characters between white space, or one mark of punctuation, or one Chinese
-    character. A "[MASK]" in a text is three of them."""
+    """
+    How often each word occurs in the texts.
+
+    The tokenizer's normaliser and pre-tokenizer define words. In BERT's, a word is one punctuation mark, one Chinese
+    character, or a run of other characters without white space: "[MASK]" in a text is three words.
+    """
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     words = Counter()
@@ -174,16 +181,18 @@ def count_words(tokenizer: BertTokenizer, texts: Iterable[str]) -> Counter:
 
 def describe(tokenizer: BertTokenizer, sentences: Iterable[str], longest: int = 10) -> dict:
     """
-    What a tokenizer makes of a text.
+    Statistics of a tokenizer on a text.
 
     Args:
-        sentences: text that it was not trained on.
-        longest: how many pieces to name.
+        sentences: text that the tokenizer was not trained on.
+        longest: length of `longest_pieces`.
 
     Returns:
-        `words` in the sentences, as in `count_words`; `pieces_per_word`, the mean number of tokens in one;
-        `unknown_share`, the share of `[UNK]` among the tokens (both 0 for no words); `longest_pieces`, the entries of
-        the vocabulary with the most characters, `##` not counted, ties by id, special and unused entries left out.
+        `words`: number of words in the sentences, as in `count_words`.
+        `pieces_per_word`: mean number of tokens in a word; 0 without words.
+        `unknown_share`: share of `[UNK]` among the tokens; 0 without words.
+        `longest_pieces`: the entries of the vocabulary with the most characters, without counting `##`; of equal
+        lengths the lower id comes first. Special tokens and entries such as `[unused7]` are left out.
     """
     model = tokenizer.backend_tokenizer.model
     words = tokens = unknown = 0
@@ -201,10 +210,11 @@ def describe(tokenizer: BertTokenizer, sentences: Iterable[str], longest: int = 
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, which transformers 4 and 5 both load.
+    """
+    Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, so that Transformers 4 and 5 can load them.
 
-    Transformers 5 no longer writes `vocab.txt`, which version 4's slow class and many tools cannot do without, and
-    calls a tokenizer without a class of its own by a name that version 4 does not know.
+    Transformers 5 does not write `vocab.txt`, which the slow tokenizer of version 4 and many tools need. For a
+    tokenizer without a class of its own, it writes a class name that version 4 does not know.
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
@@ -214,17 +224,17 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The vocabulary in the order of its numbers."""
+    """The entries of the vocabulary in the order of ids."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary, key=vocabulary.get)
 
 
 def fingerprint(tokenizer: BertTokenizer) -> str:
     """
-    A short name for a tokenizer's vocabulary: the entries with their ids, the class of its normaliser, and whether
-    that folds case and strips accents. Other settings, such as the pre-tokenizer, are not in it.
+    A hash of the tokenizer's entries and ids, the class of its normaliser, and the settings `lowercase` and
+    `strip_accents`. Other settings, such as the pre-tokenizer, are not part of the hash.
 
-    It depends on no library's file format, so an upgrade that leaves these as they are leaves it too.
+    The hash does not depend on a library's file format, so an upgrade of a library does not change it.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
@@ -233,7 +243,7 @@ def fingerprint(tokenizer: BertTokenizer) -> str:
 
 
 def _merged_pieces(tokenizer):
-    """Entries of several characters, longest first. What the pre-tokenizer splits is no piece: [MASK], [unused7]."""
+    """Entries of several characters, longest first, without those that the pre-tokenizer splits: [MASK], [unused7]."""
     vocabulary, split = tokenizer.get_vocab(), tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     characters = {piece: piece.removeprefix(CONTINUATION) for piece in vocabulary}
     for piece in sorted(vocabulary, key=lambda piece: (-len(characters[piece]), vocabulary[piece])):

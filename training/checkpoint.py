@@ -1,7 +1,7 @@
-"""Resumable state: `checkpoint-<step>/`, complete or not there at all, every byte as it was saved, and no pickle.
+"""Checkpoints on disk: written atomically as `checkpoint-<step>/`, checked by SHA-256 when read, without pickle.
 
-The data order and every dropout mask follow from the step: weights, optimizer moments and the step are all it takes.
-A checkpoint is also a model folder: `from_pretrained` loads it.
+Batches and dropout masks follow from the seed and the step, so a checkpoint holds weights, optimizer moments and the
+step, but no RNG state. A checkpoint is also a model folder that `from_pretrained` loads.
 """
 
 import hashlib
@@ -36,15 +36,22 @@ MANIFEST_FILE = "manifest.json"
 
 def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: dict, keep: int) -> Path:
     """
-    Write a checkpoint beside and rename it to `final` when it is complete and synced; drop all but the last `keep`.
+    Write a checkpoint, and delete all but the last `keep` checkpoints of the run.
+
+    The checkpoint is written to a hidden folder, synced to the disk, and then renamed to `final`, so that `final` is
+    never incomplete.
 
     Args:
-        model: in one piece.
-        tensors: what else to keep, by the name of its file: named tensors each, or none.
-        state: what else to keep, as JSON.
+        model: an unsharded model on the CPU.
+        tensors: further files by name, each a dict of named tensors; no file is written for an empty dict.
+        state: the content of the checkpoint's JSON file.
+
+    Returns:
+        `final`.
 
     Raises:
-        UserError: it cannot be written, the disk is full perhaps. What was saved before is still there.
+        UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints are
+            unchanged.
     """
     partial = _hidden(final)
     shutil.rmtree(partial, ignore_errors=True)
@@ -65,18 +72,18 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"{final}: {why_unwritable(error, f', and {GO_ON}')}; earlier checkpoints are as they were"
+            f"{final}: {why_unwritable(error, f', and {GO_ON}')}; earlier checkpoints are unchanged"
         ) from None
     for old in checkpoints(final.parent)[:-keep]:
         try:
-            drop(old)
+            delete(old)
         except OSError as error:
-            logger.warning(f"{old}: cannot be deleted ({error.strerror or error}), and stays")
+            logger.warning(f"{old}: cannot be deleted ({error.strerror or error}); delete this checkpoint yourself")
     return final
 
 
-def drop(checkpoint: Path) -> None:
-    """Delete a checkpoint, never leaving half of one under its name."""
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
         return
@@ -100,34 +107,36 @@ def _manifest(hashes):
 
 class Saver:
     """
-    Saves the checkpoints of a run, each step once. All processes must call.
-
-    `path` is the last one, or that which the run goes on from; None before the first.
+    Saves the checkpoints of a run, at most one for each step. Every process must call `save`.
 
     Args:
-        learner: a `Learner`.
-        folder: the run's.
-        tokenizer: saved with the model.
-        decided: what the run has decided by measuring, and its identity: kept in every checkpoint.
-        resumed: the checkpoint that the run goes on from.
+        learner: the run's `Learner`.
+        folder: the run's output folder.
+        tokenizer: saved in every checkpoint.
+        run_state: entries of the JSON file that are the same in every checkpoint of the run: the micro-batch size and
+            number of steps that the run chose at its start, and the run's identity.
+        resumed: the checkpoint that the run resumes from.
+
+    Attributes:
+        path: the last checkpoint, or `resumed`; None if there is neither.
     """
 
-    def __init__(self, learner, folder: Path, tokenizer, decided: dict, resumed: "Checkpoint | None"):
-        self.learner, self.folder, self.tokenizer, self.decided = learner, folder, tokenizer, decided
+    def __init__(self, learner, folder: Path, tokenizer, run_state: dict, resumed: "Checkpoint | None"):
+        self.learner, self.folder, self.tokenizer, self.run_state = learner, folder, tokenizer, run_state
         self.step, self.path = (resumed.state["step"], resumed.path) if resumed else (0, None)
 
     def save(self, step: int, state: dict) -> None:
         """
-        Save a checkpoint after a step, unless there is one of it already.
+        Save a checkpoint after a step; nothing if a checkpoint of this step exists.
 
         Args:
-            state: what else to keep, as JSON.
+            state: entries of the checkpoint's JSON file that change from step to step.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the checkpoint cannot be written.
         """
         if step > self.step:
-            self.path = self.learner.save(self.folder, step, self.tokenizer, {**state, **self.decided})
+            self.path = self.learner.save(self.folder, step, self.tokenizer, {**state, **self.run_state})
             self.step = step
 
 
@@ -137,70 +146,85 @@ class Saver:
 
 @dataclass
 class Checkpoint:
-    """A checkpoint whose every byte is as it was saved, and the JSON part of it."""
+    """An undamaged checkpoint: its folder, and the content of its JSON file."""
 
     path: Path
     state: dict
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
-    """The checkpoints in a run's folder, oldest first; with those that were never finished if asked for."""
-    if not folder.is_dir():  # another machine's
+    """
+    The checkpoint folders in a run's output folder, by step.
+
+    Args:
+        unfinished: include hidden folders whose writing or deletion was interrupted.
+    """
+    if not folder.is_dir():  # on another machine the output folder may not exist
         return []
     pattern = r"\.?checkpoint-\d+(\.part)?" if unfinished else r"checkpoint-\d+"
-    found = (path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir())
-    return sorted(found, key=step_of)
+    paths = (path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir())
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """The step in the name of a checkpoint folder."""
     return int(re.search(r"\d+", path.name).group())
 
 
 def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     """
-    The checkpoint that `--resume_from_checkpoint` names: a path, or `latest`, the last one that is whole; None if none
-    is asked for, or there is none yet.
+    The checkpoint to resume from.
+
+    Args:
+        wanted: the value of `--resume_from_checkpoint`: a checkpoint folder, or `latest` for the last undamaged
+            checkpoint in `folder`, or None.
+
+    Returns:
+        The checkpoint; None if `wanted` is None, or if `wanted` is `latest` and there is no checkpoint yet.
 
     Raises:
-        UserError: a path that is no checkpoint, or a damaged one; or all of them are damaged.
+        UserError: `wanted` is not a checkpoint, or is damaged; or all checkpoints in `folder` are damaged.
     """
     if wanted is None:
         return None
     if wanted != "latest":
         return read_checkpoint(Path(wanted))
-    found = checkpoints(folder)
-    for path in reversed(found):
+    paths = checkpoints(folder)
+    for path in reversed(paths):
         try:
             return read_checkpoint(path)
         except UserError as error:
-            if path == found[0]:
-                raise UserError(f"{error}; there is none before it: --overwrite_output_dir starts anew") from None
-            logger.warning(f"{error}; trying the one before")
+            if path == paths[0]:
+                raise UserError(
+                    f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
+                ) from None
+            logger.warning(f"{error}; trying the checkpoint before")
     logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
     return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """
-    A checkpoint, after comparing every byte of it with its manifest.
+    Read a checkpoint, and check the SHA-256 hash of each file.
 
     Raises:
-        UserError: not a checkpoint, or a damaged one.
+        UserError: the folder is not a checkpoint, or is damaged.
     """
     try:
         manifest = (path / MANIFEST_FILE).read_text()
     except (FileNotFoundError, NotADirectoryError):
-        what = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
-        raise UserError(f"{path}: {what} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest") from None
+        problem = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
+        raise UserError(
+            f"{path}: {problem} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: damaged ({MANIFEST_FILE}: {error}); give another checkpoint") from None
     try:
-        saved = json.loads(manifest)["sha256"]
-        found = {name: _hash(path / name) for name in saved}
-        changed = [name for name in saved if found[name] != saved[name]]
-        # A manifest that was changed itself is not what would be written for what it says.
-        if changed or manifest != _manifest(found):
+        saved_hashes = json.loads(manifest)["sha256"]
+        hashes = {name: _hash(path / name) for name in saved_hashes}
+        changed = [name for name in saved_hashes if hashes[name] != saved_hashes[name]]
+        # The second comparison finds changes of the manifest itself, even of its white space.
+        if changed or manifest != _manifest(hashes):
             raise UserError(f"{(changed or [MANIFEST_FILE])[0]} is not as it was saved")
     except OSError as error:
         raise UserError(

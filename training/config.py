@@ -1,4 +1,4 @@
-"""The numbers of one pretraining run. They stay in `run_config.json`; the architecture's travel in `config.json`."""
+"""The options of a pretraining run (`PretrainConfig`), apart from the architecture (`D2lBertConfig`); their checks."""
 
 import contextlib
 import dataclasses
@@ -10,54 +10,78 @@ from typing import Literal
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
-from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.config import TextConfig, dataset_and_config
 from d2l_bert.training.masking import Masking
 from d2l_bert.training.optim import Optim, Schedule
 
 
-# Where a fall over 20 % of the steps ends, a cosine ends too (Hägele et al., 2024, section 3).
+# A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
 DECAY_RATIO = 0.2
 
 
 @dataclass(kw_only=True)
 class PretrainConfig(TextConfig):
     """
-    What one run does. Every field is an option of `d2l-bert pretrain`; recipes start from here.
+    The options of one run. Every field is an option of `d2l-bert pretrain`. Recipes change some of the defaults.
+
+    The options are written to `run_config.json`; the architecture is in the model's `config.json`.
 
     Raises:
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    recipe: str = option("tiny", "named starting point for everything below", OUTPUT)
+    recipe: str = option("tiny", "named set of defaults for the options below", OUTPUT)
 
+    validation_corpus: list[str] = option(
+        [],
+        "files and folders of text to evaluate on, read whole; nothing of the training text is then held out",
+        TEXT,
+        identity=False,
+        metavar="PATH",
+    )
+    validation_dataset: list[str] = option(
+        [],
+        "datasets to evaluate on, as in dataset; nothing of the training text is then held out",
+        TEXT,
+        identity=False,
+        metavar="ID[:CONFIG]",
+    )
+    validation_split: str = option(
+        "validation", "the split of each validation_dataset", TEXT, identity=False, metavar="NAME"
+    )
     max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
 
     max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
     length_schedule: list[str] = option(
         [],
-        "shorter pairs first, as many more in a step: 32:0.4 has 32 tokens in 40 % of the steps; or none",
+        "train on shorter pairs first, with proportionally more pairs in a step: 32:0.4 is 32 tokens in the first "
+        "40 % of the steps; or none",
         BATCHES,
         metavar="LENGTH:SHARE",
     )
     objective: Literal["nsp", "sop", "none"] = option(
-        "nsp", "second loss: next sentence (BERT), sentence order (ALBERT), or none (RoBERTa)", BATCHES
+        "nsp",
+        "second loss: next sentence prediction (BERT), sentence order prediction (ALBERT), or none (RoBERTa)",
+        BATCHES,
     )
     pairing: Literal["segments", "sentences"] = option(
-        "segments", "several sentences a segment, as the original BERT; or one and the next, as the book", BATCHES
+        "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
     )
-    short_seq_prob: float = option(0.1, "share of pairs cut shorter at random (segments)", BATCHES)
+    short_seq_prob: float = option(
+        0.1, "share of pairs with a random shorter length (only for --pairing segments)", BATCHES
+    )
     packing: bool = option(
-        False, "fill rows with as many pairs as fit; they cannot see each other", BATCHES, identity=False
+        False, "put as many pairs into a row as fit; attention does not cross pairs", BATCHES, identity=False
     )
     source_weights: list[str] = option(
         [],
-        "share of an epoch's tokens for each source, in the order of --corpus and --dataset; the default is all of "
-        "each, once",
+        "weights of the sources in an epoch's tokens, in the order of --corpus and --dataset; the default takes every "
+        "document once",
         BATCHES,
         metavar="WEIGHT",
     )
     mlm_probability: float | str = option(
-        0.15, "share of tokens to predict; 0.30->0.15 goes from one to the other over the run", BATCHES
+        0.15, "share of tokens to predict; 0.30->0.15 changes from 0.30 to 0.15 over the run", BATCHES
     )
     masking: Masking = option(
         "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
@@ -70,106 +94,118 @@ class PretrainConfig(TextConfig):
         metavar="MODEL",
     )
     attention_init: Literal["normal", "neighbours"] = option(
-        "normal", "BERT's random start, or heads that look at the tokens before and after", OPTIMIZER
+        "normal",
+        "start of the attention: random as in BERT, or heads that look at the tokens before and after",
+        OPTIMIZER,
     )
     max_steps: int | None = option(None, "optimizer steps", LENGTH, largest=2**31 - 1)
     num_train_epochs: float | None = option(None, "passes over the training text", LENGTH, largest=1_000_000)
     max_minutes: float | None = option(
         None,
-        "minutes of training; steps are timed first, then fixed",
+        "minutes of training; the run times some steps first, then fixes the number of steps",
         LENGTH,
         largest=10_000_000,  # 19 years
     )
 
     global_batch_size: int = option(
         32,
-        "pairs in an optimizer step, whatever the machine",
+        "pairs in an optimizer step, over all processes and micro-batches",
         OPTIMIZER,
         largest=2**24,  # LAMB (You et al., 2020) trains BERT with 2**16
     )
     batch_size_schedule: list[str] = option(
         [],
-        "smaller steps first: 64:0.1 has 64 pairs a step in the first 10 % of the steps; or none",
+        "smaller batches first: 64:0.1 is 64 pairs a step in the first 10 % of the steps; or none",
         OPTIMIZER,
         metavar="BATCH:SHARE",
     )
     optim: Optim = option(
-        "adamw", "AdamW; or Muon for the matrices of the encoder's blocks, and AdamW for all else", OPTIMIZER
+        "adamw", "AdamW; or Muon for the matrices of the encoder blocks, and AdamW for all other parameters", OPTIMIZER
     )
-    learning_rate: float = option(1e-3, "peak rate", OPTIMIZER)
+    learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER)
     lr_scheduler_type: Schedule = option(
         "linear",
-        "how the rate falls after warm-up: on a straight line, along half a cosine, or not before the end",
+        "how the learning rate falls after warm-up: linearly, along half a cosine, or only in the last steps",
         OPTIMIZER,
     )
-    warmup_ratio: float = option(0.1, "share of the steps in which the rate rises", OPTIMIZER)
+    warmup_ratio: float = option(0.1, "share of the steps in which the learning rate rises", OPTIMIZER)
     decay_ratio: float | None = option(
-        None, f"share of the steps in which warmup_stable_decay falls; the default is {DECAY_RATIO}", OPTIMIZER
+        None,
+        f"share of the steps in which the rate of warmup_stable_decay falls; the default is {DECAY_RATIO}",
+        OPTIMIZER,
     )
-    weight_decay: float = option(0.01, "decay of weights; biases and LayerNorms have none", OPTIMIZER)
+    weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER)
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
     adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER)
     adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER)
-    max_grad_norm: float = option(1.0, "longest gradient; a longer one is scaled down", OPTIMIZER)
+    max_grad_norm: float = option(
+        1.0, "largest gradient norm; larger gradients are scaled down to this norm", OPTIMIZER
+    )
     ema_decay: float | None = option(
         None,
-        "evaluate and publish a moving average of the weights, of which a step keeps so much: 0.999 averages about "
+        "evaluate and publish an exponential moving average of the weights with this decay: 0.999 averages about "
         "1,000 steps",
         OPTIMIZER,
     )
-    seed: int = option(42, "everything random follows from it", OPTIMIZER)
+    seed: int = option(42, "seed of all random numbers", OPTIMIZER)
 
     micro_batch_size: int | Literal["auto"] | None = option(
         None,
-        "most pairs of full length computed at once (64), or as many tokens of shorter ones; auto finds the fastest "
-        "that the memory holds",
+        "most pairs of full length in a micro-batch, and proportionally more shorter pairs; the default is 64; auto "
+        "finds the fastest size that fits into memory",
         MACHINE,
         identity=False,
         metavar="N|auto",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
-        None, "the default is bf16 where CPU or GPU has it", MACHINE
+        None, "precision of matrix products; the default is bf16 if the CPU or GPU has bf16", MACHINE
     )
     torch_compile: Literal["auto", "true", "false"] = option(
         "auto",
-        "compile the encoder; auto does where the run is long enough to earn the time back, and says so",
+        "compile the encoder; auto compiles in long runs, if measured steps become faster",
         MACHINE,
         identity=False,
     )
-    gradient_checkpointing: bool = option(False, "compute activations twice to save memory", MACHINE, identity=False)
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass to save memory", MACHINE, identity=False
+    )
     attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
         None,
-        "kernel that computes attention; the default is the faster one here, eager or sdpa",
+        "implementation of attention; the default is eager or sdpa, the faster one on this device",
         MACHINE,
         identity=False,
     )
     dataloader_num_workers: int | None = option(
         None,
-        "processes that make batches; the default is 1 beside a GPU and 0, a thread of this process, on a CPU",
+        "worker processes that make batches; the default is 1 for a GPU, and 0 (a thread of this process) for a CPU",
         MACHINE,
         identity=False,
     )
 
     output_dir: str | None = option(
         None,
-        "folder for the model; the default is d2l-bert-<recipe>-<corpus> here",
+        "folder for the model; the default is d2l-bert-<recipe>-<corpus> in the working directory",
         OUTPUT,
         identity=False,
         metavar="DIR",
     )
-    overwrite_output_dir: bool = option(False, "replace the run that is there", OUTPUT, identity=False)
+    overwrite_output_dir: bool = option(False, "replace the run in the output folder", OUTPUT, identity=False)
     resume_from_checkpoint: str | None = option(
-        None, "'latest', or a checkpoint folder, to go on from", OUTPUT, identity=False, metavar="PATH"
+        None, "checkpoint folder to resume from, or latest", OUTPUT, identity=False, metavar="PATH"
     )
-    save_steps: int | None = option(None, "steps between checkpoints; the default makes ten", OUTPUT, identity=False)
+    save_steps: int | None = option(
+        None, "steps between checkpoints; the default saves ten in the run", OUTPUT, identity=False
+    )
     save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, identity=False)
-    eval_steps: int | None = option(None, "steps between evaluations; the default makes ten", OUTPUT, identity=False)
+    eval_steps: int | None = option(
+        None, "steps between evaluations; the default is ten in the run", OUTPUT, identity=False
+    )
     logging_steps: int | None = option(
-        None, "steps between lines of the log; the default writes a hundred", OUTPUT, identity=False
+        None, "steps between rows of the log; the default is a hundred rows in the run", OUTPUT, identity=False
     )
     dry_run: bool = option(
         False,
-        "only try everything out, on a pair or two of each length, and say what the run would take; nothing is kept",
+        "only try the run out with a few pairs of each length, and say how long the run would be; keeps nothing",
         OUTPUT,
         identity=False,
     )
@@ -183,7 +219,8 @@ class PretrainConfig(TextConfig):
 
     license: str | None = option(
         None,
-        "licence of the model, for its card (a Hub identifier); a model of python-docs alone has apache-2.0",
+        "licence of the model, for its card (a Hub identifier); the default is apache-2.0 for a model trained on "
+        "python-docs alone",
         HUB,
         identity=False,
         metavar="ID",
@@ -200,8 +237,8 @@ class PretrainConfig(TextConfig):
     )
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
         "end",
-        "what is sent before the end: nothing; every model saved, to main; the same to the branch last-checkpoint "
-        "(both pass over those saved while one is being sent); all of them, each to a branch of its name",
+        "what is uploaded before the end: nothing; each saved model, to main; each saved model, to the branch "
+        "last-checkpoint (both skip models saved during an upload); all saved models, each to its own branch",
         HUB,
         identity=False,
     )
@@ -210,30 +247,36 @@ class PretrainConfig(TextConfig):
     )
 
     def __post_init__(self):
-        """Take a number written as text, and Python's True and False, as what they say."""
+        """Convert `torch_compile` from a bool to text, and `mlm_probability` from text to a number."""
         if isinstance(self.torch_compile, bool):
             self.torch_compile = str(self.torch_compile).lower()
         if isinstance(self.mlm_probability, str):
-            with contextlib.suppress(ValueError):  # 0.30->0.15 stays a text
+            with contextlib.suppress(ValueError):  # 0.30->0.15 stays text
                 self.mlm_probability = float(self.mlm_probability)
 
     def check(self) -> None:
-        """Refuse what cannot be run, before anything is read or written."""
+        """
+        Check the values of all options, before anything is read or written.
+
+        Raises:
+            UserError: a value is out of its range, or values contradict each other.
+        """
         super().check()
-        length = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
-        if len(length) != 1:
-            given = " and ".join(length) or "none"
+        length_options = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
+        if len(length_options) != 1:
+            given = " and ".join(length_options) or "none"
             raise UserError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
         if not self.push_to_hub:
             for name in HUB_OPTIONS:
                 if getattr(self, name) != getattr(PretrainConfig, name):
                     raise UserError(f"{name} is for push_to_hub; give that too, or leave it out")
+        self._check_validation()
         if self.dry_run and self.resume_from_checkpoint:
-            raise UserError("dry_run begins a run of its own; leave resume_from_checkpoint out")
+            raise UserError("dry_run starts a new run; leave resume_from_checkpoint out")
         if self.micro_batch_size != "auto":
             self._check_range("micro_batch_size", 1)
-        whole = ["max_eval_pairs", "max_steps", "global_batch_size"]
-        for name in (*whole, "save_steps", "save_total_limit", "eval_steps", "logging_steps"):
+        counts = ["max_eval_pairs", "max_steps", "global_batch_size"]
+        for name in (*counts, "save_steps", "save_total_limit", "eval_steps", "logging_steps"):
             self._check_range(name, 1)
         for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
             self._check_range(name, 0, above=True)
@@ -251,7 +294,9 @@ class PretrainConfig(TextConfig):
         self._check_decay()
         self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
-            raise UserError("short_seq_prob is for segments, and pairing is sentences; leave it out")
+            raise UserError(
+                "short_seq_prob is for pairing segments, and pairing is sentences; leave short_seq_prob out"
+            )
         for weight in self.source_weights:
             if not re.fullmatch(r"\d*\.?\d+", weight):
                 raise UserError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
@@ -262,8 +307,8 @@ class PretrainConfig(TextConfig):
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise UserError("source_weights are all 0; give one source at least some weight")
         self.stages(1)
-        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler serves one optimizer
-            raise UserError("optim muon does not go with mixed_precision fp16; give bf16, or adamw")
+        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler supports one optimizer
+            raise UserError("optim muon cannot be used with mixed_precision fp16; give bf16, or adamw")
         if self.init_from is not None and self.attention_init != "normal":
             raise UserError(
                 f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
@@ -271,8 +316,38 @@ class PretrainConfig(TextConfig):
             )
 
     def existing_tokenizer(self) -> str | None:
-        """Folder or Hub id of the tokenizer to use instead of training one."""
+        """The folder or Hub id of an existing tokenizer to use; None to train a tokenizer."""
         return self.init_from if self.tokenizer is None else self.tokenizer
+
+    def validation_paths(self) -> list[str]:
+        """The files and folders to evaluate on."""
+        return self.validation_corpus
+
+    def validation_datasets(self) -> list[tuple[str, str | None]]:
+        """The Hub id or folder of each dataset to evaluate on, and its configuration or None."""
+        return [dataset_and_config(dataset) for dataset in self.validation_dataset]
+
+    def validation_split_name(self) -> str:
+        """The split of the datasets to evaluate on."""
+        return self.validation_split
+
+    def _check_validation(self):
+        has_text = bool(self.validation_corpus or self.validation_dataset)
+        if not self.validation_dataset and self.validation_split != type(self).validation_split:
+            raise UserError("validation_split is for validation_dataset, and none is given; leave it out")
+        for name in ("validation_corpus", "validation_dataset"):
+            values = getattr(self, name)
+            for value in values:
+                if values.count(value) > 1:
+                    raise UserError(f"{name} {value}: given {values.count(value)} times; give it once")
+        for dataset, config in self.validation_datasets():
+            if not dataset or config == "":
+                raise UserError(f"validation_dataset takes ID or ID:CONFIG, got {dataset}:{config}")
+        for name in ("validation_fraction", "max_validation_characters"):
+            if has_text and getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} out"
+                )
 
     def _check_decay(self):
         if self.lr_scheduler_type != "warmup_stable_decay":
@@ -290,59 +365,69 @@ class PretrainConfig(TextConfig):
             )
 
     def decay_share(self) -> float:
-        """The share of the steps in which `warmup_stable_decay` falls."""
+        """The share of the steps in which the rate of `warmup_stable_decay` falls."""
         return DECAY_RATIO if self.decay_ratio is None else self.decay_ratio
 
     def schedule_steps(self, max_steps: int) -> tuple[int, int]:
-        """Steps in which the rate rises, and those in which `warmup_stable_decay` falls."""
+        """The number of warm-up steps, and the number of steps in which the rate of `warmup_stable_decay` falls."""
         return math.ceil(self.warmup_ratio * max_steps), math.floor(self.decay_share() * max_steps)
 
     def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
         """
-        The stretches of equal steps: first step, counted from 0, length of pairs, and pairs of full length in a step.
+        The stages of the run. All steps of a stage have the same sequence length and batch size.
 
-        The last has `max_seq_length` and `global_batch_size`.
+        Returns:
+            For each stage its first step, counted from 0, its sequence length, and its batch size, in pairs of
+            `max_seq_length`. The last stage has `max_seq_length` and `global_batch_size`.
         """
         lengths = self._stages("length_schedule", "LENGTH", "max_seq_length", 8, max_steps)
         batch_sizes = self._stages("batch_size_schedule", "BATCH", "global_batch_size", 1, max_steps)
         starts = sorted({start for start, _ in (*lengths, *batch_sizes)})
         return [(start, _value_at(start, lengths), _value_at(start, batch_sizes)) for start in starts]
 
-    def _stages(self, schedule, what, last, least, max_steps):
-        """First step and value of each entry WHAT:SHARE of a schedule, and of the option `last`, which ends it."""
+    def _stages(self, schedule, metavar, last, least, max_steps):
+        """
+        The first step and the value of each entry of a schedule, and of the option that follows the schedule.
+
+        Args:
+            schedule: the name of the schedule's option.
+            metavar: the word for the value of an entry, for messages.
+            last: the name of the option whose value follows the schedule.
+            least: the smallest value that an entry may have.
+        """
         stages, share, most = [], 0.0, getattr(self, last)
         for entry in getattr(self, schedule):
-            value, _, part = entry.partition(":")
-            if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", part) or not 0 < float(part) < 1:
-                raise UserError(f"{schedule} takes {what}:SHARE such as {least + 8}:0.4, got {entry!r}")
+            value, _, entry_share = entry.partition(":")
+            if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", entry_share) or not 0 < float(entry_share) < 1:
+                raise UserError(f"{schedule} takes {metavar}:SHARE such as {least + 8}:0.4, got {entry!r}")
             if not least <= int(value) < most:
                 raise UserError(f"{schedule}: {value} must be at least {least} and below {last} ({most})")
             if stages and int(value) <= stages[-1][1]:
                 raise UserError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
             stages.append((round(share * max_steps), int(value)))
-            share += float(part)
+            share += float(entry_share)
         if share >= 1:
             raise UserError(f"{schedule}: its shares must leave some steps for {last}")
         return [*stages, (round(share * max_steps), most)]
 
     def mlm_probabilities(self) -> tuple[float, float]:
-        """The share to predict in the first step and in the last; evaluation takes the last."""
+        """The share of tokens to predict in the first step, and in the last step and in evaluations."""
         if not isinstance(self.mlm_probability, str):
             return self.mlm_probability, self.mlm_probability
         number = r"(\d*\.?\d+)"
-        found = re.fullmatch(f"{number}->{number}", self.mlm_probability)
-        if not found:
+        match = re.fullmatch(f"{number}->{number}", self.mlm_probability)
+        if not match:
             raise UserError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
-        return float(found[1]), float(found[2])
+        return float(match[1]), float(match[2])
 
     def known_license(self) -> str | None:
-        """The licence that was given, or that of models of the embedded corpus alone."""
-        is_ours = self.text_paths() == ["python-docs"] and not self.dataset
-        is_ours &= self.existing_tokenizer() is None  # nor a model that it starts from
-        return self.license or ("apache-2.0" if is_ours else None)
+        """The licence of the model: `license`, or apache-2.0 if everything comes from python-docs, or None."""
+        is_python_docs = self.text_paths() == ["python-docs"] and not self.dataset
+        is_python_docs &= self.existing_tokenizer() is None  # neither a tokenizer nor a model to start from
+        return self.license or ("apache-2.0" if is_python_docs else None)
 
     def identity(self) -> dict:
-        """The options that say what is trained: on resuming they must be the same."""
+        """The options that decide the weights of the model: a resumed run must have the same values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["identity"]}
 
 
@@ -356,7 +441,12 @@ LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
 
 
 def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """Refuse a model that the run's pairs do not fit into."""
+    """
+    Check that the run's pairs fit into the model.
+
+    Raises:
+        UserError: the model has fewer than 2 segment types, or fewer positions than `max_seq_length`.
+    """
     if architecture.type_vocab_size < 2:
         raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     if run.max_seq_length > architecture.max_position_embeddings:

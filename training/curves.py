@@ -1,4 +1,4 @@
-"""The picture of a run: losses and accuracies over its steps."""
+"""Draws training_curves.png: losses and accuracies over the steps of a run."""
 
 import math
 from pathlib import Path
@@ -7,25 +7,23 @@ from d2l_bert.pair_tasks import pair_task
 from d2l_bert.training.tracking import kind_of
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves
-
-STAGE_LABEL_POINTS = 7  # the size of the type in which changes of length or batch size are labelled
+STAGE_LABEL_POINTS = 7  # font size of the labels at changes of sequence length or batch size
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
     """
-    Draw the losses, a panel each, and accuracy over the steps into a PNG.
+    Draw the rows of a training log into a PNG: a panel for each loss, and a panel for the held-out accuracies.
 
-    Steps left out are marked in red, and changes of length or batch size by a dashed line with a label above it.
+    Skipped steps have red marks. Changes of sequence length or batch size have a dashed line with a label above.
     """
     from matplotlib.figure import Figure
 
-    rows = sorted(rows, key=lambda row: row["step"])  # after resuming with another logging_steps they may not be
+    # A run that was resumed with another logging_steps may have written rows of earlier steps after later ones.
+    rows = sorted(rows, key=lambda row: row["step"])
     train = [row for row in rows if kind_of(row) == "train"]
     held_out = [row for row in rows if "eval_mlm_loss" in row]
     skipped = [row["step"] for row in train if "skipped_steps" in row]
-    # The axis counts steps done: a stage begins when all those before its first one are.
+    # The axis counts finished steps. A stage whose first step is n begins when n - 1 steps are finished.
     stages = {row["step"] - 1: _stage_label(row) for row in rows if kind_of(row) == "stage"}
     losses = [("mlm", "masked language model", "masked tokens")]
     if task := pair_task(name for row in rows for name in row):
@@ -35,24 +33,24 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     *loss_panels, accuracies = panels
     for panel, (task_key, name, examples) in zip(loss_panels, losses, strict=True):
         key = f"{task_key}_loss"
-        # A row without a loss breaks the line.
+        # NaN leaves a gap in the line where a row has no loss.
         panel.plot([r["step"] for r in train], [r.get(key, math.nan) for r in train], color="0.7", label="training")
         panel.plot([r["step"] for r in held_out], [r[f"eval_{key}"] for r in held_out], "o-", label="held out")
         if skipped:
-            # At the foot of the panel: x counts steps, y goes from 0 to 1.
+            # The x axis transform has y from 0 at the bottom of the panel to 1 at the top.
             panel.plot(
                 skipped, [0.02] * len(skipped), "r^", transform=panel.get_xaxis_transform(), label="steps left out"
             )
         panel.set_title(f"{name}: loss (nats)", fontsize=10)
-        right = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
-        accuracies.plot([r["step"] for r in held_out], right, "o-", label=examples)
+        percentages = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
+        accuracies.plot([r["step"] for r in held_out], percentages, "o-", label=examples)
     for panel in loss_panels[1:]:
-        panel.axhline(0.6931, linestyle=":", color="0.5")  # ln 2: a coin does as well
+        panel.axhline(0.6931, linestyle=":", color="0.5")  # ln 2, the loss of a random guess between two labels
     accuracies.set_title("held-out accuracy (%)", fontsize=10)
     accuracies.set_ylim(0, 100)
     for panel in panels:
         _mark_stages(panel, stages)
-        panel.legend(facecolor="white", edgecolor="none")  # a stage's line does not run through its words
+        panel.legend(facecolor="white", edgecolor="none")  # opaque, so that the dashed lines do not cross the text
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -69,13 +67,20 @@ def _stage_label(row):
 
 
 def _mark_stages(panel, stages):
-    """A line at each step of `stages`, and its label between panel and title, in as many rows as keep them apart."""
+    """
+    Draw a line at each stage, and its label between the panel and the title.
+
+    Labels that would overlap go into rows above each other.
+
+    Args:
+        stages: labels by step, in ascending order.
+    """
     for step in stages:
         panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
     first, last = panel.get_xlim()
-    ends = []  # of the last label in each row, as a share of the panel's width
+    ends = []  # for each row, the right end of the last label, as a share of the panel's width
     for step, label in stages.items():
-        # A character is some 0.6 of its size wide, a panel at least 3 inches. A label stays within the panel's width.
+        # A character is about 0.6 font sizes wide, and a panel at least 3 inches. Labels stay within the panel.
         width = 0.6 * STAGE_LABEL_POINTS * len(label) / 72 / 3
         centre = min(max((step - first) / (last - first), width / 2), 1 - width / 2)
         row = next((row for row, end in enumerate(ends) if end < centre - width / 2), len(ends))

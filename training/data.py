@@ -1,209 +1,44 @@
-"""Tokens to batches: which documents train, an epoch's pairs laid out on disk, micro-batches.
+"""Pairs -> the micro-batches of each step, as tensors that are the model's arguments.
 
-What a global step holds is a pure function of (corpus, tokenizer, run configuration, seed, step): it depends neither
-on the number of processes nor on the micro-batch size, the loader's workers or where a run was resumed.
+The content of a step is a pure function of (corpus, tokenizer, options of the run, seed, step). It does not depend on
+the number of processes, the micro-batch size, the number of loader workers, or the step that a run was resumed from.
 
-Shapes: B rows in a micro-batch, T its width in tokens, P its predicted slots, S the most sequences in a row.
+Shapes: B rows in a micro-batch, T tokens in a row, P masked positions in a row, S sequences in a packed row. T, P
+and S are the largest of all rows in the micro-batch.
 """
 
-import bisect
 import itertools
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
-from d2l_bert.errors import UserError, why_unwritable
-from d2l_bert.tokenization.arrow import TokenizedCorpus
-from d2l_bert.tokenization.cache import ANOTHER_CACHE, code_of, fingerprint, undamaged, waited_for
 from d2l_bert.tokenization.split import HELD_OUT_SEED
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
-from d2l_bert.training.pairs import (
-    PAIR,
-    SPECIALS_IN_A_PAIR,
-    SPECIALS_IN_A_SEGMENT,
-    Objective,
-    segment_pairs,
-    sentence_pairs,
-)
+from d2l_bert.training.epochs import EpochPairs, Place, Selection
+from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
 
 
-# Goes into every checkpoint: one that was made with another order is refused. Raise it by hand whenever the same run
-# would train on other pairs, on other masks or in another order.
-DATA_ORDER = 2
-
-# The second entry of every random key says what it is for: keys of different lengths could otherwise collide.
-_PLAN, _MASKS, _VISITS = 1, 2, 3
-
-SMALL_PLAN = 65_536  # bytes
-
-PAIRS_AT_ONCE = 65_536  # written to the disk
-
-
-def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """
-    How often an epoch visits the documents of each source, for an epoch of as many tokens as there are.
-
-    Args:
-        tokens: training tokens of each source (sources,).
-        weights: the share of each source in an epoch's tokens, up to a factor (sources,).
-
-    Raises:
-        UserError: a weight for a source without text.
-    """
-    shares = np.asarray(weights) / np.sum(weights)
-    if (shares[tokens == 0] > 0).any():
-        raise UserError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
-    return shares * tokens.sum() / np.maximum(tokens, 1)
-
-
-def epoch_documents(
-    documents: np.ndarray, sources: np.ndarray, passes: np.ndarray, seed: int, epoch: int
-) -> np.ndarray:
-    """
-    The documents of an epoch, each as often as it is visited.
-
-    A source is gone through again and again, each time in another order, and an epoch takes the next part of that:
-    with 0.5 passes a document comes in every second epoch, with 1.5 once or twice.
-
-    Args:
-        documents: document numbers (documents,).
-        sources: the source of each of them (documents,).
-        passes: for each source how often an epoch visits it (sources,).
-    """
-    chosen = []
-    for source, often in enumerate(passes):
-        mine = documents[sources == source]
-        first, last = (round(number * often * len(mine)) for number in (epoch, epoch + 1))
-        for turn in range(first // max(len(mine), 1), -(-last // max(len(mine), 1))):
-            order = np.random.default_rng((seed, _VISITS, source, turn)).permutation(mine)
-            chosen.append(order[max(first - turn * len(mine), 0) : last - turn * len(mine)])
-    return np.concatenate(chosen)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plans
-
-
-def plan_pairs(tokens: TokenizedCorpus, documents: np.ndarray, *, pairing: str, rng, **options) -> Iterator[tuple]:
-    """Lay out pairs of `documents` in the way that `pairing` (`segments` or `sentences`) names."""
-    if pairing == "segments":
-        return segment_pairs(documents, tokens.sentence_ends, rng=rng, **options)
-    return sentence_pairs(documents, tokens.sentence_ends, tokens.paragraph_ends, rng=rng, **options)
-
-
-def pair_lengths(rows: np.ndarray) -> np.ndarray:
-    """Tokens in each pair (B,), special tokens included."""
-    a, b = rows["a_end"] - rows["a_start"], rows["b_end"] - rows["b_start"]
+def pair_lengths(pairs: np.ndarray) -> np.ndarray:
+    """Tokens in each pair (n,), special tokens included."""
+    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
     return a + b + np.where(b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
 
 
-class EpochPlans:
-    """The pairs of each epoch, laid out beforehand and kept on disk, each epoch in another order with other pairs.
-
-    Small plans are laid out again when they are needed: a tiny text has thousands of epochs in a run.
+class BatchMaker:
+    """
+    Turns pairs into the model's arguments: reads their tokens, adds special tokens, masks, and pads or packs rows.
 
     Args:
-        documents: document numbers of every epoch; or, with `passes`, those that `epoch_documents` chooses from.
-        pairing: the arguments of `plan_pairs`.
-        sources, passes: as in `epoch_documents`.
+        tokens: the corpus of the pairs.
+        mlm_probability: the share of tokens to predict.
+        max_seq_length: the most tokens in a row.
+        masking_kind: whether to mask single tokens, whole words or spans (`masking.mask_tokens`).
+        objective: with `none`, batches have no `next_sentence_label`.
     """
-
-    def __init__(
-        self,
-        tokens: TokenizedCorpus,
-        documents: np.ndarray,
-        pairing: dict,
-        seed: int,
-        folder: Path,
-        sources: np.ndarray | None = None,
-        passes: np.ndarray | None = None,
-    ):
-        self.tokens, self.documents, self.pairing, self.seed = tokens, documents, pairing, seed
-        self.sources, self.passes = sources, passes
-        chosen = [array if array is None else array.tobytes().hex() for array in (documents, sources, passes)]
-        code = code_of(sys.modules[segment_pairs.__module__], sys.modules[__name__])
-        self.folder = folder / f"pairs-{fingerprint(tokens.path.name, chosen, pairing, seed, code)}"
-        self._ends = [0]  # pairs up to the end of each epoch laid out so far
-        self._open = {}  # two plans at most, the last that were opened
-
-    def __getstate__(self):  # a loader's worker opens the files itself
-        return {**vars(self), "_open": {}}
-
-    def rng(self, number: int) -> np.random.Generator:
-        """The source of everything random in an epoch's plan."""
-        return np.random.default_rng((self.seed, _PLAN, number))
-
-    def epoch(self, number: int) -> np.ndarray:
-        """The pairs of one epoch: an array of `pairs.PAIR`, memory-mapped unless it is small."""
-        if number not in self._open:
-            self._open = {**dict(list(self._open.items())[-1:]), number: self._plan(number)}
-        return self._open[number]
-
-    def _plan(self, number):
-        path = self.folder / f"epoch-{number:05d}.pairs"
-        try:
-            if not path.exists():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # Of a loader's workers one lays it out, the others wait.
-                with waited_for(self.folder / ".lock", f"laying out epoch {number + 1}"):
-                    if not path.exists() and (small := self._lay_out(number, path)) is not None:
-                        return small
-        except OSError as error:
-            raise UserError(f"cache {self.folder}: {why_unwritable(error, ANOTHER_CACHE)}") from None
-        with undamaged(self.folder):
-            return np.asarray(np.memmap(path, PAIR, mode="r"))
-
-    def _lay_out(self, number, path):
-        """Write an epoch's pairs to `path`, whole or not at all; or return them, if they are few."""
-        rng, documents = self.rng(number), self.documents
-        if self.passes is not None:
-            documents = epoch_documents(documents, self.sources, self.passes, self.seed, number)
-        rows = plan_pairs(self.tokens, documents, rng=rng, **self.pairing)
-        bar = tqdm(rows, f"laying out epoch {number + 1}", unit=" pairs", leave=False, delay=2, disable=None)
-        rows = iter(bar)  # one for all parts: tqdm 4.70 ends a generator whose bar is iterated a second time
-        partial = path.with_suffix(".part")  # what a killed process left there is written over: the lock is ours
-        try:
-            with partial.open("wb") as file:
-                while len(part := np.fromiter(itertools.islice(rows, PAIRS_AT_ONCE), dtype=PAIR)):
-                    file.write(part.tobytes())  # `tofile` does not say why it could not write
-            if partial.stat().st_size < SMALL_PLAN:
-                rows = np.fromfile(partial, PAIR)
-                rng.shuffle(rows)
-                return rows
-            shuffled = np.memmap(partial, PAIR, mode="r+")
-            rng.shuffle(np.asarray(shuffled))
-            shuffled.flush()
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs `start` to `stop` of all epochs one after the other, and for each the key of its masks."""
-        while self._ends[-1] < stop:
-            self._ends.append(self._ends[-1] + len(self.epoch(len(self._ends) - 1)))
-        rows, keys = [], []
-        while start < stop:
-            number = bisect.bisect_right(self._ends, start) - 1
-            first, last = start - self._ends[number], min(stop, self._ends[number + 1]) - self._ends[number]
-            rows.append(self.epoch(number)[first:last])
-            keys.append(masking.random_keys((self.seed, _MASKS, number), np.arange(first, last)))
-            start += last - first
-        return np.concatenate(rows), np.concatenate(keys)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches
-
-
-class BatchMaker:
-    """Pairs to the model's arguments: cut out, join with special tokens, mask, pad or pack."""
 
     def __init__(
         self,
@@ -235,143 +70,195 @@ class BatchMaker:
     ) -> dict[str, torch.Tensor]:
         """
         Args:
-            pairs: array of `pairs.PAIR`.
-            keys: for each pair the key of its own random numbers, so that its masks do not depend on its neighbours.
-            mlm_probability: share to predict, if it is another than usual.
-            rows: for packed rows the numbers of the pairs in each, one at least; by default each pair is a row.
+            pairs: an array of `pairs.PAIR`.
+            keys: a key of random numbers for each pair (n,), so that a pair's masks do not depend on other pairs.
+            mlm_probability: the share of tokens to predict, if not the one given to the constructor.
+            rows: the indices of the pairs in each packed row; None if each pair is a row.
 
         Returns:
-            `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P) and, unless
-            there is no second loss, `next_sentence_label` (B,), int64. Packed rows also have `position_ids`,
-            `sequence_ids` (B, T) and `cls_positions` (B, S), and (B, S) labels.
+            int64 tensors: `input_ids`, `token_type_ids`, `attention_mask` (B, T), `masked_positions`, `labels` (B, P),
+            and with a second loss `next_sentence_label` (B,). Packed rows also have `position_ids`, `sequence_ids`
+            (B, T) and `cls_positions` (B, S), and their `next_sentence_label` is (B, S).
         """
         if rows is not None:
             order = list(itertools.chain(*rows))
             pairs, keys = pairs[order], keys[order]
-        ids, of_tokens, chosen = self._laid_out(pairs, keys, mlm_probability or self.mlm_probability)
+        ids, token_arguments, chosen = self._unpacked(pairs, keys, mlm_probability or self.mlm_probability)
         if rows is None:
-            row, starts = np.arange(len(pairs)), np.zeros(len(pairs), dtype=np.int64)  # of each pair
-            of_rows = {"next_sentence_label": pairs["next_sentence_label"].astype(np.int64)}
+            # The row of each pair, and the first column of the pair in the row.
+            row, starts = np.arange(len(pairs)), np.zeros(len(pairs), dtype=np.int64)
+            row_arguments = {"next_sentence_label": pairs["next_sentence_label"].astype(np.int64)}
         else:
-            row, starts, of_tokens, of_rows = self._packed(pairs, of_tokens, list(map(len, rows)))
-        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # in each row
+            row, starts, token_arguments, row_arguments = self._packed(pairs, token_arguments, list(map(len, rows)))
+        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # the number of masked positions in each row
         pair, column = chosen.nonzero()
-        slots, slot = (len(predicted), predicted.max()), (row[pair], _restarting(predicted))
-        of_slots = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
-        of_slots["masked_positions"][slot], of_slots["labels"][slot] = starts[pair] + column, ids[chosen]
+        slots, slot = (len(predicted), predicted.max()), (row[pair], _concatenated_ranges(predicted))
+        slot_arguments = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
+        slot_arguments["masked_positions"][slot], slot_arguments["labels"][slot] = starts[pair] + column, ids[chosen]
         if not self.has_labels:
-            of_rows = {}
-        return {name: torch.from_numpy(array) for name, array in (of_tokens | of_slots | of_rows).items()}
+            row_arguments = {}
+        return {
+            name: torch.from_numpy(array) for name, array in (token_arguments | slot_arguments | row_arguments).items()
+        }
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """A micro-batch that counts for nothing, for a process that has no row left in a step."""
+        """A micro-batch without labels, with a loss of 0: for a process that has fewer rows than other processes."""
         ids = torch.tensor([[self.cls, self.sep, self.sep]])
-        nothing = torch.full((1, 1), -100)
+        no_label = torch.full((1, 1), -100)
         batch = {
             "input_ids": ids,
             "token_type_ids": torch.zeros_like(ids),
             "attention_mask": torch.ones_like(ids),
             "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
-            "labels": nothing,
+            "labels": no_label,
         }
-        return {**batch, "next_sentence_label": nothing[0]} if self.has_labels else batch
+        return {**batch, "next_sentence_label": no_label[0]} if self.has_labels else batch
 
-    def _laid_out(self, pairs, keys, share):
-        """Each pair in a row: [CLS] A [SEP] B [SEP], or without B [CLS] A [SEP].
+    def _unpacked(self, pairs, keys, share):
+        """
+        One row for each pair: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] if B is empty.
 
         Returns:
-            Ids, not masked (n, T); `input_ids`, `token_type_ids`, `attention_mask` (n, T); what to predict (n, T).
+            The ids before masking (n, T); a dict of `input_ids`, `token_type_ids`, `attention_mask` (n, T); whether
+            each token is to be predicted (n, T).
         """
-        parts = []
-        for segment in "ab":
-            first = self.tokens.first_tokens(pairs[f"{segment}_document"])[:, None]
-            parts.append((first + pairs[f"{segment}_start"][:, None], first + pairs[f"{segment}_end"][:, None]))
-        (a_starts, a_ends), (second, b_ends) = parts
-        b_starts = a_ends - a_starts + 2
-        lengths = b_starts + np.where(b_ends > second, b_ends - second + 1, 0)
+        a_starts, a_ends, b_starts, b_ends = (
+            pairs[name][:, None] for name in ("a_start", "a_end", "b_start", "b_end")
+        )
+        b_columns = a_ends - a_starts + 2  # the column of B's first token
+        lengths = b_columns + np.where(b_ends > b_starts, b_ends - b_starts + 1, 0)
         column = np.arange(self._width(lengths))
-        in_a, real, ends_a, ends = column < b_starts, column < lengths, column == b_starts - 1, column == lengths - 1
-        ordinary = real & ~ends_a & ~ends
+        in_a, real, ends_a, ends = column < b_columns, column < lengths, column == b_columns - 1, column == lengths - 1
+        ordinary = real & ~ends_a & ~ends  # the tokens of the text
         ordinary[:, 0] = False
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, second - b_starts))[ordinary])
+        ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
         rules = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.masking_kind, self.is_continuation)
         masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules)
-        of_tokens = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
-        return ids, {**of_tokens, "attention_mask": real.astype(np.int64)}, chosen
+        token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
+        return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen
 
-    def _packed(self, pairs, of_tokens, in_rows):
-        """So many pairs in each row: each pair's row and where it starts there (n,), the batch's tokens and rows."""
-        row, place = np.repeat(np.arange(len(in_rows)), in_rows), _restarting(in_rows)
-        real = of_tokens["attention_mask"] == 1
+    def _packed(self, pairs, token_arguments, in_rows):
+        """
+        Pack rows of one pair each into rows of several pairs.
+
+        Args:
+            token_arguments: the model's arguments from `_unpacked` (n, T).
+            in_rows: the number of pairs in each packed row (B,).
+
+        Returns:
+            The row of each pair (n,); the pair's first column in the row (n,); the model's arguments for each token
+            (B, T); the model's arguments for each sequence (B, S).
+        """
+        row, sequence = np.repeat(np.arange(len(in_rows)), in_rows), _concatenated_ranges(in_rows)
+        real = token_arguments["attention_mask"] == 1
         ends = np.cumsum(lengths := real.sum(1))
         row_ends = ends[np.cumsum(in_rows) - 1]
         starts = ends - lengths - np.append(0, row_ends[:-1])[row]
         pair, column = real.nonzero()
-        of_tokens = {name: array[real] for name, array in of_tokens.items()}
-        of_tokens |= {"position_ids": column, "sequence_ids": place[pair] + 1}
+        token_arguments = {name: array[real] for name, array in token_arguments.items()}
+        token_arguments |= {"position_ids": column, "sequence_ids": sequence[pair] + 1}
         shape = (len(in_rows), self._width(np.diff(row_ends, prepend=0)))
-        packed = {name: np.full(shape, self.pad if name == "input_ids" else 0) for name in of_tokens}
-        for name, array in of_tokens.items():
+        packed = {name: np.full(shape, self.pad if name == "input_ids" else 0) for name in token_arguments}
+        for name, array in token_arguments.items():
             packed[name][row[pair], starts[pair] + column] = array
-        of_rows = {"cls_positions": np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)}
-        of_rows["next_sentence_label"] = np.full(of_rows["cls_positions"].shape, -100)
-        of_rows["cls_positions"][row, place] = starts
-        of_rows["next_sentence_label"][row, place] = pairs["next_sentence_label"]
-        return row, starts, packed, of_rows
+        row_arguments = {"cls_positions": np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)}
+        row_arguments["next_sentence_label"] = np.full(row_arguments["cls_positions"].shape, -100)
+        row_arguments["cls_positions"][row, sequence] = starts
+        row_arguments["next_sentence_label"][row, sequence] = pairs["next_sentence_label"]
+        return row, starts, packed, row_arguments
 
     def _width(self, lengths):
+        """T, the width of a micro-batch with rows of these lengths."""
         return min(packing.padded(lengths.max()), self.max_seq_length)
 
 
-def _restarting(counts):
-    """0, 1, 2 and so on for each count, one after the other."""
+def _concatenated_ranges(counts):
+    """`np.arange(count)` for each count, concatenated."""
     counts = np.asarray(counts)
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass
 class Phase:
-    """Steps of as many pairs of one length, from `first_step` on.
+    """
+    Consecutive steps with the same sequence length and the same number of pairs.
 
-    They take the pairs of `plans` from `first_pair` on, where the phase before of the same length left off.
-    `most_tokens` bounds a micro-batch, padding included.
+    Args:
+        first_step: the first of these steps, counted from 0.
+        first_pair: the number of the first pair in `first_step`.
+        pairs: the pairs of all epochs with this sequence length.
+        global_batch_size: the number of pairs in a step.
+        most_tokens: the most tokens in a micro-batch, padding included.
+        packing: whether several pairs share a row.
     """
 
     first_step: int
     first_pair: int
-    plans: EpochPlans
+    pairs: EpochPairs
     make_batch: BatchMaker
     global_batch_size: int
     most_tokens: int
     packing: bool = False
 
     def pairs_before(self, step: int) -> int:
-        """The pairs of `plans` that the steps before this one, the phase's own or the next one's first, have taken."""
+        """The number of the first pair in a step of this phase; also for the first step after the phase."""
         return self.first_pair + (step - self.first_step) * self.global_batch_size
 
 
-class PretrainingSteps(torch.utils.data.Dataset):
-    """Item s is what this process computes in global step s: a list of micro-batches.
-
-    The step's pairs become rows, one each or packed, and the rows micro-batches by length (`packing.micro_batches`).
-    Every process gets equally many; where rows run out, one that counts for nothing.
+class Step(list):
+    """
+    The micro-batches that one process computes in a step: a list of dicts of the model's arguments.
 
     Args:
-        share_at: the share to predict in a step, if it changes from step to step.
-        cutting: `world_size`, `rank` and `cost` of `packing.micro_batches`.
+        place: where the pairs of the next step are (`EpochPairs.position`), as a dict for JSON. A run that resumes
+            with the next step need not lay out earlier windows.
+    """
+
+    def __init__(self, micro_batches: Iterable[dict[str, torch.Tensor]] = (), place: dict | None = None):
+        super().__init__(micro_batches)
+        self.place = place
+
+
+class PretrainingSteps(torch.utils.data.Dataset):
+    """
+    The steps of a run: item s is the `Step` that this process computes as step s, counted from 0.
+
+    The pairs of a step become rows, and the rows become micro-batches of similar lengths (`packing.micro_batches`).
+    All processes get the same number of micro-batches; a process with too few rows gets empty ones.
+
+    Args:
+        phases: the phases of the run, in order.
+        share_at: returns the share of tokens to predict in a step; None if all steps have the same share.
+        cutting: the arguments `world_size`, `rank` and `cost` of `packing.micro_batches`.
     """
 
     def __init__(self, phases: Sequence[Phase], share_at: Callable[[int], float] | None = None, **cutting: int):
         self.phases, self.share_at, self.cutting = phases, share_at, cutting
 
-    def __getitem__(self, step: int) -> list[dict[str, torch.Tensor]]:
-        phase = next(phase for phase in reversed(self.phases) if step >= phase.first_step)
-        start = phase.pairs_before(step)
-        rows, keys = phase.plans.slice(start, start + phase.global_batch_size)
+    def __getitem__(self, step: int) -> Step:
+        phase = self._phase_of(step)
+        start, end = (phase.pairs_before(number) for number in (step, step + 1))
+        pairs, keys = phase.pairs.slice(start, end)
         share = self.share_at and self.share_at(step)
-        return list(batches(phase.make_batch, rows, keys, phase.most_tokens, phase.packing, share, **self.cutting))
+        micro_batches = batches(phase.make_batch, pairs, keys, phase.most_tokens, phase.packing, share, **self.cutting)
+        return Step(micro_batches, {"max_seq_length": phase.make_batch.max_seq_length, **phase.pairs.position(end)})
+
+    def go_on_from(self, step: int, place: dict | None) -> None:
+        """
+        Prepare to read steps from `step` on, without counting the pairs of earlier windows.
+
+        Args:
+            place: the `Step.place` of the step before. None, or a place of another sequence length, has no effect: the
+                pairs are then counted from the start.
+        """
+        phase = self._phase_of(step)
+        if place and place["max_seq_length"] == phase.make_batch.max_seq_length:
+            phase.pairs.go_on_from(Place(place["epoch"], place["window"], place["first_pair"]))
+
+    def _phase_of(self, step):
+        return next(phase for phase in reversed(self.phases) if step >= phase.first_step)
 
 
 def batches(
@@ -383,7 +270,11 @@ def batches(
     mlm_probability: float | None = None,
     **cutting: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The micro-batches that one process makes of pairs; arguments as in `Phase`, `BatchMaker`, `PretrainingSteps`."""
+    """
+    Yield the micro-batches of some pairs that this process computes.
+
+    The arguments are as in `Phase`, `BatchMaker` and `PretrainingSteps`.
+    """
     lengths = pair_lengths(pairs)
     layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
     row_lengths = [int(lengths[row].sum()) for row in layout] if packed else lengths.tolist()
@@ -393,25 +284,54 @@ def batches(
             continue
         rows = [layout[row] for row in micro_batch]
         chosen = list(itertools.chain(*rows))
-        places = iter(range(len(chosen)))
-        local = [[next(places) for _ in row] for row in rows] if packed else None
-        yield make_batch(pairs[chosen], keys[chosen], mlm_probability, local)
+        indices = iter(range(len(chosen)))  # of the pairs in `chosen`
+        indices_in_rows = [[next(indices) for _ in row] for row in rows] if packed else None
+        yield make_batch(pairs[chosen], keys[chosen], mlm_probability, indices_in_rows)
 
 
 class HeldOutPairs:
-    """Held-out micro-batches of this process: always the same pairs and masks, each once over all processes."""
+    """
+    The micro-batches that this process computes in an evaluation. Each pair is evaluated by one process only.
 
-    def __init__(self, tokens, documents, pairing, make_batch, most_tokens, most=None, **cutting):
-        rng = np.random.default_rng((HELD_OUT_SEED, _PLAN, 0))
-        rows = np.fromiter(plan_pairs(tokens, documents, rng=rng, **pairing), dtype=PAIR)
-        rng.shuffle(rows)
-        self.rows = rows[:most]
-        self.keys = masking.random_keys((HELD_OUT_SEED, _MASKS, 0), np.arange(len(self.rows)))
-        self.make_batch, self.most_tokens, self.cutting = make_batch, most_tokens, cutting
+    The pairs and their masks are the same in every evaluation of every run on a corpus.
+
+    Args:
+        selection: the documents to evaluate on.
+        pairing: the arguments of `pairs.lay_out`.
+        most_tokens: the most tokens in a micro-batch, padding included.
+        most: the most pairs to evaluate on; None for all.
+        cutting: as in `PretrainingSteps`.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        pairing: dict,
+        make_batch: BatchMaker,
+        most_tokens: int,
+        most: int | None = None,
+        **cutting: int,
+    ):
+        self.pairs, self.make_batch = EpochPairs(selection, pairing, HELD_OUT_SEED), make_batch
+        self.most_tokens, self.most, self.cutting = most_tokens, most, cutting
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the pairs and the keys of their masks, one window at a time."""
+        remaining = self.most
+        for window in range(self.pairs.windows(0)):
+            pairs = self.pairs.window(0, window)[:remaining]
+            if len(pairs):
+                yield pairs, self.pairs.keys(0, window, 0, len(pairs))
+            if remaining is not None:
+                remaining -= len(pairs)
+                if not remaining:
+                    return
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield from batches(self.make_batch, self.rows, self.keys, self.most_tokens, **self.cutting)
+        for pairs, keys in self.parts():
+            yield from batches(self.make_batch, pairs, keys, self.most_tokens, **self.cutting)
 
-    def one(self, index: int) -> dict[str, torch.Tensor]:
-        """One held-out pair as a batch."""
-        return self.make_batch(self.rows[index : index + 1], self.keys[index : index + 1])
+    def one(self) -> dict[str, torch.Tensor] | None:
+        """A batch of the first pair alone; None if there are no pairs."""
+        pairs, keys = next(self.parts(), ((), ()))
+        return self.make_batch(pairs[:1], keys[:1]) if len(pairs) else None

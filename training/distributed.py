@@ -1,4 +1,4 @@
-"""Several processes as one: Accelerate's engine, in force as it was asked for; one writer; shards made whole."""
+"""Training on several processes: sets up Accelerate, runs functions on the main process only, gathers shards."""
 
 import contextlib
 import ctypes
@@ -20,45 +20,48 @@ from d2l_bert.errors import UserError, launched_rank
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
 
 
-# What `accelerate launch` may ask for by an environment variable, and what cannot be had.
-OTHER_ENGINES = {
+# Variables that `accelerate launch` sets for engines that this package does not train with.
+UNSUPPORTED_ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
 }
 
-# Processes wait for one another while the first of them reads and tokenizes a text, which may take an hour.
-LONGEST_WAIT = datetime.timedelta(hours=3)
+# The other processes wait while the main process reads and tokenizes the text, which may take an hour.
+PROCESS_TIMEOUT = datetime.timedelta(hours=3)
 
 
 def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     """
-    Accelerate's engine for this machine.
+    The `Accelerator` of a run, for the launched processes and this machine's devices.
 
     Args:
-        mixed_precision: `no`, `bf16`, `fp16`; by default bf16 where the hardware has it.
-        options: what else `Accelerator` takes.
+        mixed_precision: `no`, `bf16` or `fp16`; None for bf16 if the hardware has bf16, else `no`.
+        options: further arguments of `Accelerator`.
 
     Raises:
-        UserError: the engine in force is not the one that was launched.
+        UserError: the launcher asked for something that this package does not support, or Accelerate did not set up
+            what the launcher asked for.
     """
-    refuse_other_engines()
+    check_launcher_environment()
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
     precision = mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
-    AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
-    group = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+    group = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
         kwargs_handlers=[group],
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # steps are divided once, by ourselves
+        # `train_step` divides the losses; Accelerate must not divide them again.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **options,
     )
     check_engine(accelerator)
-    keep_group(accelerator)
+    keep_process_group(accelerator)
     if accelerator.is_fsdp2:
-        # Shards are blocks of the encoder, whatever the launcher's configuration says. Accelerate would have weights,
-        # losses and even counts in bf16 with them; here they stay float32, and products alone are bf16, as elsewhere.
+        # Each encoder block is sharded as a unit, whatever the launcher's configuration says. Accelerate's own policy
+        # would put weights, losses and even counts into bf16. Without a policy they stay float32, and only matrix
+        # products are bf16, as they are without FSDP2.
         plugin = accelerator.state.fsdp_plugin
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
         plugin.transformer_cls_names_to_wrap = [D2lBertEncoderBlock.__name__]
@@ -67,7 +70,12 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
 
 
 def check_engine(accelerator: Accelerator) -> None:
-    """Refuse to run as something else than what was launched: several first processes, or no shards at all."""
+    """
+    Check what Accelerate has set up against what was launched.
+
+    Raises:
+        UserError: the number of processes differs, or FSDP was asked for and Accelerate did not set up FSDP2.
+    """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != accelerator.num_processes:
         raise UserError(
@@ -76,45 +84,54 @@ def check_engine(accelerator: Accelerator) -> None:
         )
     if is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
         raise UserError(
-            f"FSDP was asked for and is not in force: Accelerate has none on {accelerator.device.type} with "
-            f"{accelerator.num_processes} processes; launch without it, or on several GPUs"
+            f"FSDP was asked for, but Accelerate has no FSDP on {accelerator.device.type} with "
+            f"{accelerator.num_processes} processes; launch without FSDP, or on several GPUs"
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
 
 
-def refuse_other_engines() -> None:
-    """Refuse what Accelerate could start and this package does not train with, and half of what a launcher sets."""
-    of_a_launcher = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [variable for variable in of_a_launcher if variable not in os.environ]
+def check_launcher_environment() -> None:
+    """
+    Check the environment variables that launchers set.
+
+    Raises:
+        UserError: `LOCAL_RANK` or a `WORLD_SIZE` other than 1 is set, but another variable of `torchrun` is missing;
+            or a variable asks for an unsupported engine.
+    """
+    launcher_variables = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [variable for variable in launcher_variables if variable not in os.environ]
     if missing and (os.environ.get("WORLD_SIZE", "1") != "1" or "LOCAL_RANK" in os.environ):
-        there = [variable for variable in of_a_launcher if variable in os.environ]
+        present = [variable for variable in launcher_variables if variable in os.environ]
         raise UserError(
-            f"the environment has {' and '.join(there)} and no {missing[0]}: start the processes by torchrun or "
-            f"accelerate launch, or unset what is left of one"
+            f"the environment has {' and '.join(present)} and no {missing[0]}: start the processes by torchrun or "
+            f"accelerate launch, or unset these variables"
         )
-    for variable, name in OTHER_ENGINES.items():
+    for variable, name in UNSUPPORTED_ENGINES.items():
         if is_set(variable):
             raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
 
 
 def is_set(variable: str) -> bool:
-    """Whether the launcher asked for something by an environment variable."""
+    """Whether an environment variable of the launcher is true."""
     return os.environ.get(variable, "false").lower() in ("1", "true", "yes", "on")
 
 
 def has_bf16(on_cpu: bool) -> bool:
-    """Whether bf16 arithmetic is in the hardware, not emulated."""
+    """Whether the hardware computes in bf16, without emulation."""
     if on_cpu:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @contextlib.contextmanager
-def said_once():
+def report_errors_once():
     """
-    For blocks that refuse the same in every launched process: the first one says it, the others leave with its exit
-    code and without a word. Outside of such blocks each process speaks for itself.
+    A block in which every launched process raises the same `UserError`: only rank 0 shows the message.
+
+    Raises:
+        UserError: on rank 0, the error of the block.
+        SystemExit: on the other ranks, with exit code 2 and no message.
     """
     try:
         yield
@@ -124,16 +141,19 @@ def said_once():
         raise
 
 
-def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bool = True):
+def on_main(accelerator: Accelerator, function: Callable, *arguments, share_result: bool = True):
     """
-    Call a function in the main process alone, while the others wait.
+    Call a function in the main process only, while the other processes wait.
 
     Args:
-        shared: whether all get what it returns; else the others get None.
+        share_result: send the function's result to the other processes. The result must then be picklable.
+
+    Returns:
+        The function's result; None in the other processes without `share_result`.
 
     Raises:
-        Exception: what the function raised, in the main process; `SystemExit` with code 2 in the others, so that all
-            leave together and one speaks.
+        Exception: in the main process, the error of the function.
+        SystemExit: in the other processes after such an error, with exit code 2 and no message.
     """
     result = error = None
     if accelerator.is_main_process:
@@ -142,7 +162,7 @@ def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bo
         except Exception as raised:
             error = raised
     if accelerator.num_processes > 1:
-        failed, sent = broadcast_object_list([error is not None, result if shared else None])
+        failed, sent = broadcast_object_list([error is not None, result if share_result else None])
         if not accelerator.is_main_process:
             if failed:
                 raise SystemExit(2)
@@ -152,71 +172,81 @@ def on_main(accelerator: Accelerator, function: Callable, *arguments, shared: bo
     return result
 
 
-def keep_group(accelerator: Accelerator) -> None:
+def keep_process_group(accelerator: Accelerator) -> None:
     """
-    Never free the group of processes; it goes with the process.
+    Keep a reference to PyTorch's process group, so that Python never frees the group before the process ends.
 
-    gloo's threads need the interpreter's lock to let go of the last tensors, and whoever frees the group holds that
-    lock while it waits for those threads: both may wait for ever.
+    This avoids a deadlock: the thread that frees the group holds the GIL while it waits for gloo's threads, and gloo's
+    threads need the GIL to free their last tensors.
     """
     if accelerator.num_processes > 1:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
 
 
-def part(accelerator: Accelerator) -> None:
-    """End together: no process leaves while another still needs it."""
+def shut_down(accelerator: Accelerator) -> None:
+    """End the run: wait for all processes, so that none exits while another still needs it, and end the trackers."""
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
-        time.sleep(0.2)  # for gloo's threads to let go of the last tensors
+        time.sleep(0.2)  # time for gloo's threads to free their last tensors
     accelerator.end_training()
 
 
-def summed_later(accelerator: Accelerator, model, is_last: bool):
-    """A context for a micro-batch whose gradient is summed over the processes with the last one's, where that pays."""
-    # FSDP2 would keep the gradients of the whole model in every process meanwhile.
+def defer_gradient_sync(accelerator: Accelerator, model, is_last: bool):
+    """
+    A context for one micro-batch: on DDP, gradients are summed over the processes after the last micro-batch only.
+
+    Args:
+        is_last: whether this is the last micro-batch of the step.
+    """
+    # Not on FSDP2, where every process would then hold the gradients of the whole model.
     return contextlib.nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """
-    Whether FSDP2 holds the model in shards.
+    Whether FSDP2 has sharded the model.
 
-    The decoder may then have shards of its own, gathered where it computes scores and nowhere else: they cannot be
-    left out.
+    Then `skip_logits` must be False: the decoder may have shards of its own, and FSDP2 gathers those shards only in
+    the decoder's forward pass.
     """
     return isinstance(model, FSDPModule)
 
 
 def reshard(model) -> None:
-    """Have every parameter of an FSDP2 model in shards again; between an evaluation and a step some are whole."""
+    """Reshard every parameter of an FSDP2 model: after an evaluation some parameters are still gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def plain_model(model: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """A model of the same kind that consists of `weights`, each parameter once, without FSDP."""
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+def unsharded_model(model: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """
+    A new model with the class and configuration of `model`, without FSDP2, with `weights` as its parameters.
+
+    Args:
+        weights: full tensors by parameter name; a tied parameter may be left out.
+    """
+    model_class = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"):
-        plain = kind(model.config)
-    plain.load_state_dict(weights, strict=False, assign=True)
-    plain.tie_weights()
-    return plain
+        unsharded = model_class(model.config)
+    unsharded.load_state_dict(weights, strict=False, assign=True)
+    unsharded.tie_weights()
+    return unsharded
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in one piece. Every process must call this for every tensor in the same order."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of an FSDP2 shard; any other tensor as it is. All processes must call this in the same order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
+def scatter(source: torch.Tensor | None, target: torch.Tensor) -> None:
     """
-    Put a tensor of the main process, in one piece, into a tensor or the shards of it in every process.
+    Copy a full tensor of the main process into `target` in every process; each process gets its shard if sharded.
 
     Args:
-        source: of `target`'s whole shape; None in the other processes.
+        source: a tensor with the full shape of `target`; None in the other processes.
     """
     device = target.device
     if source is None:

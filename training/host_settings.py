@@ -1,4 +1,4 @@
-"""The calling program's settings of PyTorch, Accelerate and Transformers, put back when a run is over."""
+"""Restores settings of PyTorch, Accelerate and Transformers that the calling program had before a run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import logging
 
 
-# What keeps PyTorch's compiler from computing again in the backward pass.
+# While these are True, PyTorch's compiler recomputes few activations in the backward pass.
 RECOMPUTATION_LIMITS = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
@@ -20,13 +20,13 @@ RECOMPUTATION_LIMITS = (
 
 
 @contextlib.contextmanager
-def host_settings_kept() -> Iterator[None]:
+def restore_host_settings() -> Iterator[None]:
     """
-    Put back, after the block and after an error in it, what a run changes for the whole process.
+    Restore, when the block ends or fails, the settings of the whole process that a run changes.
 
-    These are the compiler's settings (`compiling.compile_blocks`), the state that all `Accelerator` objects share,
-    with its precision and its accumulation of gradients (`distributed.make_accelerator`), and the progress bars of
-    Transformers and huggingface_hub. PyTorch's random state is not put back: a run seeds it.
+    These are the compiler's settings (changed by `trials.compile_blocks`), the state that all `Accelerator` objects
+    share, such as mixed precision and gradient accumulation (changed by `distributed.make_accelerator`), and the
+    progress bars of Transformers and huggingface_hub. PyTorch's global RNG is not restored: a run seeds it.
     """
     recomputation = {name: getattr(torch._functorch.config, name) for name in RECOMPUTATION_LIMITS}
     recompile_limit = torch._dynamo.config.recompile_limit
@@ -41,7 +41,7 @@ def host_settings_kept() -> Iterator[None]:
         torch._dynamo.config.recompile_limit = recompile_limit
         torch.fx.experimental._config.use_duck_shape = use_duck_shape
         if bars:
-            logging.enable_progress_bar()  # huggingface_hub's too; they are put back next
+            logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
         for state, before in (*shared_states, (progress_bar_states, hub_bars)):
             state.clear()
             state.update(before)

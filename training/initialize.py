@@ -1,4 +1,4 @@
-"""Where the weights of a run start, beyond the normal distribution that the model itself draws (BERT's)."""
+"""The weights that a run starts from: fresh, with heads that attend to neighbours, or those of a saved model."""
 
 import copy
 import logging
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 
-from d2l_bert.errors import UserError, another_kind, reading_model
+from d2l_bert.errors import UserError, reading_model, wrong_model_type
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
@@ -22,31 +22,31 @@ from d2l_bert.training.config import PretrainConfig
 logger = logging.getLogger(__name__)
 
 
-# Wavelengths of the position table run from 2 pi to 2 pi times this. Neighbours, not distant positions, are what a
-# fresh model has to tell apart; 10,000, the Transformer's own, would leave most of the table's columns constant.
+# The sinusoids of the position embeddings have wavelengths from 2 pi to 2 pi times this number. A fresh model has to
+# tell neighbouring positions apart; with the Transformer's 10,000 most columns would be nearly constant.
 LONGEST_WAVE = 100
 
-# Parts that a saved model may do without, under a person's names for them.
+# Modules that a saved model may lack, with their names in messages.
 HEADS = {"mlm": "MLM head", "nsp": "NSP head", "bert.pooler": "pooler"}
 
 
 @torch.no_grad()
 def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     """
-    Let the heads of the first block look at the token before (even heads) and the token after (odd heads).
+    Let the attention heads of the first block attend to the token before (even heads) or the token after (odd heads).
 
-    A fresh BERT attends to every token alike, and predicts a masked token from its frequency alone for a good part of
-    a short run, until some head has found out what stands beside it. Here positions start as sinusoids (Vaswani et
-    al., 2017; d2l, section 11.6), for which "one further" is a rotation, and a head's keys as its queries, rotated by
-    one position. Values and outputs of every block start large enough for what is found to be heard. All of it is only
-    a start: every weight is trained.
+    A fresh BERT attends to all tokens alike. For a good part of a short run the model then predicts masked tokens from
+    token frequencies alone, until a head has learnt to attend to neighbouring tokens. Here the position embeddings
+    start as sinusoids (Vaswani et al., 2017; d2l, section 11.6), in which a shift by one position is a rotation. The
+    key matrix of a head starts as the query matrix, rotated by one position. The value and output matrices of every
+    block start larger than usual, so that the attended token has an effect on the output. All weights are trained.
 
     Args:
-        model: a `D2lBertForPreTraining` or `D2lBertForMaskedLM` just initialised.
-        generator: source of randomness; the global one by default.
+        model: a `D2lBertForPreTraining` or `D2lBertForMaskedLM` with fresh weights, changed in place.
+        generator: source of randomness; PyTorch's global generator by default.
 
     Raises:
-        UserError: an odd `hidden_size`, which has no room for sines and cosines in pairs.
+        UserError: `hidden_size` is odd, but sines and cosines come in pairs.
     """
     config, bert = model.config, model.bert
     if config.hidden_size % 2:
@@ -57,7 +57,7 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     hidden_size, positions = config.hidden_size, bert.embeddings.position_embeddings.weight
     waves = LONGEST_WAVE ** (-torch.arange(0, hidden_size, 2) / hidden_size)  # (H / 2,)
     angles = torch.arange(len(positions))[:, None] * waves
-    # A sine's standard deviation is 1 / sqrt(2); the table gets twice that of the other embeddings.
+    # A sine has a standard deviation of 1 / sqrt(2). Position embeddings get twice that of the other embeddings.
     positions.copy_(interleave(angles.sin(), angles.cos()) * 2 * config.initializer_range * 2**0.5)
 
     first = bert.encoder.layer[0].attention
@@ -75,84 +75,94 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
 
 
 def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Two matrices (R, C) as the even and odd columns of one (R, 2C)."""
+    """A matrix (R, 2C) with the columns of `even` (R, C) and of `odd` (R, C) in turn."""
     return torch.stack((even, odd), dim=-1).flatten(1)
 
 
 def read_architecture(name: str) -> D2lBertConfig:
     """
-    The numbers of a saved model.
+    The architecture of a saved d2l-bert model.
 
     Args:
         name: a folder or an id on the Hub.
 
     Raises:
-        UserError: nothing there, or a model that is not ours.
+        UserError: there is no model, its `config.json` cannot be read, or it is a model of another kind.
     """
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, D2lBertConfig):
-            raise UserError(another_kind(name, config.model_type))
+            raise UserError(wrong_model_type(name, config.model_type))
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
 def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
     """
-    The tokenizer that the embeddings of a saved model belong to.
+    The tokenizer whose ids the embeddings of a saved model have.
 
     Args:
         name: the model, a folder or an id on the Hub.
-        given: another tokenizer, which stands in where the model brings none, and must extend it where it does.
+        given: the tokenizer of the run's options. If the model was saved without a tokenizer, `given` is returned;
+            otherwise `given` must be the model's tokenizer or an extension.
 
     Raises:
-        UserError: there is none, or one that does not fit.
+        UserError: the model or the tokenizer cannot be read, there is no tokenizer, its vocabulary size is not the
+            model's, or `given` is another tokenizer.
     """
-    what, vocab_size = f"init_from {name}", read_architecture(name).vocab_size
+    model_label, vocab_size = f"init_from {name}", read_architecture(name).vocab_size
     with reading_model(name, "init_from "):
         has_own = has_tokenizer(name)
     if not has_own and given is None:
-        raise UserError(f"{what}: it brings no tokenizer; give --tokenizer, or put its tokenizer.json beside it")
+        raise UserError(
+            f"{model_label}: the model has no tokenizer; give --tokenizer, or put the model's tokenizer.json beside "
+            f"its config.json"
+        )
     tokenizer = load_tokenizer(name if has_own else given)
     if len(tokenizer) != vocab_size:
         raise UserError(
-            f"{what}: its vocabulary has {vocab_size} entries, and tokenizer {name if has_own else given} has "
-            f"{len(tokenizer)}; give the model with the tokenizer that it was trained with"
+            f"{model_label}: the model's vocabulary has {vocab_size} entries, and tokenizer "
+            f"{name if has_own else given} has {len(tokenizer)}; give the tokenizer that the model was trained with"
         )
     if has_own and given is not None:
-        _refuse_another_vocabulary(what, tokenizer, load_tokenizer(given))
+        _refuse_another_vocabulary(model_label, tokenizer, load_tokenizer(given))
     return tokenizer
 
 
 def check_start(name: str, architecture: D2lBertConfig, given: str | None = None) -> None:
     """
-    Refuse, before any text is read, a saved model that a run cannot start from.
+    Check, before any text is read, that a run can start from a saved model's architecture and tokenizer.
 
     Args:
         name: the model, a folder or an id on the Hub.
-        architecture: what the run asks for; the vocabulary is not compared.
+        architecture: the run's; its vocabulary size is not compared.
         given: as in `read_start_tokenizer`.
 
     Raises:
-        UserError: another architecture than the model's, dropout apart; or a tokenizer that does not fit.
+        UserError: as in `read_start_tokenizer`, or the architecture is not the model's (dropout may differ).
     """
-    own = read_architecture(name)
+    saved = read_architecture(name)
     for field in D2lBertConfig.__annotations__:
-        there, here = getattr(own, field), getattr(architecture, field)
-        if there != here and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
-            raise UserError(f"init_from {name}: {field} is {there!r} there, and {here!r} here; take the model's")
+        of_model, of_run = getattr(saved, field), getattr(architecture, field)
+        if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
+            raise UserError(
+                f"init_from {name}: {field} is {of_model!r} in the model, and {of_run!r} in this run; take the "
+                f"model's value"
+            )
     read_start_tokenizer(name, given)
 
 
 def check_weights(model_class: type[PreTrainedModel], name: str, architecture: D2lBertConfig) -> None:
     """
-    Refuse, before any text is read, a saved model whose weights `start_from` could not load. They are loaded for that,
-    and let go.
+    Check, before any text is read, that a saved model's weights can be loaded: load them once, and drop them.
+
+    The tokenizer is not checked here; `check_start` checks it.
 
     Args:
         model_class, name, architecture: as in `start_from`.
 
     Raises:
-        UserError: weights that are damaged, of another shape, or not there.
+        UserError: the model cannot be read, a weight has another shape than `config.json` gives, or weights are
+            missing. Only whole heads (`HEADS`) may be missing.
     """
     config = copy.deepcopy(architecture)
     config.vocab_size = read_architecture(name).vocab_size
@@ -160,15 +170,23 @@ def check_weights(model_class: type[PreTrainedModel], name: str, architecture: D
 
 
 def _load(model_class, name, config, attn_implementation=None):
-    """A saved model, and the names of the heads that it lacks."""
+    """
+    Load a saved model in float32.
+
+    Returns:
+        The model, and the keys of `HEADS` that the saved model lacks: these modules have fresh weights.
+
+    Raises:
+        UserError: as in `check_weights`.
+    """
     with reading_model(name, "init_from "):
         model, missing, _ = conversion.load_and_compare(
             model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-        fresh = [part for part in HEADS if conversion.lacks(model, missing, part)]
-        others = sorted(key for key in missing if not key.startswith(tuple(f"{part}." for part in fresh)))
+        fresh = [head for head in HEADS if conversion.lacks(model, missing, head)]
+        others = sorted(key for key in missing if not key.startswith(tuple(f"{head}." for head in fresh)))
         if others:
-            raise UserError(f"it has no weights for {others[0]}; save the model there again with save_pretrained")
+            raise UserError(f"the model has no weights for {others[0]}; save the model again with save_pretrained")
     return model, fresh
 
 
@@ -181,18 +199,19 @@ def start_from(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """
-    A saved model with its weights, in float32 and ready to train. Heads that it lacks start anew, which is said.
+    A saved model in float32, in training mode. Heads that the saved model lacks get fresh weights, with a warning.
 
     Args:
-        model_class: what to make of it, with both pretraining heads or the MLM head alone.
+        model_class: the class to load, with both pretraining heads or with the MLM head alone.
         name: the model, a folder or an id on the Hub.
-        architecture: its own but for dropout.
-        tokenizer: the run's; entries that the model's own lacks get embeddings from `extend_embeddings`.
+        architecture: the saved model's, except dropout, which the run may choose.
+        tokenizer: the run's; entries that the model's tokenizer lacks get embeddings from `extend_embeddings`.
         given: as in `read_start_tokenizer`.
-        attn_implementation: the kernel that computes attention.
+        attn_implementation: Transformers' name of the attention kernel.
 
     Raises:
-        UserError: weights that are not there, or a tokenizer that does not begin with the model's vocabulary.
+        UserError: as in `check_weights` and `read_start_tokenizer`, or the run's vocabulary does not begin with the
+            model's.
     """
     known = read_start_tokenizer(name, given)
     _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
@@ -201,7 +220,8 @@ def start_from(
     model, fresh = _load(model_class, name, config, attn_implementation)
     if fresh:
         logger.warning(
-            f"init_from {name}: it has no {' and no '.join(HEADS[part] for part in fresh)}; fresh ones are made"
+            f"init_from {name}: the model has no {' and no '.join(HEADS[head] for head in fresh)}; training starts "
+            f"with fresh weights there"
         )
     extend_embeddings(model, known, tokenizer)
     return model.train()
@@ -210,10 +230,10 @@ def start_from(
 @torch.no_grad()
 def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_tokenizer: BertTokenizer) -> None:
     """
-    Give a model embeddings (V, H) for words that were added to its vocabulary, its other numbers unchanged.
+    Add embeddings to a model for words that were added to its vocabulary. All other weights stay unchanged.
 
-    Each new row of the word embeddings, of the decoder and of its bias is the mean of the rows of the pieces that the
-    word was split into before, as in Fast Vocabulary Transfer (Gee et al., 2022).
+    The new rows of the word embeddings, the decoder and the decoder's bias are means over the pieces into which the
+    old tokenizer splits the word, as in Fast Vocabulary Transfer (Gee et al., 2022).
 
     Raises:
         UserError: `new_tokenizer` does not begin with the vocabulary of `old_tokenizer`.
@@ -230,21 +250,31 @@ def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_
             table[row] = table[pieces].mean(0)
 
 
-def _refuse_another_vocabulary(what, known, tokenizer):
+def _refuse_another_vocabulary(model_label, known, tokenizer):
+    """Raise `UserError` unless the vocabulary of `tokenizer` begins with that of `known`, the model's tokenizer."""
     try:
         added_entries(known, tokenizer)
     except UserError as error:
-        raise UserError(f"{what}: {error}; its own tokenizer serves, as it is or with --extend_vocab") from None
+        raise UserError(
+            f"{model_label}: {error}; use the model's tokenizer, unchanged or with --extend_vocab"
+        ) from None
 
 
 def model_class_of(run: PretrainConfig) -> type[PreTrainedModel]:
     """The class with the heads that the run trains."""
-    # Without a task of pairs there is no head and no pooler: an untrained one would be published with the rest.
+    # Without a pair task the class has no pair head and no pooler, so that no untrained weights are published.
     return D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
 
 
 def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: Checkpoint | None):
-    """The model at its start; on resuming, any of its shape, as the checkpoint has the weights."""
+    """
+    The model of a run, with its initial weights.
+
+    Args:
+        tokenizer: the run's.
+        resumed: the checkpoint to resume from. `init_from` is then not read, as the caller loads the checkpoint's
+            weights into the model.
+    """
     model_class = model_class_of(run)
     if run.init_from is not None and not resumed:
         model = start_from(model_class, run.init_from, architecture, tokenizer, run.tokenizer, run.attn_implementation)
@@ -253,6 +283,6 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resu
     if run.attention_init == "neighbours":
         look_at_neighbours(model)
     if run.gradient_checkpointing:
-        # The old name goes in Transformers 6, and the new one came with 5.23.
+        # `activation_checkpointing_enable` exists from Transformers 5.23 on; the old name is removed in version 6.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model

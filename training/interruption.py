@@ -1,4 +1,4 @@
-"""What ends a run before its time: a signal, a loss that is no number any more, memory that is gone."""
+"""Early ends of a run: signals, diverged training, out of memory, a lost process; each with its message."""
 
 import contextlib
 import itertools
@@ -16,154 +16,165 @@ from d2l_bert.errors import GO_ON, UserError, is_out_of_memory
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.meter import StepFigures
+from d2l_bert.training.meter import StepStats
 
 
 logger = logging.getLogger(__name__)
 
 
-# A step or two go wrong in good runs too; after ten the weights themselves are to blame.
-MOST_SKIPPED_IN_A_ROW = 10
+# Healthy runs skip single steps too. After ten skipped steps in a row the weights themselves are bad.
+MAX_SKIPPED_IN_A_ROW = 10
 
 
 class StopSignals:
     """
-    SIGTERM and Ctrl-C as a wish to stop: within the block the running step is finished, and a checkpoint saved.
+    A context manager that catches SIGTERM and Ctrl-C, so that the training loop can finish its step, save a
+    checkpoint and exit.
 
-    A second Ctrl-C ends the process at once, whatever it is doing. A signal that was ignored before stays ignored:
-    a shell without job control starts its background commands so, for Ctrl-C to end the foreground alone.
+    A second Ctrl-C ends the process at once. A signal that the process ignored before the block stays ignored: a shell
+    without job control starts background commands with SIGINT ignored, so that Ctrl-C ends the foreground command
+    only.
+
+    Attributes:
+        received_signal: the number of the last signal that this process received; 0 if there was none.
+        agreed_signal: the signal on which all processes have agreed to stop; 0 while the run goes on.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.received = 0  # the number of the signal
-        self.agreed = 0
+        self.received_signal = 0
+        self.agreed_signal = 0
 
     def __enter__(self):
-        # Python lets only the main thread have handlers; elsewhere whoever started the thread has to stop it.
+        # Python allows signal handlers in the main thread only. In another thread no signal is caught.
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.before = {number: signal.getsignal(number) for number in numbers}
-        self.before = {number: handler for number, handler in self.before.items() if handler is not signal.SIG_IGN}
-        for number in self.before:
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        self.previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        for number in self.previous:
             signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.before.items():
+        for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def wanted(self) -> bool:
-        """Whether any process was told to stop. All must ask at the same point, and get the same answer."""
-        if not self.agreed:
-            vote = torch.tensor(float(self.received), device=self.accelerator.device)
-            # The sum would be no signal's number if several processes had got one.
+    def should_stop(self) -> bool:
+        """
+        Whether any process has received a signal.
+
+        Every process must call this at the same point of the run; all get the same answer.
+        """
+        if not self.agreed_signal:
+            vote = torch.tensor(float(self.received_signal), device=self.accelerator.device)
+            # The maximum is the number of a signal; a sum over several processes is not.
             votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
-            self.agreed = int(votes.max())
-        return bool(self.agreed)
+            self.agreed_signal = int(votes.max())
+        return bool(self.agreed_signal)
 
-    def is_told(self) -> bool:
-        """Whether this process has got a signal, or all have agreed to stop."""
-        return bool(self.received or self.agreed)
+    def is_stopping(self) -> bool:
+        """Whether this process has received a signal, or all have agreed to stop; without communication."""
+        return bool(self.received_signal or self.agreed_signal)
 
-    def until_wanted(self, items: Iterable) -> Iterator:
-        """Pass items on, as many in every process, until any process was told to stop."""
-        return itertools.takewhile(lambda _: not self.wanted(), items)
+    def until_stop(self, items: Iterable) -> Iterator:
+        """Yield items until any process receives a signal; the same number of items in every process."""
+        return itertools.takewhile(lambda _: not self.should_stop(), items)
 
     def exit(self) -> SystemExit:
-        """What to raise to leave with the signal's exit code: 143 for SIGTERM, 130 for Ctrl-C."""
-        return SystemExit(128 + self.agreed)
+        """The exception that ends the process with the signal's exit code: 143 for SIGTERM, 130 for Ctrl-C."""
+        return SystemExit(128 + self.agreed_signal)
 
     def _receive(self, number, frame):
-        again = number == signal.SIGINT
-        if self.accelerator.is_main_process and not self.received:
-            leaving = "; again, it leaves at once, without" if again else ""
-            logger.warning(f"{name_of(number)}: finishing the step and saving{leaving}")
-        self.received = number
-        if again:
+        is_ctrl_c = number == signal.SIGINT
+        if self.accelerator.is_main_process and not self.received_signal:
+            hint = "; a second Ctrl-C ends the run at once, without saving" if is_ctrl_c else ""
+            logger.warning(f"{signal_name(number)}: finishing the step and saving{hint}")
+        self.received_signal = number
+        if is_ctrl_c:  # the next Ctrl-C ends the process
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def name_of(number: int) -> str:
-    """What a person calls a signal."""
+def signal_name(number: int) -> str:
+    """The name of a signal in messages: `Ctrl-C` for SIGINT, else the signal's own name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class NonFiniteGuard:
     """
-    Ends a run whose steps are left out one after the other, because their loss or gradient is not finite.
+    Ends a run in which `MAX_SKIPPED_IN_A_ROW` steps in a row were skipped: training has diverged.
 
-    A single such step does no harm; many in a row mean that training has diverged.
+    A step is skipped when its loss or gradient is not finite. A single skipped step does no harm.
 
     Args:
-        state: a checkpoint's, to go on counting.
+        folder: the run's output folder, whose last checkpoint the message names.
+        state: the state in a checkpoint to resume from, or an empty dict: where the count of skipped steps starts.
     """
 
     def __init__(self, folder: Path, state: dict):
         self.folder, self.in_a_row = folder, state.get("skipped_in_a_row", 0)
 
     def state(self) -> dict:
-        """What a checkpoint keeps of it."""
+        """The state that a checkpoint keeps."""
         return {"skipped_in_a_row": self.in_a_row}
 
-    def check(self, step: int, figures: StepFigures) -> None:
+    def check(self, step: int, step_stats: StepStats) -> None:
         """
-        Take in one step.
+        Count a step, skipped or not.
 
         Raises:
-            UserError: it was the last of `MOST_SKIPPED_IN_A_ROW` that were left out.
+            UserError: this step is the last of `MAX_SKIPPED_IN_A_ROW` skipped steps in a row.
         """
-        self.in_a_row = self.in_a_row + 1 if figures.skipped else 0
-        if self.in_a_row == MOST_SKIPPED_IN_A_ROW:
+        self.in_a_row = self.in_a_row + 1 if step_stats.skipped else 0
+        if self.in_a_row == MAX_SKIPPED_IN_A_ROW:
             saved = checkpoints(self.folder)
             mend = "start again with a lower --learning_rate or --max_grad_norm"
             if saved:
                 mend += f", or from the last good weights, with a lower rate, by --init_from {saved[-1]}"
             raise UserError(
                 f"training has diverged: loss or gradient was not finite in {self.in_a_row} steps in a row, up to "
-                f"step {step} ({non_finite(figures)}); {mend}"
+                f"step {step} ({non_finite_values(step_stats)}); {mend}"
             )
 
 
-def non_finite(figures: StepFigures) -> str:
-    """Why a step was left out."""
-    loss = figures.mlm_loss + figures.pair_loss
-    return f"loss {loss:g}, gradient norm {figures.grad_norm:g}"
+def non_finite_values(step_stats: StepStats) -> str:
+    """The loss and the gradient norm of a skipped step, for a message."""
+    loss = step_stats.mlm_loss + step_stats.pair_loss
+    return f"loss {loss:g}, gradient norm {step_stats.grad_norm:g}"
 
 
 @contextlib.contextmanager
-def failures_explained(run: PretrainConfig, micro_batch_was_found: bool = False):
+def explain_failures(run: PretrainConfig, micro_batch_is_auto: bool = False):
     """
-    Say which option to turn when memory runs out in the block, and what has happened when another process is gone.
+    Turn two kinds of errors in the block into a `UserError` with a hint: out of memory, and a lost process.
 
     Args:
-        micro_batch_was_found: whether `run.micro_batch_size` is what `auto` found; then `auto` is no advice.
+        micro_batch_is_auto: whether `auto` chose `run.micro_batch_size`; then the hint does not recommend `auto`.
 
     Raises:
-        UserError: out of memory, or a process of those that train together is gone.
+        UserError: memory ran out, or another process of this run has ended or cannot be reached.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())
-        is_of_peers = isinstance(error, torch.distributed.DistError) or bool(
+        is_lost_process = isinstance(error, torch.distributed.DistError) or bool(
             re.search("gloo|NCCL|Connection .* by peer", reason)
         )
-        if is_of_peers and torch.distributed.is_initialized():
+        if is_lost_process and torch.distributed.is_initialized():
             raise UserError(
                 f"another process of this run is gone, or cannot be reached ({without_source_lines(reason):.80}): "
-                f"look at what it said; {GO_ON}"
+                f"read the messages of that process; {GO_ON}"
             ) from None
         if not is_out_of_memory(error):
             raise
         tried = "" if run.micro_batch_size == "auto" else f" with micro-batches of {micro_batch_pairs(run)} pairs"
-        helps = "lower --micro_batch_size, or let it be found (auto)"
-        if micro_batch_was_found or not tried:
-            helps = "give --micro_batch_size a number below the one that auto found"
+        hint = "lower --micro_batch_size, or give auto"
+        if micro_batch_is_auto or not tried:
+            hint = "give --micro_batch_size a number below the one that auto found"
         raise UserError(
-            f"out of memory{tried}; {helps}, or give --gradient_checkpointing: the steps stay the same; {GO_ON}"
+            f"out of memory{tried}; {hint}, or give --gradient_checkpointing: the steps stay the same; {GO_ON}"
         ) from None
 
 
 def without_source_lines(reason: str) -> str:
-    """What gloo or NCCL says, without the places in their C++ code."""
+    """A message of gloo or NCCL without file names and line numbers of C++ code."""
     return re.sub(r"\[?[^\s\[]*\.(cc|cpp|cu|h|hpp):\d+[\],]?\s*", "", reason)

@@ -1,4 +1,4 @@
-"""What learns: model, optimizers and the average of the weights, on one process or on many."""
+"""Model, optimizers and the moving average of the weights: train a step, evaluate, save and load, on all ranks."""
 
 import contextlib
 from collections.abc import Iterable
@@ -13,21 +13,24 @@ from d2l_bert.errors import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.evaluate import held_out_counts, held_out_figures
-from d2l_bert.training.meter import StepFigures
+from d2l_bert.training.evaluate import held_out_counts, held_out_metrics
+from d2l_bert.training.meter import StepStats
 from d2l_bert.training.optim import MovingAverage, make_optimizers
 from d2l_bert.training.step import step_seed, train_step
 
 
 class Learner:
     """
-    Model, optimizers, the moving average of the weights, and Accelerate's engine, which trains them.
+    Model, optimizers and the moving average of the weights of a run.
 
-    All processes must call its methods, at the same point.
+    Every process must call each method at the same point of the run, `try_gradient` and `clear_gradients` excepted.
+
+    `model` is the model as it was built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made of it and
+    of the optimizers, for DDP, FSDP2 and fp16; `full_model()` is a copy on the CPU, with full tensors, for saving.
 
     Args:
-        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where there is no loss of pairs; on FSDP2 its
-            parameters become shards.
+        model: a `D2lBertForPreTraining`, or, with `objective` none, a `D2lBertForMaskedLM`. FSDP2 replaces the model's
+            parameters by shards.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, run: PretrainConfig):
@@ -36,51 +39,62 @@ class Learner:
         self.optimizers = make_optimizers(
             model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon
         )
-        # The model and the optimizers as the engine wraps them.
-        self.engine_model, *self.engine_optimizers = accelerator.prepare(model, *self.optimizers)
+        self.wrapped_model, *self.wrapped_optimizers = accelerator.prepare(model, *self.optimizers)
         self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
-        # Once and for all: in the middle of things FSDP shows others under these names.
+        # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
         self.parameters = dict(model.named_parameters())
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Learn
+    # Train
 
-    def step(self, number: int, micro_batches: Iterable[dict], learning_rate: float) -> StepFigures:
-        """Optimizer step `number`, counted from 1."""
+    def step(self, number: int, micro_batches: Iterable[dict], learning_rate: float) -> StepStats:
+        """
+        Train on one batch.
+
+        Args:
+            number: the step, counted from 1.
+            micro_batches: this process's share of the batch.
+
+        Returns:
+            The losses, the gradient norm and the counts of the whole batch, summed over all processes.
+        """
         torch.manual_seed(step_seed(self.run.seed, number, self.accelerator.process_index))
-        figures = self._step(micro_batches, learning_rate)
-        if self.average and not figures.skipped:
+        step_stats = self._step(micro_batches, learning_rate)
+        if self.average and not step_stats.skipped:
             self.average.update(number)
-        return figures
+        return step_stats
 
     def try_step(self, micro_batches: Iterable[dict]) -> None:
-        """An optimizer step at a rate of 0, which leaves the weights as they are; `forget_moments` undoes the rest."""
+        """Take an optimizer step at a learning rate of 0: only optimizer state changes. See `reset_optimizers`."""
         self._step(micro_batches, 0.0)
 
     def _step(self, micro_batches, learning_rate):
-        engine = (self.accelerator, self.engine_model, self.engine_optimizers)
-        return train_step(*engine, micro_batches, learning_rate, self.run.max_grad_norm)
+        wrapped = (self.accelerator, self.wrapped_model, self.wrapped_optimizers)
+        return train_step(*wrapped, micro_batches, learning_rate, self.run.max_grad_norm)
 
     def try_gradient(self, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """
-        The gradient of one micro-batch in this process alone, added to what is there; returns the loss ().
+        Run one micro-batch forward and backward, and add its gradient to the parameters' `.grad` in this process.
 
-        Without FSDP2 no other process takes part, so that one may fail here alone.
+        Without FSDP2 there is no communication: one process may call this method, or fail in it, alone.
+
+        Returns:
+            The loss, of shape ().
         """
         micro_batch = {name: tensor.to(self.accelerator.device) for name, tensor in micro_batch.items()}
-        model = self.engine_model
-        with distributed.summed_later(self.accelerator, model, is_last=False):
+        model = self.wrapped_model
+        with distributed.defer_gradient_sync(self.accelerator, model, is_last=False):
             with self.accelerator.autocast():
                 loss = model(**micro_batch, skip_logits=not distributed.is_sharded(model)).loss
             self.accelerator.backward(loss)
         return loss
 
-    def forget_gradient(self) -> None:
-        """Leave no trace of `try_gradient`."""
-        self.engine_model.zero_grad()
+    def clear_gradients(self) -> None:
+        """Set all gradients to None, as they were before `try_gradient`."""
+        self.wrapped_model.zero_grad()
 
-    def forget_moments(self) -> None:
-        """Leave no trace of `try_step`."""
+    def reset_optimizers(self) -> None:
+        """Delete all optimizer state, such as Adam's moments, as it was before the first `try_step`."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
@@ -88,86 +102,96 @@ class Learner:
     # Evaluate
 
     def evaluate(self, batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, float] | None:
-        """The held-out figures, with the moving average of the weights if there is one; None without a batch.
+        """
+        Losses and accuracies on held-out batches, with the moving average of the weights if the run keeps one.
 
         Args:
-            batches: this process's; each process has as many.
+            batches: this process's held-out batches; every process must have the same number.
+
+        Returns:
+            Results over the batches of all processes, by their names in `metrics.json`; None if there was no batch.
         """
         with self.accelerator.autocast(), self.average.in_place() if self.average else contextlib.nullcontext():
-            counts = held_out_counts(self.engine_model, batches, self.accelerator.device)
-            distributed.reshard(self.engine_model)
+            counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
+            distributed.reshard(self.wrapped_model)
         counts = self.accelerator.reduce(counts, "sum")
-        return held_out_figures(counts, PAIR_TASKS.get(self.run.objective)) if counts.any() else None
+        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if counts.any() else None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Save and load
 
     def save(self, folder: Path, step: int, tokenizer, state: dict) -> Path:
         """
-        Write `folder/checkpoint-<step>`, and drop all but the last `save_total_limit`; returns it. The main process
-        writes.
+        Write `folder/checkpoint-<step>` in the main process, and delete all but the last `save_total_limit` of them.
 
         Args:
-            tokenizer: saved with the model.
-            state: what else to keep, as JSON.
+            tokenizer: saved in the checkpoint.
+            state: further entries of the checkpoint's JSON file.
+
+        Returns:
+            The path of the new checkpoint.
 
         Raises:
-            UserError: it cannot be written, the disk is full perhaps. What was saved before is still there.
+            UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints
+                are unchanged.
         """
         scaler = self.accelerator.scaler
         state = {**state, "step": step, "scaler": scaler.state_dict() if scaler else None}
-        tensors = {checkpoint.OPTIMIZER_FILE: self.moments(), checkpoint.AVERAGE_FILE: self.averages()}
-        model, path = self.plain(), folder / f"checkpoint-{step}"
-        what = (path, model, tokenizer, tensors, state, self.run.save_total_limit)
-        return distributed.on_main(self.accelerator, checkpoint.write_checkpoint, *what)
+        tensors = {checkpoint.OPTIMIZER_FILE: self.full_moments(), checkpoint.AVERAGE_FILE: self.full_averages()}
+        model, path = self.full_model(), folder / f"checkpoint-{step}"
+        arguments = (path, model, tokenizer, tensors, state, self.run.save_total_limit)
+        return distributed.on_main(self.accelerator, checkpoint.write_checkpoint, *arguments)
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """
-        Take over what a checkpoint holds. The main process reads it, for all.
+        Load weights, optimizer state and the moving average from a checkpoint.
+
+        The main process reads the files and sends the tensors to the other processes.
 
         Raises:
-            UserError: it is of another model.
+            UserError: the checkpoint's tensors have other names or shapes than this model's.
         """
-        self._fill(saved.path / checkpoint.WEIGHTS_FILE, self.parameters)
+        self._read_into(saved.path / checkpoint.WEIGHTS_FILE, self.parameters)
         self.model.tie_weights()
         moments = {}
-        self.forget_moments()
+        self.reset_optimizers()
         for full_name, shape in self._shapes(saved.path / checkpoint.OPTIMIZER_FILE).items():
             name, _, key = full_name.rpartition("|")
             if name in self.parameters:
-                # Adam's count of steps is a number beside its moments, which have the parameter's shape.
-                like = self.parameters[name]
-                has_its_shape = shape == list(like.shape)
-                moment = torch.zeros_like(like) if has_its_shape else torch.zeros(shape, device=like.device)
-                moments[full_name] = self._state_of(like)[key] = moment.detach()
-        self._fill(saved.path / checkpoint.OPTIMIZER_FILE, moments)
+                # Moments have the shape of their parameter, and its shards. Adam's step count has the shape ().
+                parameter = self.parameters[name]
+                is_moment = shape == list(parameter.shape)
+                moment = torch.zeros_like(parameter) if is_moment else torch.zeros(shape, device=parameter.device)
+                moments[full_name] = self._optimizer_state(parameter)[key] = moment.detach()
+        self._read_into(saved.path / checkpoint.OPTIMIZER_FILE, moments)
         if self.average:
-            self._fill(saved.path / checkpoint.AVERAGE_FILE, self.average.tensors())
+            self._read_into(saved.path / checkpoint.AVERAGE_FILE, self.average.tensors())
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(saved.state["scaler"])
 
-    def plain(self, averaged: bool = False) -> nn.Module | None:
-        """The model in one piece, on the CPU, in the main process; None in others.
+    def full_model(self, averaged: bool = False) -> nn.Module | None:
+        """
+        A copy of the model on the CPU, with full tensors, in the main process; None in the other processes.
 
         Args:
-            averaged: with the moving average of the weights, if there is one.
+            averaged: take the moving average of the weights instead of the weights, if the run keeps one.
         """
-        weights = self.averages() if averaged and self.average else self._gather(self.parameters.items())
-        return distributed.plain_model(self.model, weights) if self.accelerator.is_main_process else None
+        weights = self.full_averages() if averaged and self.average else self._gather(self.parameters.items())
+        return distributed.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
 
-    def averages(self) -> dict[str, torch.Tensor]:
-        """The moving average of every parameter, whole, in the main process; as `plain`."""
+    def full_averages(self) -> dict[str, torch.Tensor]:
+        """The moving average of each parameter as a full CPU tensor; empty outside the main process."""
         return self._gather(self.average.tensors().items() if self.average else ())
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """What the optimizers know of each parameter, as `<parameter>|<key>`; as `plain`."""
+    def full_moments(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as full CPU tensors, named `<parameter>|<key>`; empty outside the main process."""
         return self._gather(
             (f"{name}|{key}", tensor)
             for name, parameter in self.parameters.items()
-            for key, tensor in self._state_of(parameter).items()
+            for key, tensor in self._optimizer_state(parameter).items()
         )
 
-    def _state_of(self, parameter):
+    def _optimizer_state(self, parameter):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if any(parameter is other for other in group["params"]):
@@ -177,23 +201,25 @@ class Learner:
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
         gathered = {}
         for name, tensor in named:
-            tensor = distributed.whole(tensor)
+            tensor = distributed.full_tensor(tensor)
             if self.accelerator.is_main_process:
                 gathered[name] = tensor.cpu().contiguous()
         return gathered
 
     def _shapes(self, path):
+        """The shape of each tensor in a file, by its name, in every process."""
         return distributed.on_main(self.accelerator, _read_shapes, path)
 
-    def _fill(self, path, targets):
-        found = self._shapes(path)
-        other = found.keys() ^ targets.keys() or {n for n in found if found[n] != list(targets[n].shape)}
-        if other:
-            raise UserError(f"{path}: not of this model ({min(other)}); give a checkpoint of this run")
-        reads = self.accelerator.is_main_process
-        with safe_open(path, "pt") if reads else contextlib.nullcontext() as file:
+    def _read_into(self, path, targets):
+        """Copy the tensors of a file into the targets of the same names, in every process."""
+        shapes = self._shapes(path)
+        different = shapes.keys() ^ targets.keys() or {n for n in shapes if shapes[n] != list(targets[n].shape)}
+        if different:
+            raise UserError(f"{path}: not of this model ({min(different)}); give a checkpoint of this run")
+        is_main = self.accelerator.is_main_process
+        with safe_open(path, "pt") if is_main else contextlib.nullcontext() as file:
             for name, target in targets.items():
-                distributed.spread(file.get_tensor(name) if reads else None, target)
+                distributed.scatter(file.get_tensor(name) if is_main else None, target)
 
 
 def _read_shapes(path):

@@ -1,8 +1,7 @@
-"""Batches made ahead of the optimizer step that needs them, by a thread of this process or by worker processes."""
+"""Batches prepared ahead of the training step, in a thread of this process or in worker processes."""
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import signal
 import threading
@@ -14,59 +13,62 @@ import torch
 
 from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.progress import are_messages_shown, messages_shown
+from d2l_bert.tokenization.processes import exit_with_parent
+from d2l_bert.training.data import Step
 
 
-# Seconds from one look at a signal to the next, while a step is waited for.
+# Seconds between two calls of `should_stop` while waiting for a batch.
 WAIT_SECONDS = 0.2
 
 
 def load(
-    steps, first: int, end: int, num_workers: int, told_to_stop: Callable[[], bool] = lambda: False
+    steps, start: int, end: int, num_workers: int, should_stop: Callable[[], bool] = lambda: False
 ) -> Iterator[list]:
     """
-    Steps `first` to `end` in their order.
+    Yield `steps[number]` for each number in `range(start, end)`, in order.
 
     Args:
-        steps: `data.PretrainingSteps`, or anything with lists of dictionaries of tensors at these numbers.
-        num_workers: processes that make them; with 0 threads of this process do.
-        told_to_stop: asked while a step is waited for. If it says so, the iterator ends: a step may take minutes, and
-            whoever was told to stop should not wait for it.
+        steps: a `data.PretrainingSteps`, or another object whose `steps[number]` is a list of dicts of tensors.
+        start: the first number, counted from 0: a run that has done `start` steps continues here.
+        end: the number after the last.
+        num_workers: worker processes that prepare batches; with 0, a thread of this process does.
+        should_stop: called while waiting for a batch. The iterator ends when it returns True.
 
     Raises:
-        Exception: what went wrong in a worker, with the worker's traceback as a note.
-        UserError: a worker was killed.
+        Exception: an error in a worker process, with the worker's traceback as a note.
+        UserError: a worker process was killed.
     """
-    make = _from_processes if num_workers else _from_threads
-    with contextlib.closing(make(steps, range(first, end), num_workers, told_to_stop)) as made:
-        yield from made
+    prepare = _from_processes if num_workers else _from_threads
+    with contextlib.closing(prepare(steps, range(start, end), num_workers, should_stop)) as batches:
+        yield from batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Threads
 
 
-def _from_threads(steps, numbers, _, told_to_stop):
-    """One step ahead. Whoever leaves does not wait for it: it may have an epoch to lay out."""
-    coming = (_Making(steps, number) for number in numbers)
-    following = next(coming, None)
-    while following:
-        while not following.is_done.wait(WAIT_SECONDS):
-            if told_to_stop():
+def _from_threads(steps, numbers, _, should_stop):
+    """Prepare each batch in a thread of its own, one batch ahead. A caller that stops does not wait for the thread."""
+    threads = (_BatchThread(steps, number) for number in numbers)  # a thread starts when the generator yields it
+    thread = next(threads, None)
+    while thread:
+        while not thread.is_done.wait(WAIT_SECONDS):
+            if should_stop():
                 return
-        micro_batches, following = following.result(), next(coming, None)
+        micro_batches, thread = thread.result(), next(threads, None)
         yield micro_batches
 
 
-class _Making:
-    """A step in the making."""
+class _BatchThread:
+    """A thread that prepares one batch."""
 
     def __init__(self, steps, number):
-        self.is_done, self.made, self.error = threading.Event(), None, None
-        threading.Thread(target=self._make, args=(steps, number), daemon=True).start()
+        self.is_done, self.micro_batches, self.error = threading.Event(), None, None
+        threading.Thread(target=self._prepare, args=(steps, number), daemon=True).start()
 
-    def _make(self, steps, number):
+    def _prepare(self, steps, number):
         try:
-            self.made = steps[number]
+            self.micro_batches = steps[number]
         except BaseException as error:
             self.error = error
         self.is_done.set()
@@ -74,104 +76,100 @@ class _Making:
     def result(self):
         if self.error is not None:
             raise self.error
-        return self.made
+        return self.micro_batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes
 
 
-def _from_processes(steps, numbers, num_workers, told_to_stop):
-    """Each of the workers makes every `num_workers`-th step, and waits with it until it is taken."""
+def _from_processes(steps, numbers, num_workers, should_stop):
+    """Prepare batches in worker processes: worker w of n prepares batches w, w + n, w + 2n, ... and sends each."""
     workers = []
     try:
         for number in range(min(num_workers, len(numbers))):
             workers.append(_Worker(steps, numbers[number::num_workers]))
-        for place in range(len(numbers)):
-            worker = workers[place % num_workers]
-            while not worker.has_step(WAIT_SECONDS):
-                if told_to_stop():
+        for index in range(len(numbers)):
+            worker = workers[index % num_workers]
+            while not worker.has_batch(WAIT_SECONDS):
+                if should_stop():
                     return
-            yield worker.step()
+            yield worker.receive()
     finally:
         for worker in workers:
-            worker.end()
+            worker.kill()
 
 
 class _Worker:
-    """A process that makes steps, one after the other."""
+    """A worker process, and the pipe that receives its batches."""
 
     def __init__(self, steps, numbers):
-        self.steps, theirs = multiprocessing.Pipe(duplex=False)
-        # A daemon: multiprocessing would else wait for it when this process ends by an error of its own.
-        work = (theirs, steps, numbers, are_messages_shown())
-        self.process = multiprocessing.Process(target=_work, args=work, daemon=True)
+        self.pipe, sending_end = multiprocessing.Pipe(duplex=False)
+        # A daemon, because multiprocessing waits for other processes when this process exits with an error.
+        arguments = (sending_end, steps, numbers, are_messages_shown())
+        self.process = multiprocessing.Process(target=_run_worker, args=arguments, daemon=True)
         self.process.start()
-        theirs.close()  # then there is an end of the pipe when the worker has ended
+        sending_end.close()  # the worker then holds the only sending end: `recv` raises EOFError if the worker dies
 
-    def has_step(self, seconds):
-        return bool(wait([self.steps], seconds))
+    def has_batch(self, seconds):
+        """Whether a batch, or the end of the worker, arrives within some seconds."""
+        return bool(wait([self.pipe], seconds))
 
-    def step(self):
+    def receive(self):
+        """Wait for the worker's next batch, a `Step`. Raises the worker's error, or a `UserError` if it died."""
         try:
-            arrays, error = self.steps.recv()
-        except (EOFError, OSError):  # the latter in the middle of a step
+            arrays, place, error = self.pipe.recv()
+        except (EOFError, OSError):  # OSError: the worker died while sending
             self.process.join()
             raise UserError(
-                f"a process that makes batches has ended ({_how_it_ended(self.process.exitcode)}), perhaps for want "
-                f"of memory; --dataloader_num_workers 0 does without; {GO_ON}"
+                f"a process that makes batches has ended ({_describe_exit(self.process.exitcode)}), perhaps because "
+                f"memory ran out; --dataloader_num_workers 0 uses no such process; {GO_ON}"
             ) from None
         if error is not None:
             raise error
-        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
+        return Step(({name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays), place)
 
-    def end(self):
-        self.process.kill()  # it has nothing to lose, and leaves other signals to this process
+    def kill(self):
+        self.process.kill()  # SIGKILL: the worker has nothing to save, and ignores SIGTERM
         self.process.join()
-        self.steps.close()
+        self.pipe.close()
 
 
-def _how_it_ended(code):
+def _describe_exit(code):
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _work(connection: Connection, steps, numbers, shows_messages: bool) -> None:
+def _run_worker(connection: Connection, steps, numbers, shows_messages: bool) -> None:
     """
-    Make steps and send them, as arrays: tensors would each go through shared memory with a file descriptor of its own,
-    which took twice as long as making them.
+    Prepare batches in a worker process and send them to the parent process.
+
+    Batches are sent as NumPy arrays: PyTorch would send each tensor through shared memory with a file descriptor of
+    its own, which took twice as long as preparing the batch.
     """
-    # A terminal's Ctrl-C and a scheduler's SIGTERM go to all processes of a group, and the parent may yet need this
-    # one for the step it is in.
+    # A terminal's Ctrl-C and a scheduler's SIGTERM reach all processes of the group. The parent process finishes its
+    # step first, and may still need a batch of this worker.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    exit_with_parent()
     torch.set_num_threads(1)
-    # A forked process has what its parent shows messages with.
+    # A forked worker inherits the parent's logging handlers; a spawned worker needs its own.
     if shows_messages and not are_messages_shown():
         messages_shown().__enter__()
     try:
         for number in numbers:
-            arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in steps[number]]
-            connection.send((arrays, None))
-    except BrokenPipeError:  # the run has closed its end of the pipe
+            step = steps[number]
+            arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in step]
+            connection.send((arrays, getattr(step, "place", None), None))
+    except BrokenPipeError:  # the parent process has closed the pipe
         return
     except Exception as error:
         error.add_note(f"In a process that makes batches:\n{traceback.format_exc()}")
-        connection.send((None, _as_it_arrives(error)))
+        connection.send((None, None, _as_picklable(error)))
 
 
-def _as_it_arrives(error):
-    """An exception that can go to another process: itself, or, if it cannot be pickled, what it says."""
+def _as_picklable(error):
+    """The exception if it can be pickled; else a `RuntimeError` with its type, message and traceback."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}\n{error.__notes__[-1]}")
-
-
-def _end_with_the_parent():
-    """Leave when the process that started this one is gone, whatever this one is doing."""
-    started_by, parent = os.getppid(), multiprocessing.parent_process()
-    # Under forkserver the system's parent is the server: there the sentinel tells that the run itself is gone.
-    while os.getppid() == started_by and not wait([parent.sentinel], 1):
-        pass
-    os._exit(1)

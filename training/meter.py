@@ -1,4 +1,4 @@
-"""Figures of the optimizer steps: losses, speed, memory, and losses that stand out."""
+"""Measures the steps, and writes nothing: losses, speed, memory, waiting for batches, and loss spikes."""
 
 import math
 import statistics
@@ -12,20 +12,20 @@ import torch
 from d2l_bert.pair_tasks import PairTask, unit
 
 
-class StepFigures(NamedTuple):
+class StepStats(NamedTuple):
     """
-    What one optimizer step did, over all processes.
+    The losses and counts of one optimizer step, over all processes.
 
     Args:
-        mlm_loss: nats a masked token.
-        pair_loss: nats a pair; 0 without a task of pairs.
-        grad_norm: of the gradient, before it was cut to `max_grad_norm`.
+        mlm_loss: nats per masked token.
+        pair_loss: nats per pair; 0 if there is no pair task.
+        grad_norm: the norm of the gradient before clipping to `max_grad_norm`.
         masked_tokens: tokens to predict.
-        examples: pairs, or sequences without a task of pairs.
-        tokens: real tokens.
-        padded_tokens: tokens computed, padding included.
-        squared_lengths: the sum over the sequences of their length squared: attention's share of the arithmetic.
-        skipped: 1 if the loss or the gradient was not finite and the step was left out, else 0.
+        examples: pairs, or sequences if there is no pair task.
+        tokens: tokens without padding.
+        padded_tokens: tokens including padding.
+        squared_lengths: the sum of the squared lengths of the sequences; the cost of attention grows with this sum.
+        skipped: 1 if the step was skipped because the loss or the gradient was not finite, else 0.
     """
 
     mlm_loss: float
@@ -41,42 +41,39 @@ class StepFigures(NamedTuple):
 
 class Meter:
     """
-    Figures of the steps since the last row, and the time that training proper took.
+    Collects the statistics of steps, for the rows of the training log and for the whole run.
 
-    Losses and the norm are means over the steps that were not skipped; time, tokens and arithmetic are those of all.
-    `padding_share` is the share of padding in the tokens computed, `data_wait_share` that of the time in which the
-    step waited for its batches, `mfu` the share of the peak that the arithmetic on real tokens comes to, `memory_mb`
-    what `used_memory` says on this process, in megabytes, and `skipped_steps`, where there were some, their number.
+    Time counts only while the run trains, not during evaluations and saves.
     """
 
     def __init__(
         self,
         state: dict,
         task: PairTask | None,
-        arithmetic: Callable[[StepFigures], float],
+        arithmetic: Callable[[StepStats], float],
         peak: float,
         device: torch.device,
     ):
         """
-        Go on from the totals in a checkpoint's state, or from nothing.
-
         Args:
-            arithmetic: floating-point operations that a step needs (`training_arithmetic`).
+            state: a checkpoint's `training_state.json`, whose totals are continued; without totals they start at 0.
+            task: the pair task of the run, if there is one.
+            arithmetic: returns the floating-point operations of a step (`training_arithmetic`).
             peak: operations a second of all processes together (the sum of their `matmul_peak`).
-            device: where the model is.
+            device: the device of the model.
         """
         self.task, self.unit = task, unit(task)
         self.arithmetic, self.peak, self.device = arithmetic, peak, device
         names = ("train_seconds", "train_wait_seconds", "train_tokens", "train_padded_tokens", f"train_{self.unit}")
-        # The last is what the machines could have done in that time; a resumed run may be on others.
+        # `train_possible_arithmetic` sums time x peak: a resumed run may continue on a machine with another peak.
         names += ("train_skipped_steps", "train_arithmetic", "train_possible_arithmetic")
         self.totals = {name: state.get(name, 0.0) for name in (*names, "train_memory_mb")}
-        used_memory(device)  # the first row's peak starts here
+        used_memory(device)  # resets the peak, so that the first row does not include the memory of the setup
         self.resume_clock()
-        self.steps, self.waited = [], 0.0
+        self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
 
     def waiting(self, batches: Iterable) -> Iterator:
-        """Pass batches on, and keep the time that they were waited for."""
+        """Yield the batches, and measure how long the training waits for each of them."""
         batches = iter(batches)
         while True:
             start = time.monotonic()
@@ -87,14 +84,23 @@ class Meter:
             self.waited += time.monotonic() - start
             yield batch
 
-    def add(self, figures: StepFigures) -> None:
-        """Take in one step."""
-        self.steps.append(figures)
+    def add(self, stats: StepStats) -> None:
+        """Add one step to the next row."""
+        self.steps.append(stats)
 
     def row(self, learning_rate: float, steps_left: int) -> dict[str, float]:
-        """The figures of a row of the log, all finite; without losses if every step was skipped. The next row starts
-        from here."""
-        seconds = time.monotonic() - self.since
+        """
+        A row of the training log over the steps since the last row; adds these steps to the totals of the run.
+
+        Returns:
+            Finite numbers. Means over the steps that were not skipped, absent if all were skipped: `loss`, `mlm_loss`,
+            with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all steps: `tokens_per_second` without
+            padding; `padding_share`, the padding as a share of the tokens including padding; `data_wait_share`, the
+            share of the time that training waited for batches; `mfu`, the operations on real tokens as a share of the
+            peak; `memory_mb`, from `used_memory` on this process; `seconds_left`; `skipped_steps`, only if above 0.
+            And `learning_rate`.
+        """
+        seconds = time.monotonic() - self.clock_start
         tokens, padded_tokens = (
             sum(getattr(step, name) for step in self.steps) for name in ("tokens", "padded_tokens")
         )
@@ -122,18 +128,23 @@ class Meter:
         return row
 
     def _losses(self):
-        taken = [step for step in self.steps if not step.skipped]
-        if not taken:
+        counted = [step for step in self.steps if not step.skipped]
+        if not counted:
             return {}
         mlm_loss, pair_loss, norm = (
-            statistics.fmean(getattr(step, name) for step in taken) for name in ("mlm_loss", "pair_loss", "grad_norm")
+            statistics.fmean(getattr(step, name) for step in counted)
+            for name in ("mlm_loss", "pair_loss", "grad_norm")
         )
-        pair_figure = {f"{self.task.key}_loss": pair_loss} if self.task else {}
-        return {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss, **pair_figure, "grad_norm": norm}
+        pair_entry = {f"{self.task.key}_loss": pair_loss} if self.task else {}
+        return {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss, **pair_entry, "grad_norm": norm}
 
     def speed(self) -> dict[str, float]:
-        """Over the whole run: seconds, pairs (or sequences) and real tokens a second, what was lost, the share of the
-        peak, steps skipped, and the most memory of any row."""
+        """
+        The `train_...` entries of metrics.json, over all rows of the run.
+
+        Seconds, examples and real tokens a second, the shares of padding and of waiting, MFU, the number of skipped
+        steps, and the largest `memory_mb` of a row.
+        """
         seconds = self.totals["train_seconds"]
         return {
             "train_seconds": seconds,
@@ -147,70 +158,75 @@ class Meter:
         }
 
     def resume_clock(self) -> None:
-        """Training goes on from here: what came before, an evaluation or a save, does not count."""
-        self.since = time.monotonic()
+        """Start the clock again after an evaluation or a save, whose time does not count."""
+        self.clock_start = time.monotonic()
 
 
 def used_memory(device: torch.device) -> float:
     """
     Memory of this process in megabytes (10^6 bytes).
 
-    On a GPU the most that was allocated there since the last call; elsewhere what the process itself holds now: its
-    resident memory without the pages shared with others or with files, such as memory-mapped tokens, where the system
-    tells them apart (Linux).
+    On an NVIDIA GPU, the most memory that was allocated on the GPU since the last call. On other devices, the resident
+    memory of the process now; on Linux without shared pages and memory-mapped files, such as the tokens.
     """
     if device.type == "cuda":
-        most = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return most / 1e6
-    held = psutil.Process().memory_info()
-    return (held.rss - getattr(held, "shared", 0)) / 1e6
+        return peak / 1e6
+    memory = psutil.Process().memory_info()
+    return (memory.rss - getattr(memory, "shared", 0)) / 1e6
 
 
-class SpikeWatch:
+class SpikeDetector:
     """
-    Says when a step's loss stands far above those before it: the sign of a rate that is too high, or of broken text.
+    Reports a step whose loss is far above the losses before: the learning rate may be too high, or the text broken.
 
-    The mean and the mean absolute deviation of the loss run along with it. In 600 steps of the recipe `tiny`, its
-    change of length included, no loss stood more than 2.6 deviations above the mean; of normally distributed noise,
-    ten deviations are eight standard deviations.
+    A loss counts as a spike if it is more than `THRESHOLD` mean absolute deviations above the mean; both are moving
+    averages. Nothing is reported in the first `QUIET_STEPS` steps after a start, a spike or `pause`.
+
+    In 600 steps of the recipe `tiny`, which include a change of sequence length, no loss was more than 2.6 mean
+    absolute deviations above the mean. For normally distributed losses, ten of these are eight standard deviations.
     """
 
-    DECAY = 0.98  # a memory of some 50 steps
-    QUIET_STEPS = 50  # for so long, at the start and after a spike, mean and deviation are not known well enough
-    FAR = 10  # deviations
+    DECAY = 0.98  # of the moving averages: they reach back about 50 steps
+    QUIET_STEPS = 50  # without a report, after a start, a spike or `pause`: mean and deviation have to settle first
+    THRESHOLD = 10  # mean absolute deviations
 
     def __init__(self, state: dict | None = None):
-        """Go on from what `state` returned, or from nothing."""
+        """
+        Args:
+            state: what `state` returned before the run was interrupted; None for a new run.
+        """
         state = state or {"mean": None, "deviation": 0.0, "quiet": self.QUIET_STEPS}
         self.mean, self.deviation, self.quiet = state["mean"], state["deviation"], state["quiet"]
 
     def state(self) -> dict[str, float | None]:
-        """What a checkpoint keeps, as JSON: with it a resumed run warns where one that was never stopped does."""
+        """The state to save in a checkpoint, as JSON, so that a resumed run reports the same spikes."""
         return {"mean": self.mean, "deviation": self.deviation, "quiet": self.quiet}
 
-    def rest(self) -> None:
-        """Be quiet for a while: from here on losses are of another kind."""
+    def pause(self) -> None:
+        """Report nothing for `QUIET_STEPS` steps; to be called where losses change for a known reason."""
         self.quiet = self.QUIET_STEPS
 
-    def see(self, step: int, loss: float) -> str | None:
+    def update(self, step: int, loss: float) -> str | None:
         """
-        Take in a step's loss; returns a line about it if it stands out.
+        Add the loss of a step; a loss that is not finite is ignored.
 
-        A loss that is not finite is passed over: its step is skipped, and that is said elsewhere.
+        Returns:
+            A line for the log if the loss is a spike, else None.
         """
         if not math.isfinite(loss):
             return None
         mean = loss if self.mean is None else self.mean
         distance = loss - mean
-        spike = self.quiet == 0 and distance > self.FAR * self.deviation
+        is_spike = self.quiet == 0 and distance > self.THRESHOLD * self.deviation
         line = None
-        if spike:
+        if is_spike:
             line = (
                 f"step {step}: the loss jumped to {loss:.3f} from about {mean:.3f}, where {self.deviation:.3f} up or "
-                f"down is usual; if it does not come back, start again with a lower learning_rate"
+                f"down is usual; if the loss does not come back, start again with a lower learning_rate"
             )
-        self.quiet = self.QUIET_STEPS if spike else max(0, self.quiet - 1)
+        self.quiet = self.QUIET_STEPS if is_spike else max(0, self.quiet - 1)
         self.mean = mean + (1 - self.DECAY) * distance
         self.deviation += (1 - self.DECAY) * (abs(distance) - self.deviation)
         return line

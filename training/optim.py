@@ -1,4 +1,4 @@
-"""The optimizers, their learning rate, and the moving average of the weights."""
+"""AdamW and Muon, the shapes of the learning rate's schedules, and the moving average of the weights."""
 
 import contextlib
 import math
@@ -12,9 +12,9 @@ from torch import nn
 Optim = Literal["adamw", "muon"]
 Schedule = Literal["linear", "cosine", "warmup_stable_decay"]
 
-# The share of the peak rate from the share of the fall that is left, in [0, 1]. The last one is the cooldown that
-# Hägele et al. (2024, section 3) found best, 1 - sqrt.
-_FALLS: dict[str, Callable[[float], float]] = {
+# For each schedule, a function from the remaining share of the decay steps, in [0, 1], to the share of the peak rate.
+# The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
+_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
     "cosine": lambda left: math.sin(math.pi / 2 * left) ** 2,
     "warmup_stable_decay": lambda left: 1 - math.sqrt(1 - left),
@@ -34,24 +34,24 @@ def make_optimizers(
     epsilon: float,
 ) -> list[torch.optim.Optimizer]:
     """
-    The optimizers of a model, each parameter in exactly one group of one of them.
+    The optimizers of a model. Each parameter is in exactly one parameter group of one optimizer.
 
-    `adamw` is one AdamW. `muon` is Muon for the matrices of the encoder's blocks, and AdamW for all that is left: Muon
-    makes every direction of an update equally long, which is meant for matrices that map hidden states to hidden
-    states, not for tables of embeddings and heads (Jordan et al., 2024). Its updates get the size that AdamW's have
-    (Liu et al., 2025, section 2.2), so that one rate and one decay serve both.
+    `adamw` gives one AdamW. `muon` gives Muon for the matrices of the encoder blocks, and AdamW for all other
+    parameters. Muon makes every direction of an update equally long. That suits matrices that map hidden states to
+    hidden states, and does not suit embedding tables and heads (Jordan et al., 2024). Muon's updates are scaled to the
+    size of AdamW's (Liu et al., 2025, section 2.2), so that both use the same learning rate and weight decay.
 
     Args:
-        model: one whose `base_model` has an `encoder`, as Transformers' BERTs and ours have.
-        learning_rate: of every group, to be set anew at each step.
-        weight_decay: of matrices and embeddings; biases and LayerNorms have none.
-        betas, epsilon: AdamW's.
+        model: its `base_model` has an `encoder`, as BERT models of Transformers and of this package have.
+        learning_rate: the initial rate of every group; the training step sets the rate again at each step.
+        weight_decay: for matrices and embeddings; biases and LayerNorms get 0.
+        betas, epsilon: for AdamW.
     """
     if optim == "adamw":
         return [make_adamw(model, learning_rate, weight_decay, betas, epsilon)]
     matrices = [parameter for parameter in model.base_model.encoder.parameters() if parameter.ndim == 2]
-    taken = set(map(id, matrices))
-    others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    matrix_ids = set(map(id, matrices))
+    others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
     assert len(matrices) + len(others) == len(list(model.parameters()))
     return [
         torch.optim.Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
@@ -62,7 +62,7 @@ def make_optimizers(
 def make_adamw(
     model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2017), fused; no decay on biases and LayerNorms, as in BERT (appendix A.2)."""
+    """Fused AdamW (Loshchilov and Hutter, 2017), without decay of biases and LayerNorms, as in BERT (appendix A.2)."""
     return _adamw(model.parameters(), learning_rate, weight_decay, betas, epsilon)
 
 
@@ -78,7 +78,7 @@ def _adamw(parameters, learning_rate, weight_decay, betas, epsilon):
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters with weight decay (matrices and embeddings) and without (biases and LayerNorms)."""
+    """Two lists: parameters with weight decay (matrices, embeddings), and without (biases, LayerNorms)."""
     parameters = list(parameters)
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -92,23 +92,26 @@ def parameter_groups(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parame
 
 def learning_rate_share(kind: Schedule, step: int, warmup_steps: int, max_steps: int, decay_steps: int = 0) -> float:
     """
-    The share of the peak learning rate at a step, in (0, 1]. The first step already moves, and so does the last.
+    The learning rate at a step as a share of the peak rate, in (0, 1]: above 0 in the first and in the last step.
 
     Args:
-        kind: how the rate falls after warm-up: `linear` and `cosine` (half a wave: Loshchilov and Hutter, 2016) from
-            there on, `warmup_stable_decay` (Hu et al., 2024) in the last `decay_steps`, as 1 - sqrt.
+        kind: how the rate decays after warm-up. `linear` and `cosine` (half a wave: Loshchilov and Hutter, 2016) decay
+            from the end of warm-up on; `warmup_stable_decay` (Hu et al., 2024) decays in the last `decay_steps`, as
+            1 - sqrt.
         step: counted from 0.
-        warmup_steps: steps in which the rate rises on a straight line; the last of them has the peak rate.
+        warmup_steps: steps in which the rate rises on a straight line; the last of these steps has the peak rate.
         max_steps: steps of the run.
-        decay_steps: of `warmup_stable_decay`; the others do not look at them.
+        decay_steps: for `warmup_stable_decay` alone.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    fall = max_steps - warmup_steps
+    steps_after_warmup = max_steps - warmup_steps
     if kind == "warmup_stable_decay":
-        fall = min(decay_steps, fall)
-    left = (max_steps - step) / max(1, fall)
-    return _FALLS[kind](min(left, 1.0))
+        decay_steps = min(decay_steps, steps_after_warmup)
+    else:
+        decay_steps = steps_after_warmup
+    left = (max_steps - step) / max(1, decay_steps)
+    return _DECAYS[kind](min(left, 1.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,46 +120,48 @@ def learning_rate_share(kind: Schedule, step: int, warmup_steps: int, max_steps:
 
 class MovingAverage:
     """
-    An exponential moving average of a model's weights (Polyak and Juditsky, 1992), often better than the last weights,
-    above all while the rate is high (Morales-Brotons et al., 2024).
+    An exponential moving average of a model's weights (Polyak and Juditsky, 1992).
 
-    Only elementwise operations in place between tensors of one kind are done, so sharded weights (DTensors) are
-    averaged shard by shard. It must be made of the parameters that are trained: after whatever shards the model.
+    The average is often better than the last weights, above all while the learning rate is high (Morales-Brotons et
+    al., 2024).
+
+    Sharded weights (DTensors) are averaged shard by shard: all operations are elementwise, in place, and between
+    tensors of the same type. Create the average after FSDP2 has sharded the model, as FSDP2 replaces the parameters.
 
     Args:
-        model: what is trained, without a distributed wrapper.
-        decay: what stays of the average in a step, in (0, 1); 1 / (1 - decay) steps are averaged, about.
+        model: the model that is trained, without a distributed wrapper.
+        decay: the average's weight in an update, in (0, 1); the average reaches back about 1 / (1 - decay) steps.
     """
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
-        self._parameters = dict(model.named_parameters())  # a tied one once
+        self._parameters = dict(model.named_parameters())  # a tied parameter appears once
         self._averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """
-        Take in the weights after an optimizer step, counted from 1.
+        Add the current weights to the average, after optimizer step `step`, counted from 1.
 
-        The first averages are short, min(decay, (1 + step) / (10 + step)), as in TensorFlow's: the weights that
-        training starts from would else stay in for long.
+        The decay is min(decay, (1 + step) / (10 + step)), as in TensorFlow: with the full decay from the first step
+        on, the initial weights would stay in the average for long.
         """
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self._averages.values()), list(self._parameters.values()), 1 - decay)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages themselves, to save or to copy into, named as in `model.named_parameters()`."""
+        """The averages by the names of `model.named_parameters()`: not copies, so writing to them sets the average."""
         return self._averages
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the model holds the averages; then its own weights again, bit for bit, come what may."""
-        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        """In this block the model has the averaged weights; afterwards, even after an error, the trained weights."""
+        trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         try:
             self._write(self._averages)
             yield
         finally:
-            self._write(own)
+            self._write(trained)
 
     @torch.no_grad()
     def _write(self, tensors):

@@ -1,6 +1,7 @@
-"""A step's sequences to rows and micro-batches with as little padding as may be.
+"""Puts the sequences of a step into rows, and the rows into micro-batches, with little padding.
 
-Only lengths matter here. How a step is cut changes how it is computed, not what is learnt from it.
+These functions take the lengths of sequences, not their tokens. How a step is cut into micro-batches changes the time
+and memory of the step; the gradient stays the same, apart from rounding and dropout masks.
 """
 
 import bisect
@@ -10,13 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 
-WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
 
-# A step has so many bunches of rows at least, a full micro-batch so many, and cuts come between them: micro-batches
-# then have few shapes, for each of which a CPU has to prepare its products, and are hardly wider or less full.
-LEAST_BUNCHES, LEAST_BUNCHES_AT_ONCE = 16, 8
+# Rows of similar length form groups of equal size, and a micro-batch consists of whole groups. A step has at least 16
+# groups, and a full micro-batch at least 8. Larger groups give fewer tensor shapes, and a CPU prepares its matrix
+# products once for each shape. Smaller groups give less padding.
+MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
 
-# What a micro-batch costs beyond its tokens, in tokens, where the model is not known (`arithmetic.micro_batch_cost`).
+# The fixed cost of a micro-batch, in tokens, if the caller gives none; `arithmetic.micro_batch_cost` computes the cost
+# for a model.
 MICRO_BATCH_COST = 128
 
 
@@ -25,24 +28,24 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Put sequences into rows: the longest first, each into the fullest row that still has room (best fit decreasing).
 
     Args:
-        lengths: tokens in each sequence, none above `capacity`.
-        capacity: most tokens in a row.
+        lengths: tokens in each sequence, at most `capacity`.
+        capacity: the largest number of tokens in a row.
 
     Returns:
-        For each row the numbers of its sequences.
+        For each row the indices of its sequences in `lengths`.
     """
-    rows, free = [], []  # `free` holds (tokens left, number of the row), ascending
+    rows, free = [], []  # `free` holds (free tokens, index of the row), in ascending order
     for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[sequence])
-        place = bisect.bisect_left(free, (length, -1))
-        if place < len(free):
-            left, row = free.pop(place)
+        fullest = bisect.bisect_left(free, (length, -1))
+        if fullest < len(free):
+            room, row = free.pop(fullest)
             rows[row].append(sequence)
         else:
-            left, row = capacity, len(rows)
+            room, row = capacity, len(rows)
             rows.append([sequence])
-        if left > length:
-            bisect.insort(free, (left - length, row))
+        if room > length:
+            bisect.insort(free, (room - length, row))
     return rows
 
 
@@ -50,66 +53,85 @@ def micro_batches(
     lengths: Sequence[int], most_tokens: int, world_size: int = 1, rank: int = 0, cost: int = MICRO_BATCH_COST
 ) -> list[list[int]]:
     """
-    Cut a step's rows into the micro-batches of one process.
+    Cut the rows of a step into micro-batches, and return those of one process.
 
-    Rows are sorted by length, and each `world_size` of them go to as many processes: all have about the same to do,
-    in equally many micro-batches. Cuts between bunches are where padding and costs together are least.
+    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
+    same number of micro-batches. Rows of different lengths share a micro-batch where that makes the sum of padding and
+    fixed costs smallest.
 
     Args:
         lengths: tokens in each row.
-        most_tokens: most tokens in a micro-batch, padding included; one row is allowed at any length.
-        cost: of a micro-batch beyond its tokens, in tokens.
+        most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
+        cost: the fixed cost of a micro-batch, in tokens.
 
     Returns:
-        For each micro-batch the numbers of its rows, longest first. One may be empty where rows run out.
+        For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
+        process has fewer rows than rank 0.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    mine = order[rank::world_size].tolist()
-    longest = [padded(length) for length in np.asarray(lengths)[order[::world_size]]]  # of each process's n-th row
-    bunch = bunch_size(len(longest), most_tokens // longest[0])
-    found = []
-    start = 0
-    for width, bunches in _groups(Counter(longest[::bunch]), bunch, most_tokens, cost):
-        parts = -(-bunches // _bunches_that_fit(width, bunch, most_tokens))
-        for part in range(parts):
-            first, last = (start + bunches * each // parts for each in (part, part + 1))
-            found.append(mine[first * bunch : last * bunch])
-        start += bunches
-    return found
+    own_rows = order[rank::world_size].tolist()
+    # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
+    widths = [padded(length) for length in np.asarray(lengths)[order[::world_size]]]
+    size = group_size(len(widths), most_tokens // widths[0])
+    result = []
+    start = 0  # in groups
+    for width, groups in _merged_widths(Counter(widths[::size]), size, most_tokens, cost):
+        count = -(-groups // _groups_that_fit(width, size, most_tokens))  # micro-batches of this width
+        for index in range(count):
+            first, end = (start + groups * number // count for number in (index, index + 1))
+            result.append(own_rows[first * size : end * size])
+        start += groups
+    return result
 
 
-def bunch_size(rows: int, most: int) -> int:
-    """How many of so many rows stay together, a power of two, where `most` of the longest fit into a micro-batch."""
-    limit = max(1, min(rows // LEAST_BUNCHES, most // LEAST_BUNCHES_AT_ONCE))
+def group_size(rows: int, rows_at_once: int) -> int:
+    """
+    The number of rows in a group, a power of two.
+
+    Args:
+        rows: rows of one process in a step.
+        rows_at_once: how many of the longest rows fit into a micro-batch.
+    """
+    limit = max(1, min(rows // MIN_GROUPS_IN_STEP, rows_at_once // MIN_GROUPS_IN_MICRO_BATCH))
     return 1 << limit.bit_length() - 1
 
 
 def padded(length: int) -> int:
-    """The width of a row of so many tokens."""
+    """The width, in tokens, of a row of `length` tokens: the next multiple of `WIDTH_MULTIPLE`."""
     return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def _groups(bunches_of, bunch, most_tokens, cost):
-    """Neighbouring widths that are computed together: width and number of bunches of each group, widest first.
-
-    Solved from the narrow end: best[i] is the least cost from the i-th width on, and where its first group ends.
+def _merged_widths(groups_of_width, size, most_tokens, cost):
     """
-    widths = sorted(bunches_of, reverse=True)
+    Choose which neighbouring widths are padded to one width, so that padding and fixed costs are least in all.
+
+    Dynamic programming from the narrowest width: best[i] holds the least cost of the widths from index i on, and the
+    index after the last width that is padded to the i-th.
+
+    Args:
+        groups_of_width: the number of groups of each width.
+        size: rows in a group.
+
+    Yields:
+        Each width that remains, widest first, and the number of groups that are padded to this width.
+    """
+    widths = sorted(groups_of_width, reverse=True)
     best = [(0, 0)] * (len(widths) + 1)
     for first in range(len(widths) - 1, -1, -1):
-        bunches, options = 0, []
+        groups, options = 0, []
         for last in range(first, len(widths)):
-            bunches += bunches_of[widths[last]]
-            parts = -(-bunches // _bunches_that_fit(widths[first], bunch, most_tokens))
-            tokens = bunches * bunch * widths[first]
-            options.append((tokens + parts * cost + best[last + 1][0], last + 1))
+            groups += groups_of_width[widths[last]]
+            count = -(-groups // _groups_that_fit(widths[first], size, most_tokens))  # micro-batches of this width
+            tokens = groups * size * widths[first]
+            options.append((tokens + count * cost + best[last + 1][0], last + 1))
         best[first] = min(options)
     first = 0
     while first < len(widths):
         end = best[first][1]
-        yield widths[first], sum(bunches_of[width] for width in widths[first:end])
+        yield widths[first], sum(groups_of_width[width] for width in widths[first:end])
         first = end
 
 
-def _bunches_that_fit(width, bunch, most_tokens):
-    return max(1, most_tokens // (width * bunch))
+def _groups_that_fit(width, size, most_tokens):
+    """How many groups of `size` rows fit into a micro-batch of at most `most_tokens`; at least 1."""
+    return max(1, most_tokens // (width * size))

@@ -1,36 +1,33 @@
-"""Documents to pairs of segments for the second loss, or to single segments where there is none.
+"""Documents -> pairs: which sentences and tokens are the two segments, with a label; or single segments without one.
 
-Next sentence prediction (BERT, section 3.1; d2l, section 15.9.1.1) asks whether B follows A, sentence order prediction
-(ALBERT; Lan et al., 2020) whether the two stand in the text's order.
+The second loss predicts the label. In next sentence prediction (NSP: BERT, section 3.1; d2l, section 15.9.1.1) it says
+whether segment B follows segment A. In sentence order prediction (SOP: ALBERT; Lan et al., 2020) it says whether A and
+B are in the order of the text.
 
-Every sentence is in some pair of every epoch, with one token at least: where a pair is longer than the room, tokens
-are cut off its segments' ends, and never all of a sentence. One exception: in sentence order prediction a sentence of
-a single token that stands alone is left out, as it has no order.
+Every sentence is in some pair of every epoch, with at least one token: a pair that is too long loses tokens at the
+ends of its segments, but never all tokens of a sentence. There is one exception: for SOP, a sentence of a single token
+without a sentence to pair it with is left out, since one token has no order.
 
-A pair is two spans of tokens and a label. Nothing here touches a token: it works on where sentences end, and yields
-rows of numbers that say what to cut out, so that a whole epoch can be laid out beforehand and kept on disk.
+A pair is two spans of token numbers and a label. No token id is read here: pairs follow from the ends of sentences.
+Where a pair depends on the pair before, the code is a plain loop; all other code works on arrays of many pairs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 
 
 Objective = Literal["nsp", "sop", "none"]
+Pairing = Literal["segments", "sentences"]
 
-# One pair: tokens [a_start, a_end) of document a, tokens [b_start, b_end) of document b, and Hugging Face's label.
-# A single segment has an empty B.
+# One pair: segment A has the tokens from a_start to a_end - 1, segment B those from b_start to b_end - 1. Tokens are
+# numbered through the corpus. The label is Hugging Face's. A single segment has an empty B.
 PAIR = np.dtype(
-    [
-        ("a_document", "i4"),
-        ("a_start", "i4"),
-        ("a_end", "i4"),
-        ("b_document", "i4"),
-        ("b_start", "i4"),
-        ("b_end", "i4"),
-        ("next_sentence_label", "i1"),
-    ]
+    [("a_start", "i8"), ("a_end", "i8"), ("b_start", "i8"), ("b_end", "i8"), ("next_sentence_label", "i1")]
 )
 IS_NEXT, IS_RANDOM = 0, 1
 IN_ORDER, SWAPPED = 0, 1
@@ -39,276 +36,400 @@ NO_LABEL = -100
 # [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
 SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT = 3, 2
 
-# Last sentences of documents that got a random second segment against the coin, and wait for as many true pairs to
-# make up for it. Where documents have one sentence only, none come.
+# A document's last sentence may have no sentence after it, and then gets a random B even if chance has chosen a true
+# B. A true B is then owed: a later pair keeps its true B instead of a random B. At most this many are owed, since
+# documents of one sentence never have a true B.
 MOST_OWED = 16
 
-# Sentences that wait to become a random second segment. Where most paragraphs have one sentence only, more of them
-# come than go.
-MOST_WAITING = 10_000
 
-SentenceEnds = Callable[[int], np.ndarray]
+@dataclass
+class Pieces:
+    """Sentences to lay out: piece i has the sentences from `firsts[i]` to `ends[i]` - 1, of document `documents[i]`.
+
+    All fields are arrays (pieces,). Sentences and documents are numbered through the corpus. A long document may have
+    several pieces.
+    """
+
+    documents: np.ndarray
+    firsts: np.ndarray
+    ends: np.ndarray
 
 
-def segment_pairs(
-    documents: Sequence[int],
-    sentence_ends: SentenceEnds,
-    max_seq_length: int,
+class Population(Protocol):
+    """The documents that random second segments come from."""
+
+    several: bool  # whether there is more than one document
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Document numbers (count,), drawn with replacement."""
+
+
+def lay_out(
+    corpus,
+    pieces: Pieces,
+    others: Population,
     rng: np.random.Generator,
+    *,
+    max_seq_length: int,
+    pairing: Pairing = "segments",
     objective: Objective = "nsp",
     short_seq_prob: float = 0.1,
-) -> Iterator[tuple]:
+) -> np.ndarray:
     """
-    The original BERT's pairs: each segment several sentences, filled up to the length.
+    Make pairs of the sentences of some documents.
 
-    Consecutive sentences of a document are gathered until they fill the length, and cut at a random sentence into A
-    and B. For `nsp`, B is then replaced in half of the pairs by sentences from a random place in another document, and
-    the sentences so freed go into the next pair. A document's last sentence can be left alone and only get a random B;
-    as many later gatherings keep their true B, so that the labels stay balanced. Where these do not come, it is cut in
-    two at a random token instead, the second part being what follows the first. For `sop`, A and B change places in
-    half of the pairs, and a sentence left alone is cut in two at a random token; a single token has no order, and is
-    left out. For `none` see `single_segments`.
+    The pairing `segments` makes the pairs of the original BERT. Consecutive sentences of a document are gathered until
+    they reach the length of a pair, and split at the start of a random sentence into A and B.
+
+    - `nsp`: in half of the pairs, B is replaced by sentences from a random place in another document, and the next
+      pair begins with the sentences that B had. A document's last sentence may have no sentence after it, and then
+      gets a random B. To balance the labels, a later pair then keeps its true B. If `MOST_OWED` such pairs are still
+      to come, the last sentence is cut in two at a random token instead, and the second half is a true B.
+    - `sop`: A and B are swapped in half of the pairs. A last sentence with no sentence after it is cut in two; a
+      single token is left out.
+    - `none`: a document is cut into segments of as many tokens as fit, also inside sentences (RoBERTa, section 4.2;
+      Liu et al., 2019). The first segment of a long document has a random length, so that the next segments begin at
+      other tokens in every epoch.
+
+    The pairing `sentences` makes the book's pairs (section 15.9.1.1): two consecutive sentences of a paragraph.
+
+    - `nsp`: in half of the pairs, the second sentence is replaced by a random sentence of another document. The book
+      drops the only sentence of a paragraph, and the last sentence of a paragraph if it was replaced. Here these
+      sentences replace second sentences of other pairs. If too many are left, half of the rest are cut in two at a
+      random token, and half get a random B.
+    - `sop`: the two sentences are swapped in half of the pairs. The only sentence of a paragraph is cut in two.
+    - `none`: each sentence is a segment; a sentence that is too long is cut into several.
 
     Args:
-        documents: document numbers to draw from; every one is visited, in random order, as often as it stands there.
-        sentence_ends: document number -> the token offset at which each of its sentences ends, ascending.
-        max_seq_length: most tokens in a pair, the special tokens included.
-        rng: the only source of randomness.
-        short_seq_prob: share of pairs that aim at a random shorter length, so that short inputs are seen as well.
+        corpus: has the tables `sentence_ends`, `document_ends` and, for `sentences`, `paragraph_ends` (`JoinedTable`).
+        pieces: the sentences to lay out; each is in some pair.
+        others: the documents that random second segments come from.
+        rng: the generator of all random numbers.
+        max_seq_length: the most tokens in a pair, special tokens included.
+        short_seq_prob: for `segments`, the share of pairs with a random shorter length, so that the model learns from
+            short inputs, too.
 
-    Yields:
-        The fields of `PAIR`, in the order of the visit.
+    Returns:
+        An array of `PAIR`.
     """
+    order = rng.permutation(len(pieces.documents))
+    pieces = Pieces(pieces.documents[order], pieces.firsts[order], pieces.ends[order])
+    sentences = _Sentences.of(corpus, pieces)
+    draw = _uniform(rng).__next__
     if objective == "none":
-        yield from single_segments(documents, sentence_ends, max_seq_length, rng, short_seq_prob)
-        return
-    documents = np.asarray(documents)
-    several = len(documents) > 0 and documents.min() != documents.max()
+        room = max_seq_length - SPECIALS_IN_A_SEGMENT
+        if pairing == "segments":
+            return _segments_of_documents(sentences, room, short_seq_prob, draw)
+        return _segments_of_sentences(sentences, room)
     room = max_seq_length - SPECIALS_IN_A_PAIR
-    random_pairs_owed = 0
-    for document in rng.permutation(documents).tolist():
-        ends = sentence_ends(document).tolist()
-        starts = [0, *ends[:-1]]
-        first = 0
-        while first < len(ends):
-            target = int(rng.integers(2, room + 1)) if rng.random() < short_seq_prob else room
-            last = first
-            # A long sentence alone has no B: it takes the next one along, and is truncated.
-            while last + 1 < len(ends) and (last == first or ends[last] - starts[first] < target):
-                last += 1
+    if pairing == "segments":
+        plan = _gather(sentences, room, objective, short_seq_prob, draw)
+    else:
+        plan = _match(sentences, corpus.paragraph_ends, objective, draw)
+    return _make_pairs(plan, sentences, corpus, others, room, objective, rng)
+
+
+@dataclass
+class _Sentences:
+    """The sentences of some pieces, concatenated and numbered from 0; arrays (s,)."""
+
+    starts: np.ndarray  # the first token of each sentence
+    ends: np.ndarray  # the token after the last token of each sentence
+    documents: np.ndarray  # the document of each sentence
+    numbers: np.ndarray  # the number of each sentence in the corpus
+    bounds: list[tuple[int, int]]  # the first sentence of each piece, and the sentence after the piece
+
+    @classmethod
+    def of(cls, corpus, pieces):
+        counts = pieces.ends - pieces.firsts
+        bounds = np.append(0, np.cumsum(counts))
+        numbers = np.arange(bounds[-1]) + np.repeat(pieces.firsts - bounds[:-1], counts)
+        ends = corpus.sentence_ends.at(numbers)
+        starts = np.append(0, ends[:-1])[: len(ends)]  # a sentence starts where the previous sentence ends
+        starts[bounds[:-1][counts > 0]] = corpus.sentence_ends.before(pieces.firsts[counts > 0])
+        return cls(
+            starts, ends, np.repeat(pieces.documents, counts), numbers, list(itertools.pairwise(bounds.tolist()))
+        )
+
+
+def _uniform(rng) -> Iterator[float]:
+    """Yield uniform random numbers in [0, 1), ten times faster than a call of NumPy for each number."""
+    while True:
+        yield from rng.random(2048).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which sentences make a pair
+
+# A plan is a list with these entries of each pair, one pair after the other. Sentences have their numbers in
+# `_Sentences`: A has those from `a_first` to `a_last`, B those from `b_first` to `b_last`. If `b_first` is -1, B is
+# drawn later from a random place, and A and B should have `target` tokens together. `is_cut`: A and B are the halves
+# of one sentence.
+_PLAN = ("a_first", "a_last", "b_first", "b_last", "target", "is_cut", "is_random")
+
+
+def _gather(sentences, room, objective, short_seq_prob, draw):
+    """The plan for the pairing `segments`."""
+    starts, ends, is_sop = sentences.starts.tolist(), sentences.ends.tolist(), objective == "sop"
+    plan, owed = [], 0
+    add = plan.extend
+    for first, end in sentences.bounds:
+        while first < end:
+            target = 2 + int(draw() * (room - 1)) if draw() < short_seq_prob else room
+            last = bisect_left(ends, starts[first] + target, first, end - 1)
+            if last == first and first < end - 1:
+                last += 1  # a long sentence alone has no B: add the next sentence; the pair is truncated later
+            is_cut = False
             if last > first:
-                split = int(rng.integers(first + 1, last + 1))  # B's first sentence
-                a, b = (starts[first], ends[split - 1]), (starts[split], ends[last])
-                a_most, b_most = _most_to_cut(starts, ends, first, split), _most_to_cut(starts, ends, split, last + 1)
+                split = first + 1 + int(draw() * (last - first))  # B's first sentence
             else:
-                split, a, b, a_most, b_most = first + 1, (starts[first], ends[first]), None, None, None
-                if a[1] - a[0] > 1 and (objective == "sop" or random_pairs_owed >= MOST_OWED):
-                    a, b = _cut_in_two(a, rng)
-            if objective == "sop":
-                if b is not None:
-                    yield _in_either_order(document, a, b, room, rng, a_most, b_most)
+                split = first + 1
+                is_cut = ends[first] - starts[first] > 1 and (is_sop or owed >= MOST_OWED)
+            is_alone = last == first and not is_cut
+            b_first = first if is_cut else split
+            if is_sop:
+                if not is_alone:
+                    add((first, split - 1, b_first, last, target, is_cut, False))
                 first = last + 1
                 continue
-            is_random = rng.random() < 0.5
-            if b is None and not is_random:
-                is_random, random_pairs_owed = True, random_pairs_owed + 1
-            elif b is not None and is_random and random_pairs_owed:
-                is_random, random_pairs_owed = False, random_pairs_owed - 1
+            is_random = draw() < 0.5
+            if is_alone and not is_random:
+                is_random, owed = True, owed + 1
+            elif not is_alone and is_random and owed:
+                is_random, owed = False, owed - 1
             if is_random:
-                wanted = max(1, target - (a[1] - a[0]))
-                other, b = _random_span(documents, several, document, a, sentence_ends, wanted, rng)
-                b_most = None  # its sentences are visited elsewhere
+                add((first, split - 1, -1, -1, target, False, True))
                 first = split
             else:
-                other, first = document, last + 1
-            a, b = _truncate(a, b, room, rng, a_most, b_most)
-            yield document, *a, other, *b, IS_RANDOM if is_random else IS_NEXT
+                add((first, split - 1, b_first, last, target, is_cut, False))
+                first = last + 1
+    return _as_columns(plan)
 
 
-def sentence_pairs(
-    documents: Sequence[int],
-    sentence_ends: SentenceEnds,
-    paragraph_ends: SentenceEnds,
-    max_seq_length: int,
-    rng: np.random.Generator,
-    objective: Objective = "nsp",
-) -> Iterator[tuple]:
-    """
-    The book's pairs (section 15.9.1.1): two consecutive sentences of a paragraph. For `nsp`, in half of them the
-    second is replaced by a random sentence of another document; for `sop`, in half of them the two change places.
-
-    The book loses the sentence of a paragraph that has no other, and a paragraph's last one if a random one stood in
-    its place. Here they become the random ones of other pairs. Where that is not enough, and for `sop`, they are cut
-    in two at a random token, the second part being what follows the first. For `none` each sentence is a segment; one
-    that is too long, several.
-
-    Args:
-        paragraph_ends: document number -> the sentence number at which each of its paragraphs ends, ascending.
-        (The others and what is yielded are as in `segment_pairs`; over-long pairs are truncated, where the book drops
-        them.)
-    """
-    documents = np.asarray(documents)
-    several = len(documents) > 0 and documents.min() != documents.max()
-    room = max_seq_length - (SPECIALS_IN_A_SEGMENT if objective == "none" else SPECIALS_IN_A_PAIR)
-    waiting = []  # sentences without a pair: document, start and end
-    for document in rng.permutation(documents).tolist():
-        ends = sentence_ends(document).tolist()
-        starts = [0, *ends[:-1]]
-        last_of_paragraph = set((paragraph_ends(document) - 1).tolist())
-        was_second = False  # whether this sentence was the true B of the one before
-        for first in range(len(ends)):
-            a = (starts[first], ends[first])
-            if objective == "none":
-                yield from _pieces(document, *a, room)
-            elif first in last_of_paragraph or first == len(ends) - 1:
+def _match(sentences, paragraph_ends, objective, draw):
+    """The plan for the pairing `sentences`."""
+    lengths, documents = (sentences.ends - sentences.starts).tolist(), sentences.documents.tolist()
+    ends = paragraph_ends.at(np.minimum(paragraph_ends.find(sentences.numbers), len(paragraph_ends) - 1))
+    ends_paragraph = (ends == sentences.numbers + 1).tolist()
+    plan = []
+    slots = []  # the places in `plan` of the pairs that need a random B
+    unpaired = []  # the sentences that are in no pair so far
+    add = plan.extend
+    for first, end in sentences.bounds:
+        was_second = False  # whether this sentence is the true B of the previous sentence
+        for sentence in range(first, end):
+            if ends_paragraph[sentence] or sentence == end - 1:
                 if not was_second:
-                    waiting.append((document, *a))
+                    unpaired.append(sentence)
                 was_second = False
-            elif objective == "sop":
-                yield _in_either_order(document, a, (starts[first + 1], ends[first + 1]), room, rng)
-                was_second = True
-            elif rng.random() < 0.5:
-                other, b = _waiting_span(waiting, document, rng) or _random_span(
-                    documents, several, document, a, sentence_ends, 1, rng
-                )
-                a, b = _truncate(a, b, room, rng)
-                yield document, *a, other, *b, IS_RANDOM
+            elif objective == "nsp" and draw() < 0.5:
+                slots.append(len(plan))
+                add((sentence, sentence, -1, -1, 0, False, True))
                 was_second = False
             else:
-                a, b = _truncate(a, (starts[first + 1], ends[first + 1]), room, rng)
-                yield document, *a, document, *b, IS_NEXT
+                add((sentence, sentence, sentence + 1, sentence + 1, 0, False, False))
                 was_second = True
-        while len(waiting) > (MOST_WAITING if objective == "nsp" else 0):
-            yield from _alone(waiting.pop(), documents, several, sentence_ends, room, rng, objective)
-    for alone in waiting:
-        yield from _alone(alone, documents, several, sentence_ends, room, rng, objective)
+    for sentence in unpaired:
+        slot = _take_slot(slots, plan, sentence, documents, draw)
+        if slot is not None:
+            plan[slot + 2] = plan[slot + 3] = sentence  # b_first and b_last
+        elif lengths[sentence] > 1 and (objective == "sop" or draw() < 0.5):
+            add((sentence, sentence, sentence, sentence, 0, True, False))
+        elif objective == "nsp":
+            add((sentence, sentence, -1, -1, 0, False, True))
+    return _as_columns(plan)
 
 
-def single_segments(
-    documents: Sequence[int],
-    sentence_ends: SentenceEnds,
-    max_seq_length: int,
-    rng: np.random.Generator,
-    short_seq_prob: float = 0.1,
-) -> Iterator[tuple]:
-    """
-    One full segment a row, for training without a second loss (RoBERTa, section 4.2; Liu et al., 2019).
-
-    A document is cut into runs of as many tokens as fit, whether or not a sentence ends there, so that every token is
-    in one of them. The first is cut shorter at random: the others begin elsewhere in every epoch.
-
-    Args, yields:
-        As in `segment_pairs`; B is empty, and the label is -100.
-    """
-    room = max_seq_length - SPECIALS_IN_A_SEGMENT
-    for document in rng.permutation(np.asarray(documents)).tolist():
-        ends = sentence_ends(document)
-        length = int(ends[-1]) if len(ends) else 0
-        start = 0
-        while start < length:
-            is_short = rng.random() < short_seq_prob or (start == 0 and length > room)
-            end = min(start + (int(rng.integers(1, room + 1)) if is_short else room), length)
-            yield document, start, end, document, end, end, NO_LABEL
-            start = end
-
-
-def _random_span(documents, several, document, a, sentence_ends, wanted, rng):
-    """Whole sentences of at least `wanted` tokens, if there are as many, from a random place in another document.
-
-    Where `document` is the only one they come from elsewhere in it: neither out of A nor from its true continuation,
-    or, if there is nothing else, out of A.
-    """
-    other = document
-    if several:
-        while other == document:
-            other = int(documents[rng.integers(len(documents))])
-    ends = sentence_ends(other)
-    starts = np.concatenate(([0], ends[:-1]))
-    candidates, limit = np.arange(len(ends)), ends[-1]
-    if other == document:
-        candidates = np.flatnonzero((ends <= a[0]) | (starts > a[1]))
-        if not len(candidates):
-            candidates = np.flatnonzero(starts != a[1])
-    first = int(candidates[rng.integers(len(candidates))])
-    if other == document and starts[first] < a[1]:  # nor may it run into them
-        limit = a[0] if starts[first] < a[0] else a[1]
-    last = min(int(np.searchsorted(ends, starts[first] + wanted)), int(np.searchsorted(ends, limit)))
-    return other, (int(starts[first]), int(ends[last]))
-
-
-def _waiting_span(waiting, document, rng):
-    """One of the waiting sentences, if a few tries find one of another document."""
+def _take_slot(slots, plan, sentence, documents, draw):
+    """Remove and return a random slot with an A from another document than `sentence`; None if three tries fail."""
     for _ in range(3):
-        if not waiting:
-            return None
-        place = int(rng.integers(len(waiting)))
-        if waiting[place][0] != document:
-            waiting[place], waiting[-1] = waiting[-1], waiting[place]
-            other, start, end = waiting.pop()
-            return other, (start, end)
+        if not slots:
+            break
+        chosen = int(draw() * len(slots))
+        if documents[plan[slots[chosen]]] != documents[sentence]:
+            slots[chosen], slots[-1] = slots[-1], slots[chosen]
+            return slots.pop()
     return None
 
 
-def _alone(sentence, documents, several, sentence_ends, room, rng, objective):
-    """A pair from a sentence that has no other, if that can be."""
-    document, *a = sentence
-    two = _cut_in_two(a, rng) if a[1] - a[0] > 1 else None
+def _as_columns(plan):
+    """The plan as a dict of arrays (pairs,), by the names in `_PLAN`."""
+    return dict(zip(_PLAN, np.array(plan, dtype=np.int64).reshape(-1, len(_PLAN)).T, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tokens make a segment
+
+
+def _make_pairs(plan, sentences, corpus, others, room, objective, rng):
+    """The pairs of a plan: draws random second segments, truncates pairs to `room` tokens, and sets the labels."""
+    starts, ends = sentences.starts, sentences.ends
+    is_cut, is_random, target = plan["is_cut"].astype(bool), plan["is_random"].astype(bool), plan["target"]
+    a_first, a_last, b_first, b_last = (plan[name] for name in _PLAN[:4])
+    a, b = _Spans(starts[a_first], ends[a_last]), _Spans(starts[b_first], ends[b_last])
+    if is_cut.any():
+        middle = a.starts + 1 + (rng.random(len(is_cut)) * (a.lengths() - 1)).astype(np.int64)
+        a.ends, b.starts = np.where(is_cut, middle, a.ends), np.where(is_cut, middle, b.starts)
+    # Each sentence of a segment keeps a token: only the first and the last sentence may lose the others.
+    a.keep_sentences(ends[a_first], starts[a_last])
+    b.keep_sentences(ends[b_first], starts[b_last])
+    drawn = np.flatnonzero(b_first < 0)
+    if len(drawn):
+        wanted = np.maximum(1, target[drawn] - a.lengths()[drawn])
+        own = sentences.documents[a_first[drawn]]
+        b.starts[drawn], b.ends[drawn] = random_spans(corpus, others, own, a.starts[drawn], a.ends[drawn], wanted, rng)
+    # A random B may lose whole sentences: they are in other pairs, too. Half a sentence may lose all tokens but one.
+    a.allow_all(is_cut)
+    b.allow_all(is_cut | (is_random & (b_first < 0)))
+    _truncate(a, b, room, rng)
+    pairs = np.zeros(len(is_cut), dtype=PAIR)
     if objective == "sop":
-        if two:
-            yield _in_either_order(document, *two, room, rng)
-        return
-    if two and rng.random() < 0.5:
-        other, label, (a, b) = document, IS_NEXT, two
+        swapped = rng.random(len(pairs)) < 0.5
+        a.starts, b.starts = np.where(swapped, b.starts, a.starts), np.where(swapped, a.starts, b.starts)
+        a.ends, b.ends = np.where(swapped, b.ends, a.ends), np.where(swapped, a.ends, b.ends)
+        pairs["next_sentence_label"] = np.where(swapped, SWAPPED, IN_ORDER)
     else:
-        (other, b), label = _random_span(documents, several, document, a, sentence_ends, 1, rng), IS_RANDOM
-    a, b = _truncate(a, b, room, rng)
-    yield document, *a, other, *b, label
+        pairs["next_sentence_label"] = np.where(is_random, IS_RANDOM, IS_NEXT)
+    pairs["a_start"], pairs["a_end"], pairs["b_start"], pairs["b_end"] = a.starts, a.ends, b.starts, b.ends
+    return pairs
 
 
-def _cut_in_two(span, rng):
-    middle = int(rng.integers(span[0] + 1, span[1]))
-    return (span[0], middle), (middle, span[1])
+class _Spans:
+    """Spans of tokens (n,), and how many tokens may be cut off the front and the back of each span."""
+
+    def __init__(self, starts, ends):
+        self.starts, self.ends = starts, ends
+
+    def lengths(self):
+        return self.ends - self.starts
+
+    def keep_sentences(self, first_ends, last_starts):
+        """Allow cuts in the first sentence, which ends at `first_ends`, and in the last, but of all tokens but one."""
+        self.front, self.back = first_ends - self.starts - 1, self.ends - last_starts - 1
+
+    def allow_all(self, which):
+        """Allow cuts of all tokens but one in the spans where `which` (n,) is true."""
+        most = self.lengths() - 1
+        self.front, self.back = np.where(which, most, self.front), np.where(which, most, self.back)
+
+    def most(self):
+        """The most tokens that may be cut off each span (n,)."""
+        return np.minimum(self.front + self.back, self.lengths() - 1)
+
+    def cut(self, surplus, rng):
+        """Cut `surplus` tokens (n,) off the spans, each token at random from the front or the back."""
+        from_front = rng.binomial(surplus, 0.5)
+        from_front = np.minimum(np.maximum(from_front, surplus - self.back), self.front)
+        self.starts = self.starts + from_front
+        self.ends = self.ends - (surplus - from_front)
 
 
-def _in_either_order(document, a, b, room, rng, a_most=None, b_most=None):
-    a, b = _truncate(a, b, room, rng, a_most, b_most)
-    label = SWAPPED if rng.random() < 0.5 else IN_ORDER
-    if label == SWAPPED:
-        a, b = b, a
-    return document, *a, document, *b, label
-
-
-def _pieces(document, start, end, room):
-    for first in range(start, end, room):
-        last = min(first + room, end)
-        yield document, first, last, document, last, last, NO_LABEL
-
-
-def _most_to_cut(starts, ends, first, end):
-    """Most tokens to cut off the front and off the back of sentences `first` to `end`, so that each keeps one."""
-    return ends[first] - starts[first] - 1, ends[end - 1] - starts[end - 1] - 1
-
-
-def _truncate(a, b, room, rng, a_most=None, b_most=None):
+def _truncate(a, b, room, rng):
     """
-    Shorten the longer span until both fit; each token goes from the front or the back, by the toss of a coin.
+    Cut each pair to at most `room` tokens.
+
+    The longer span is cut first. Tokens that one span may not lose are cut off the other span.
+    """
+    a_length, b_length = a.lengths(), b.lengths()
+    surplus = np.maximum(a_length + b_length - room, 0)
+    shorter = np.minimum(np.minimum(a_length, b_length), room // 2)
+    a_cut = a_length - np.where(a_length > b_length, room - shorter, shorter)
+    a_cut = np.minimum(np.maximum(a_cut, surplus - b.most()), a.most())
+    a_cut = np.where(surplus > 0, a_cut, 0)
+    a.cut(a_cut, rng)
+    b.cut(surplus - a_cut, rng)
+
+
+def random_spans(
+    corpus,
+    others: Population,
+    documents: np.ndarray,
+    a_starts: np.ndarray,
+    a_ends: np.ndarray,
+    wanted: np.ndarray,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Draw spans of whole sentences from random places in other documents.
+
+    If there is no other document, the sentences come from the same document: not from A, and not the sentence that
+    follows A; or from A if the document has no other sentence.
 
     Args:
-        a_most, b_most: most tokens to cut off the front and off the back of each; None for any but the last one. What
-            one span cannot give, the other does.
+        documents: the document of each first segment (n,).
+        a_starts, a_ends: the tokens of each first segment (n,).
+        wanted: the number of tokens that each span should have; a span is shorter if its document ends before (n,).
+
+    Returns:
+        The start and the end of each span (n,).
     """
-    a_length, b_length = a[1] - a[0], b[1] - b[0]
-    surplus = a_length + b_length - room
-    if surplus <= 0:
-        return a, b
-    shorter = min(a_length, b_length, room // 2)
-    a_cut = a_length - (room - shorter if a_length > b_length else shorter)
-    a_most, b_most = a_most or (a_length - 1, a_length - 1), b_most or (b_length - 1, b_length - 1)
-    a_cut = min(max(a_cut, surplus - min(sum(b_most), b_length - 1)), min(sum(a_most), a_length - 1))
-    return _cut_ends(a, a_cut, *a_most, rng), _cut_ends(b, surplus - a_cut, *b_most, rng)
+    count = len(documents)
+    if others.several:
+        other = others.draw(rng, count)
+        while len(same := np.flatnonzero(other == documents)):
+            other[same] = others.draw(rng, len(same))
+        first, end = corpus.document_ends.before(other), corpus.document_ends.at(other)
+        sentence = first + (rng.random(count) * (end - first)).astype(np.int64)
+        limit = np.full(count, np.iinfo(np.int64).max)
+    else:
+        first, end = corpus.document_ends.before(documents), corpus.document_ends.at(documents)
+        sentence = _elsewhere(corpus, first, end, a_starts, a_ends, rng)
+        start = corpus.sentence_ends.before(sentence)
+        limit = np.where(start < a_starts, a_starts, np.where(start < a_ends, a_ends, np.iinfo(np.int64).max))
+    starts, ends = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
+    while len(more := np.flatnonzero((ends - starts < wanted) & (ends < limit) & (sentence < end - 1))):
+        sentence[more] += 1
+        ends[more] = corpus.sentence_ends.at(sentence[more])
+    return starts, ends
 
 
-def _cut_ends(span, surplus, front, back, rng):
-    from_front = int(rng.binomial(surplus, 0.5)) if surplus else 0
-    from_front = min(max(from_front, surplus - back), front)
-    return span[0] + from_front, span[1] - (surplus - from_front)
+def _elsewhere(corpus, first, end, a_starts, a_ends, rng):
+    """Random sentences (n,) from `first` to `end` - 1, outside A and not the sentence that follows A."""
+    before = corpus.sentence_ends.find(a_starts)  # the first sentence that ends after A's start
+    following = corpus.sentence_ends.find(a_ends)
+    after = np.minimum(following + 1, end)  # the first sentence that starts later than A ends
+    count = (before - first) + (end - after)
+    chosen = (rng.random(len(first)) * count).astype(np.int64)
+    sentence = np.where(first + chosen < before, first + chosen, after + chosen - (before - first))
+    # If no such sentence exists: any sentence but the one that starts where A ends.
+    continues = (following < end) & (corpus.sentence_ends.before(np.minimum(following, end - 1)) == a_ends)
+    rest = first + (rng.random(len(first)) * (end - first - continues)).astype(np.int64)
+    rest += continues & (rest >= following)
+    return np.where(count > 0, sentence, rest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Single segments
+
+
+def _segments_of_documents(sentences, room, short_seq_prob, draw):
+    """Cut each piece into segments of `room` tokens; some segments have a random shorter length."""
+    bounds = []
+    add = bounds.extend
+    for first, end in sentences.bounds:
+        if first == end:
+            continue
+        start = piece_start = int(sentences.starts[first])
+        piece_end = int(sentences.ends[end - 1])
+        while start < piece_end:
+            is_short = draw() < short_seq_prob or (start == piece_start and piece_end - piece_start > room)
+            segment_end = min(start + (1 + int(draw() * room) if is_short else room), piece_end)
+            add((start, segment_end))
+            start = segment_end
+    return _segments(*np.array(bounds, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _segments_of_sentences(sentences, room):
+    """Make each sentence a segment; a sentence of more than `room` tokens is cut into several."""
+    counts = -(-(sentences.ends - sentences.starts) // room)  # the number of segments of each sentence
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
+    starts = np.repeat(sentences.starts, counts) + number * room
+    return _segments(starts, np.minimum(starts + room, np.repeat(sentences.ends, counts)))
+
+
+def _segments(starts, ends):
+    """Single segments as an array of `PAIR`."""
+    pairs = np.zeros(len(starts), dtype=PAIR)
+    pairs["a_start"], pairs["a_end"], pairs["b_start"], pairs["b_end"] = starts, ends, ends, ends
+    pairs["next_sentence_label"] = NO_LABEL
+    return pairs

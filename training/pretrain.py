@@ -1,4 +1,4 @@
-"""The main job: text in, a model folder out."""
+"""`pretrain`: checks the options, prepares the text, trains, and leaves a model folder; and the dry run."""
 
 import contextlib
 import copy
@@ -15,48 +15,54 @@ from d2l_bert.model_cards.metadata import check_license
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
-from d2l_bert.tokenization.prepare import is_prepared, prepare
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.training import distributed, interruption
-from d2l_bert.training.batching import check_source_weights, make_passes, pairs_of
+from d2l_bert.training.batching import check_source_weights, full_length_pairs, make_passes
 from d2l_bert.training.checkpoint import find_checkpoint
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, check_architecture
-from d2l_bert.training.device import check_device, faster_attention, processes_that_load
+from d2l_bert.training.device import check_device, faster_attention, resolve_num_workers
 from d2l_bert.training.distributed import on_main
-from d2l_bert.training.host_settings import host_settings_kept
+from d2l_bert.training.host_settings import restore_host_settings
 from d2l_bert.training.initialize import check_start, check_weights, model_class_of
 from d2l_bert.training.loop import train
-from d2l_bert.training.run_folder import RUN_FILE, default_output_dir, output_folder, refuse_what_is_there, repository
+from d2l_bert.training.run_folder import RUN_FILE, check_output_folder, default_output_dir, output_folder, repository
 from d2l_bert.training.tracking import check_trackers
 
 
-@host_settings_kept()
+@restore_host_settings()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
 
+    Settings that the command makes for its whole process are left to the calling program: those of the allocator
+    (`commands.keep_freed_memory`) and of OpenMP (the module `openmp`).
+
     Args:
-        architecture: the model's numbers; its vocabulary follows the tokenizer. With `init_from` they are that
-            model's, `D2lBertConfig.from_pretrained(run.init_from)`, dropout apart.
-        run: everything else.
+        architecture: the model's configuration; `vocab_size` is replaced by the size of the tokenizer. With
+            `init_from` it must be `D2lBertConfig.from_pretrained(run.init_from)`, with any dropout.
+        run: all other options.
 
     Returns:
-        The output folder: a model that `from_pretrained` loads, its tokenizer, its code, its card, `run_config.json`,
-        `metrics.json`, the log, the curves, and checkpoints. None after a dry run.
+        The output folder, with the model, its tokenizer, code and card, `run_config.json`, `metrics.json`, the log,
+        the curves and the checkpoints. `from_pretrained` loads the folder. None after a dry run.
 
     Raises:
-        UserError: for whatever the user can mend, in one line.
+        UserError: something that the user can mend, in one line.
+        SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
+            processes, the main process has raised an error, and shows it.
     """
-    with distributed.said_once():
+    with distributed.report_errors_once():
         run.check()
         if run.license is not None:
             check_license(run.license)
     if run.dry_run:
-        return rehearse(architecture, run)
-    logging.disable_progress_bar()  # Transformers would draw one for every file it saves
+        return dry_run(architecture, run)
+    logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     architecture = copy.deepcopy(architecture)
-    with distributed.said_once():
+    with distributed.report_errors_once():
         check_architecture(architecture, run)
-        if not is_prepared(run):  # what a prepared folder holds shows when it is read
+        if not corpus_is_prepared(run):  # the number of sources in a prepared folder is known after reading
             check_source_weights(run, len(run.text_paths()) + len(run.named_datasets()))
         trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
         accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
@@ -65,81 +71,95 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             run,
             mixed_precision=accelerator.mixed_precision,
             attn_implementation=run.attn_implementation or faster_attention(architecture, run, device),
-            dataloader_num_workers=processes_that_load(run, device),
+            dataloader_num_workers=resolve_num_workers(run, device),
         )
         check_device(architecture, run, accelerator)
-    with interruption.failures_explained(run), contextlib.ExitStack() as held:
+    with interruption.explain_failures(run), contextlib.ExitStack() as stack:
         if run.init_from is not None:
             on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
-        folder = on_main(accelerator, held.enter_context, output_folder(run))
+        folder = on_main(accelerator, stack.enter_context, output_folder(run))
         resumed = on_main(accelerator, find_checkpoint, run.resume_from_checkpoint, folder)
         if run.init_from is not None and not resumed:
             on_main(accelerator, check_weights, model_class_of(run), run.init_from, architecture)
         if run.push_to_hub:
             hub = (repository(run, folder), run.known_license(), run.hub_private_repo)
             on_main(accelerator, check_push, *hub, False)
-        # The first process reads and tokenizes, the others find what it left; on another machine, perhaps, which may
-        # not see what the first one sees.
-        text = on_main(accelerator, prepare, run, shared=False) or prepare(run)
-        run = dataclasses.replace(run, **text.settled)
-        with distributed.said_once():
-            make_passes(run, text)  # refuses weights that do not fit the text, before anything is written
+        # The main process prepares the text first. The other processes then find the prepared text in the cache; on
+        # another machine, which may have another cache, they prepare the text again.
+        text = on_main(accelerator, prepare, run, share_result=False)
+        if text is None:
+            text = prepare(run)
+        run = dataclasses.replace(run, **text.token_options)
+        with distributed.report_errors_once():
+            make_passes(run, text)  # checks source_weights against the text, before anything is written
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         train(architecture, run, text, accelerator, folder, resumed)
     return folder
 
 
-def rehearse(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """A dry run: all that `pretrain` does, with a pair or two of each length, in a folder that goes again."""
-    wanted = Path(run.output_dir or default_output_dir(run)).absolute()
-    if wanted.exists():
-        refuse_what_is_there(run, wanted)
+def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """
+    Try a run out with one short step of each sequence length, at least two steps, and say how long the run is.
+
+    The steps, a checkpoint and the model folder are written to a temporary folder, which is deleted.
+
+    Raises:
+        UserError: what `pretrain` would raise.
+    """
+    output_dir = Path(run.output_dir or default_output_dir(run)).absolute()
+    if output_dir.exists():
+        check_output_folder(run, output_dir)
     if run.push_to_hub and not distributed.launched_rank():
-        check_push(repository(run, wanted), run.known_license(), run.hub_private_repo, dry_run=True)
+        check_push(repository(run, output_dir), run.known_license(), run.hub_private_repo, dry_run=True)
     lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
-    beside = next(parent for parent in wanted.parents if parent.exists())
+    # The temporary folder goes into the nearest existing parent of the output folder, so that both are on one disk.
+    parent = next(parent for parent in output_dir.parents if parent.exists())
     try:
-        folder = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=beside)
+        temporary = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=parent)
     except OSError as error:
-        raise UserError(f"output_dir {wanted}: cannot be written ({error.strerror}); name another folder") from None
-    with folder as folder:
-        short = dataclasses.replace(
+        raise UserError(
+            f"output_dir {output_dir}: cannot be written ({error.strerror}); name another folder"
+        ) from None
+    # At least 2 steps, because the second step runs with the optimizer state of the first.
+    steps = max(2, len(lengths))
+    with temporary as folder:
+        short_run = dataclasses.replace(
             run,
             dry_run=False,
             **{name: getattr(PretrainConfig, name) for name in HUB_OPTIONS},
-            output_dir=f"{folder}/{wanted.name}",
+            output_dir=f"{folder}/{output_dir.name}",
             overwrite_output_dir=False,
             report_to=[],
+            # One step for each length. 0.99 instead of 1: the rounded shares must not add up to more than their steps.
             length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in lengths[:-1]],
             batch_size_schedule=[],
             global_batch_size=2,
             micro_batch_size=None,
             max_eval_pairs=2,
-            **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": max(2, len(lengths))},
-            **dict.fromkeys(("save_steps", "eval_steps"), max(2, len(lengths))),
+            **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": steps, "save_steps": steps, "eval_steps": steps},
         )
-        report.disabled = True  # what it has learnt is nothing
+        report.disabled = True  # the report of so short a run means nothing, and is not printed
         try:
-            made = pretrain(architecture, short)
-        except UserError as error:  # there is nothing to go on with
+            model_folder = pretrain(architecture, short_run)
+        except UserError as error:  # without the hint to resume: the temporary folder is deleted
             raise UserError(re.sub(f"(;|, and) {GO_ON}", "", str(error))) from None
         finally:
             report.disabled = False
         if distributed.launched_rank():
             return
-        record = json.loads((made / RUN_FILE).read_text())
-        size = sum(path.stat().st_size for path in made.glob("checkpoint-*/*"))
-    report.info(f"dry run: {expectation(run, record['data']['train_tokens'])}")
+        record = json.loads((model_folder / RUN_FILE).read_text())
+        size = sum(path.stat().st_size for path in model_folder.glob("checkpoint-*/*"))
+    report.info(f"dry run: {describe_length(run, record['data']['train_tokens'])}")
     report.info(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
     report.info("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
 
 
-def expectation(run: PretrainConfig, train_tokens: int) -> str:
-    """How long a run is, in words."""
+def describe_length(run: PretrainConfig, train_tokens: int) -> str:
+    """The length of a run in words, for a message."""
     if run.max_minutes is not None:
         return f"steps are timed and counted when the run begins, for {run.max_minutes:g} minutes"
     if run.num_train_epochs is not None:
         return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens"
-    tokens = pairs_of(run, run.max_steps) * run.max_seq_length
+    tokens = full_length_pairs(run, run.max_steps) * run.max_seq_length
     return f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text"

@@ -1,4 +1,4 @@
-"""Named runs: each a function that returns an architecture and a run, to be changed in a few fields."""
+"""Recipes: functions that return an architecture and a run's options; and the command that repeats a run."""
 
 import dataclasses
 import shlex
@@ -9,17 +9,28 @@ from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 
 
-# Each shortens a recipe's steps, and ends with the option beside it.
+# Each schedule of a recipe, and the option whose value follows after the schedule.
 SCHEDULES = {"length_schedule": "max_seq_length", "batch_size_schedule": "global_batch_size"}
 
-# Where the text and its tokenizer lie: options that say how a run is computed, without which there is no such run.
-PLACES = ("corpus", "dataset", "dataset_config", "dataset_split", "text_column", "tokenizer")
+# Where the text and the tokenizer are read from. Not part of a run's identity, but needed to repeat the run.
+INPUT_OPTIONS = (
+    "corpus",
+    "dataset",
+    "dataset_config",
+    "dataset_split",
+    "text_column",
+    "tokenizer",
+    "validation_corpus",
+    "validation_dataset",
+    "validation_split",
+)
 
 
 def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
-    """The book's own run (section 15.10): its small BERT, pairs of sentences at 64 tokens, 50 steps of 512.
+    """The book's own run (section 15.10).
 
-    The rate falls to nothing; the book's stays at 0.01.
+    This is the book's small BERT, trained on pairs of sentences of 64 tokens, in 50 steps of 512 pairs. Here
+    the learning rate falls to 0; in the book the rate stays at 0.01.
     """
     run = PretrainConfig(
         recipe="d2l",
@@ -39,7 +50,7 @@ def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
 
 
 def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
-    """Minutes on a laptop's CPU: 2 layers of 128."""
+    """Minutes on a laptop's CPU: 2 layers with hidden size 128."""
     run = PretrainConfig(
         recipe="tiny",
         max_steps=3000,
@@ -53,36 +64,39 @@ def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
 
 
 def mini() -> tuple[D2lBertConfig, PretrainConfig]:
-    """4 layers of 256: 10,000 steps of 32,768 tokens."""
-    return _miniature(4, 256), _from_the_literature("mini", 10_000, 64, 1e-3)
+    """4 layers, hidden size 256: 10,000 steps of 32,768 tokens."""
+    return _miniature(4, 256), _from_papers("mini", 10_000, 64, 1e-3)
 
 
 def small() -> tuple[D2lBertConfig, PretrainConfig]:
-    """4 layers of 512: 20,000 steps of 65,536 tokens."""
-    return _miniature(4, 512), _from_the_literature("small", 20_000, 128, 7e-4)
+    """4 layers, hidden size 512: 20,000 steps of 65,536 tokens."""
+    return _miniature(4, 512), _from_papers("small", 20_000, 128, 7e-4)
 
 
 def medium() -> tuple[D2lBertConfig, PretrainConfig]:
-    """8 layers of 512: 20,000 steps of 131,072 tokens."""
-    return _miniature(8, 512), _from_the_literature("medium", 20_000, 256, 7e-4)
+    """8 layers, hidden size 512: 20,000 steps of 131,072 tokens."""
+    return _miniature(8, 512), _from_papers("medium", 20_000, 256, 7e-4)
 
 
 def base() -> tuple[D2lBertConfig, PretrainConfig]:
-    """12 layers of 768, the size of BERT-base: 20,000 steps of 524,288 tokens."""
-    return _miniature(12, 768), _from_the_literature("base", 20_000, 1024, 5e-4)
+    """12 layers, hidden size 768, as BERT-base: 20,000 steps of 524,288 tokens."""
+    return _miniature(12, 768), _from_papers("base", 20_000, 1024, 5e-4)
 
 
 def large() -> tuple[D2lBertConfig, PretrainConfig]:
-    """24 layers of 1,024, the size of BERT-large: 20,000 steps of 524,288 tokens."""
-    return _miniature(24, 1024), _from_the_literature("large", 20_000, 1024, 2e-4)
+    """24 layers, hidden size 1,024, as BERT-large: 20,000 steps of 524,288 tokens."""
+    return _miniature(24, 1024), _from_papers("large", 20_000, 1024, 2e-4)
 
 
-def changed(run: PretrainConfig, changes: dict) -> PretrainConfig:
+def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
     """
-    A recipe's run with other options; its own length, schedules and start make way for them.
+    A recipe's options with some of them changed.
+
+    Options of the recipe that contradict a change are dropped: another length of the run, schedule entries that are
+    too large, and `attention_init` beside `init_from`.
 
     Args:
-        changes: options and their values; a schedule of `["none"]` is an empty one.
+        changes: the changed options by name; `["none"]` stands for an empty schedule.
     """
     changes = dict(changes)
     if any(name in changes for name in LENGTH_OPTIONS):
@@ -90,7 +104,7 @@ def changed(run: PretrainConfig, changes: dict) -> PretrainConfig:
     for schedule, last in SCHEDULES.items():
         if changes.get(schedule) == ["none"]:
             changes[schedule] = []
-        elif schedule not in changes:  # the recipe's own must fit
+        elif schedule not in changes:  # keep the recipe's entries that still fit
             most = changes.get(last, getattr(run, last))
             changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
     if changes.get("init_from") is not None:
@@ -99,45 +113,49 @@ def changed(run: PretrainConfig, changes: dict) -> PretrainConfig:
 
 
 def architecture_options() -> list[str]:
-    """The fields of `D2lBertConfig` that are options; vocabulary and padding follow the tokenizer."""
+    """The fields of `D2lBertConfig` that are command-line options: all but those that follow from the tokenizer."""
     return [name for name in D2lBertConfig.__annotations__ if name not in ("vocab_size", "pad_token_id")]
 
 
 def command_line(record: dict) -> str:
     """
-    The command that makes a run again, for a shell: its recipe, and what differs from that.
+    The shell command that repeats a run: its recipe, and the options that differ from the recipe.
 
-    Options that only say how a run is computed, watched or kept are left out, and folders and files go by their last
-    name, wherever they lay. What a model to start from, an existing tokenizer or a prepared folder settles is left to
-    them; dropout is said beside such a model, which may have been made with another.
+    The command has no options that only affect speed, logging or saving, and no options that follow from the
+    `init_from` model, the existing tokenizer or the prepared folder. With `init_from` the command always gives the
+    dropout rates, because the saved model may have been trained with others. Local paths are shortened to their last
+    part.
 
     Args:
-        record: what run_config.json holds.
+        record: the content of `run_config.json`.
     """
-    run, numbers = PretrainConfig(**record["run"]), record["architecture"]
-    recipe = run.recipe if run.recipe in RECIPES else "tiny"  # one made in Python may have a name of its own
-    architecture, own = RECIPES[recipe]()
-    # The command makes the recipe fit these options; all others are compared with what it makes of it.
+    run, architecture = PretrainConfig(**record["run"]), record["architecture"]
+    recipe = run.recipe if run.recipe in RECIPES else "tiny"  # a run from Python may have another name
+    recipe_architecture, recipe_run = RECIPES[recipe]()
+    # Giving one of these options changes other options of the recipe (see `override_options`). So the other options
+    # are compared with the changed recipe, and these options with the recipe itself.
     decisive = ("dataset", "init_from", *SCHEDULES.values())
-    fitted = changed(own, {name: getattr(run, name) for name in decisive})
-    plain = dataclasses.replace(fitted, corpus=fitted.text_paths(), **{name: getattr(own, name) for name in decisive})
+    defaults = override_options(recipe_run, {name: getattr(run, name) for name in decisive})
+    defaults = dataclasses.replace(
+        defaults, corpus=defaults.text_paths(), **{name: getattr(recipe_run, name) for name in decisive}
+    )
     if record["corpus_is_prepared"]:
-        settled = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus"}
+        implied = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus"}
     elif run.existing_tokenizer() is not None:
-        settled = set(TOKENIZER_TRAINING_OPTIONS) - ({"min_frequency"} if run.extend_vocab else set())
+        implied = set(TOKENIZER_TRAINING_OPTIONS) - ({"min_frequency"} if run.extend_vocab else set())
     else:
-        settled = set()
+        implied = set()
     words = ["d2l-bert", "pretrain", "--recipe", recipe]
     for field in dataclasses.fields(run):
-        name, is_told = field.name, field.name in PLACES or field.metadata["identity"]
-        if is_told and name not in {"recipe", *settled} and getattr(run, name) != getattr(plain, name):
+        name, is_relevant = field.name, field.name in INPUT_OPTIONS or field.metadata["identity"]
+        if is_relevant and name not in {"recipe", *implied} and getattr(run, name) != getattr(defaults, name):
             words += _flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
     if run.init_from is not None:
-        told = FREE_FIELDS
+        fields = FREE_FIELDS
     else:
-        told = [name for name in architecture_options() if numbers[name] != getattr(architecture, name)]
-    for name in told:
-        words += _flag(name, numbers[name])
+        fields = [name for name in architecture_options() if architecture[name] != getattr(recipe_architecture, name)]
+    for name in fields:
+        words += _flag(name, architecture[name])
     return shlex.join(words)
 
 
@@ -145,10 +163,13 @@ RECIPES = {recipe.__name__: recipe for recipe in (d2l, tiny, mini, small, medium
 
 
 def _miniature(layers, hidden_size, **changes):
-    """A size of Google's BERT miniatures (Turc et al., 2019): heads of 64, feed-forward four times as wide.
+    """
+    The architecture of Google's BERT miniatures (Turc et al., 2019).
 
-    Without dropout: a BERT that sees its text once is the worse for it (Liu, Bauer and Manning, 2025), and Cramming
-    (Geiping and Goldstein, 2022) leaves it out too. A text that is gone through many times may want it back.
+    Attention heads have size 64, and the feed-forward layer is four times as wide as the hidden size.
+
+    There is no dropout: a BERT that sees its text only once gets worse with dropout (Liu, Bauer and Manning, 2025),
+    and Cramming (Geiping and Goldstein, 2022) has none either. A run of many epochs may need dropout.
     """
     sizes = {
         "vocab_size": 8192,
@@ -164,17 +185,18 @@ def _miniature(layers, hidden_size, **changes):
     return D2lBertConfig(**{**sizes, **changes})
 
 
-def _from_the_literature(name, steps, batch, rate):
+def _from_papers(name, steps, batch, rate):
     """
-    What others found best for a small budget, put together; not searched anew.
+    Options that papers found best for a small budget; not searched again here.
 
-    Tokens a step: for base and large those of MosaicBERT (Portes et al., 2023) and Izsak et al. (2021), 4,096
-    sequences of 128; smaller models get by with fewer. Steps: above the 20 tokens a parameter that use arithmetic
-    best (Hoffmann et al., 2022).
+    Tokens per step: base and large take those of MosaicBERT (Portes et al., 2023) and Izsak et al. (2021), 4,096
+    sequences of 128; smaller models need fewer. Steps: more than 20 tokens per parameter, the compute-optimal number
+    (Hoffmann et al., 2022).
 
-    Rates: all found for models that normalise after the sum, as ours. Base has MosaicBERT's; large has that of
-    ELECTRA-large (Clark et al., 2020), with twice as many tokens a step; small and medium have RoBERTa's for 2,048
-    sequences (Liu et al., 2019, table 3); mini's lies between those and tiny's (benchmarks/LOG.md).
+    Learning rates: all found for post-LayerNorm models, like this one. Base has the rate of MosaicBERT. Large has that
+    of ELECTRA-large (Clark et al., 2020), with twice the tokens per step. Small and medium have that of RoBERTa for
+    2,048 sequences (Liu et al., 2019, table 3). The rate of mini lies between those of medium and tiny
+    (benchmarks/LOG.md).
     """
     return PretrainConfig(
         recipe=name,
@@ -184,10 +206,10 @@ def _from_the_literature(name, steps, batch, rate):
         mlm_probability="0.30->0.15",  # Ankner et al. (2023): better than either share throughout
         max_steps=steps,
         global_batch_size=batch,
-        # Cramming's batch grows on a straight line; here in two leaps, which together spare a quarter of the tokens.
+        # In Cramming the batch size grows linearly; here in two jumps, which save a quarter of the tokens.
         batch_size_schedule=[f"{batch // 4}:0.2", f"{batch // 2}:0.2"],
         learning_rate=rate,
-        warmup_ratio=0.06,  # Izsak et al. and MosaicBERT; both fall on a straight line, as Cramming does
+        warmup_ratio=0.06,  # Izsak et al. and MosaicBERT; their rates fall linearly, as in Cramming
         weight_decay=0.01,  # BERT, Izsak et al., Cramming
         max_grad_norm=0.5,  # Cramming
         micro_batch_size=32,
@@ -196,14 +218,14 @@ def _from_the_literature(name, steps, batch, rate):
 
 
 def _portable(value, local_paths):
-    """The value of an option, with the last names of paths, which tell nothing of the machine."""
+    """The value of an option with local paths shortened to their last part, so that nothing shows of the machine."""
     if isinstance(value, list):
-        return [_portable(each, local_paths) for each in value]
+        return [_portable(entry, local_paths) for entry in value]
     return local_paths[value]["name"] if value in local_paths else value
 
 
 def _flag(name, value):
-    """An option as the command line takes it; nothing for None, which is the default wherever it may be."""
+    """An option as words of a command line; no words for None, which is always the default."""
     if value is None:
         return []
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The folder that a run leaves: claimed at the start, its record kept from then on, filled at the end."""
+"""The output folder of a run: locked and checked at the start, `run_config.json`, the finished model at the end."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,9 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.modeling.saving import save_with_code
 from d2l_bert.tokenization.cache import fingerprint
-from d2l_bert.tokenization.prepare import is_prepared
-from d2l_bert.tokenization.sources import PYTHON_DOCS, content_hash
+from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint, evaluate
 from d2l_bert.training.config import PretrainConfig
@@ -31,18 +32,18 @@ from d2l_bert.training.tracking import TrainingLog
 LOG_FILE = "training_log.jsonl"
 LOCK_FILE = ".lock"
 WEIGHTS_FILE = "model.safetensors"
-FINISH_FOLDER = ".model.part"
+PARTIAL_FOLDER = ".model.part"
 
 
 @contextlib.contextmanager
 def output_folder(run: PretrainConfig):
     """
-    Hold the run's folder for as long as the block lasts; no second run can have it meanwhile. If the block fails and
-    nothing was written, a folder that was made for it goes again.
+    Make the run's output folder and lock it for the block, so that no other run writes there; yields the folder.
+
+    If the folder is new and still empty after the block, it is deleted.
 
     Raises:
-        UserError: it cannot be written, is in use, holds other things, or holds a run that was not asked to be
-            resumed or replaced.
+        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
     """
     folder = Path(run.output_dir or default_output_dir(run))
     folders.check_name(folder)
@@ -55,13 +56,14 @@ def output_folder(run: PretrainConfig):
     except OSError as error:
         raise UserError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
-        refuse_what_is_there(run, folder)
+        check_output_folder(run, folder)
         yield folder
     finally:
-        # Deleted while it is held: after the release another run may hold this very file, and a third would make and
-        # lock one of its own. A run that has opened the file before sees, once it has the lock, that its name is gone.
+        # The lock file is deleted before the lock is released. Deleted afterwards, a second run could already hold the
+        # lock of the deleted file while a third run makes and locks a new file. A run that opened the file before its
+        # deletion notices, once it has the lock, that the file name is gone.
         try:
-            with contextlib.suppress(PermissionError):  # Windows keeps an open file, and filelock deletes it there
+            with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
                 (folder / LOCK_FILE).unlink(missing_ok=True)
         finally:
             lock.release()
@@ -69,14 +71,20 @@ def output_folder(run: PretrainConfig):
             folder.rmdir()
 
 
-def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
-    """Refuse a file, or a folder that holds other things or a run that was not asked to be resumed or replaced."""
+def check_output_folder(run: PretrainConfig, folder: Path) -> None:
+    """
+    Check that a run may write to an existing output folder.
+
+    Raises:
+        UserError: the path is a file; the folder contains the model of `init_from`, checkpoints without a
+            `run_config.json`, or other files without a run; or the folder holds a run, and the options ask neither to
+            resume nor to replace it, or ask for both, or name a checkpoint in another folder, or the run is finished
+            and has no checkpoint to resume from.
+    """
     if not folder.is_dir():
         raise UserError(f"output_dir {folder}: a file; name a folder")
-    entries = {path.name for path in folder.iterdir()} - {
-        LOCK_FILE,
-        f".{RUN_FILE}.part",
-    }  # which a killed run may leave
+    left_by_killed_runs = {LOCK_FILE, f".{RUN_FILE}.part"}
+    entries = {path.name for path in folder.iterdir()} - left_by_killed_runs
     start = Path(run.init_from or "").resolve()
     if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
         raise UserError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
@@ -88,12 +96,13 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
             )
         if entries:
             raise UserError(
-                f"output_dir {folder}: holds other things ({sorted(entries)[0]}) and no run; "
-                f"name a new or empty folder"
+                f"output_dir {folder}: holds other files ({sorted(entries)[0]}) and no run; name a new or empty folder"
             )
     elif run.overwrite_output_dir:
         if run.resume_from_checkpoint:
-            raise UserError("resume_from_checkpoint goes on with a run and overwrite_output_dir replaces it; give one")
+            raise UserError(
+                "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
+            )
     elif not run.resume_from_checkpoint:
         raise UserError(
             f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
@@ -102,7 +111,7 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
     elif run.resume_from_checkpoint != "latest":
         if Path(run.resume_from_checkpoint).resolve().parent != folder.resolve():
             raise UserError(
-                f"output_dir {folder}: holds another run than the checkpoint {run.resume_from_checkpoint}; "
+                f"output_dir {folder}: holds a run, but not the run of the checkpoint {run.resume_from_checkpoint}; "
                 f"name a new folder"
             )
     elif WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder):
@@ -113,18 +122,18 @@ def refuse_what_is_there(run: PretrainConfig, folder: Path) -> None:
 
 
 def default_output_dir(run: PretrainConfig) -> str:
-    """`d2l-bert-<recipe>-<corpus>`, here."""
+    """The output folder without `output_dir`: `d2l-bert-<recipe>-<corpus>` in the working directory."""
     names = run.text_paths() + [name for name, _ in run.named_datasets()]
     return f"d2l-bert-{run.recipe}-{Path(names[0]).resolve().stem if len(names) == 1 else 'texts'}"
 
 
 def repository(run: PretrainConfig, folder: Path) -> str:
-    """The repository on the Hub that the run is sent to."""
+    """The id of the Hub repository that the model is pushed to: `hub_model_id`, or the name of the output folder."""
     return run.hub_model_id or folder.resolve().name
 
 
 def make_record(run: PretrainConfig, max_steps: int, architecture, text, accelerator) -> dict:
-    """Everything that run_config.json says: resolved options, library versions, the corpus, the machine."""
+    """The content of `run_config.json`: resolved options, corpus, machine and library versions."""
     resolved = dataclasses.replace(
         run,
         corpus=run.text_paths(),
@@ -137,7 +146,7 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
     record = {
         "run": dataclasses.asdict(resolved),
         "architecture": architecture_numbers(architecture),
-        "corpus_is_prepared": is_prepared(run),
+        "corpus_is_prepared": corpus_is_prepared(run),
         "data": text.counts(),
         "local_paths": local_paths(resolved, text),
         "machine": describe_machine(accelerator),
@@ -150,41 +159,66 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
 
 
 def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
-    """The options that are paths here, no names on the Hub: the last name of each, and a fingerprint of what was read
-    there; None for what was written."""
+    """
+    The options that are local paths, not names on the Hub.
+
+    Returns:
+        By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
+        validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
+    """
     names = [*run.text_paths(), *(name for name, _ in run.named_datasets())]
-    given = zip(names, [*run.text_paths(), *run.dataset], text.source_fingerprints, strict=True)
-    paths = {path: found for name, path, found in given if name not in (PYTHON_DOCS, *text.hub_datasets)}
+    sources = zip(names, [*run.text_paths(), *run.dataset], text.source_fingerprints, strict=True)
+    fingerprints = {
+        path: source_print for name, path, source_print in sources if name not in (PYTHON_DOCS, *text.hub_datasets)
+    }
+    if text.validation is not None:
+        evaluated = [*run.validation_corpus, *(name for name, _ in run.validation_datasets())]
+        given = [*run.validation_corpus, *run.validation_dataset]
+        for name, path in zip(evaluated, given, strict=True):
+            if Path(name).exists():
+                fingerprints[path] = text.validation.tokens.fingerprint()
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
-            there = [Path(path, name) for name in ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")]
-            paths[path] = fingerprint([(file.name, content_hash(file)) for file in there if file.is_file()])
-    paths = {**dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint))), **paths}
-    return {path: {"name": folders.base_name(path), "fingerprint": found} for path, found in paths.items()}
+            files = [Path(path, name) for name in ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")]
+            fingerprints[path] = fingerprint([(file.name, content_hash(file)) for file in files if file.is_file()])
+    written = dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint)))
+    return {
+        path: {"name": folders.base_name(path), "fingerprint": path_fingerprint}
+        for path, path_fingerprint in {**written, **fingerprints}.items()
+    }
 
 
 def architecture_numbers(architecture: D2lBertConfig) -> dict:
-    """The fields that D2lBertConfig adds to Transformers' own."""
+    """The fields that `D2lBertConfig` adds to those of Transformers' `PreTrainedConfig`."""
     return {name: getattr(architecture, name) for name in D2lBertConfig.__annotations__}
 
 
 def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     """
-    Write the record and open the log; clear away what an earlier run left beyond the step this one starts from.
+    Write `run_config.json`, open the log, and delete the checkpoints of an earlier run after step `start`.
 
-    A finished model of this run stays, and its record with it, until `finish_folder` puts another in its place.
+    Unfinished checkpoints and copies of checkpoints for upload, which a killed run left, are deleted, too. A run that
+    starts from step 0 also deletes an earlier run's weights, metrics, curves and card. A resumed run keeps a finished
+    model and its `run_config.json` until `finish_folder` replaces both.
+
+    Args:
+        record: the content of `run_config.json`.
+        start: the steps done before: the step of the checkpoint to resume from, or 0.
+
+    Raises:
+        UserError: `run_config.json` or the log cannot be written.
     """
-    for left in folder.glob(f"{STAGED}*"):
-        shutil.rmtree(left)
+    for upload_copy in folder.glob(f"{STAGED}*"):
+        shutil.rmtree(upload_copy)
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if checkpoint.step_of(old) > start or old.name.startswith("."):
-            checkpoint.drop(old)
+            checkpoint.delete(old)
     if start == 0:
-        drop_weights(folder)
+        delete_weights(folder)
         for name in (METRICS_FILE, CURVES_FILE, CARD_FILE):
             (folder / name).unlink(missing_ok=True)
     if not (folder / WEIGHTS_FILE).exists():
-        try:  # before the log: without it the folder is no run's
+        try:  # before the log, because `check_output_folder` refuses a folder with a log and no run_config.json
             folders.write_json(folder / RUN_FILE, record)
         except OSError as error:
             mend = ", and give the same command again"
@@ -194,8 +228,8 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     return log
 
 
-def drop_weights(folder: Path) -> None:
-    """Delete a finished model's weights, on the disk too, before any other file of that model changes."""
+def delete_weights(folder: Path) -> None:
+    """Delete the weights of a finished model, and sync the folder: called before other files of the model change."""
     if (folder / WEIGHTS_FILE).exists():
         (folder / WEIGHTS_FILE).unlink()
         folders.sync(folder)
@@ -203,17 +237,25 @@ def drop_weights(folder: Path) -> None:
 
 def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: TrainingLog, held_out) -> str:
     """
-    Write model, tokenizer, code, figures, curves and card; return what there is to say of them.
+    Write the finished model, its tokenizer, code, `metrics.json`, curves and card to the output folder.
 
-    All is written beside first. Then an earlier model's weights are deleted, all other files are renamed into the
-    folder, and the weights come last: wherever the process is killed, weights in the folder have their own record,
-    figures, tokenizer and code beside them.
+    All files are first written to a hidden folder. Then an earlier model's weights are deleted, the other files are
+    moved into the output folder, and the weights last. So even if the process is killed, weights in the output folder
+    always stand beside their own `run_config.json`, `metrics.json`, tokenizer and code.
 
     Args:
-        model: to publish, in one piece.
-        held_out: a batch of one pair to show.
+        model: an unsharded model on the CPU.
+        record: the content of `run_config.json`.
+        metrics: the content of `metrics.json`, without the example predictions.
+        held_out: a held-out batch of one pair, shown as an example.
+
+    Returns:
+        A text for the user: the results, and examples of predictions.
+
+    Raises:
+        UserError: a file cannot be written. The checkpoints are unchanged.
     """
-    partial = folder / FINISH_FOLDER
+    partial = folder / PARTIAL_FOLDER
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
@@ -221,7 +263,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
             save_with_code(model, partial)
             save_tokenizer(text.tokenizer, partial)
         plot_curves(log.rows(), partial / CURVES_FILE)
-        # As a reader will load it.
+        # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
         sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
         filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
@@ -231,7 +273,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
         for path in partial.iterdir():
             folders.sync(path)
-        drop_weights(folder)
+        delete_weights(folder)
         for path in partial.iterdir():
             if path.name != WEIGHTS_FILE:
                 path.replace(folder / path.name)
@@ -240,7 +282,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         folders.sync(folder)
     except OSError as error:
         raise UserError(
-            f"{folder}: the model {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are as they were"
+            f"{folder}: the model {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are unchanged"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -248,7 +290,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
 
 
 def as_widget(predictions: list[tuple[str, list[tuple[str, float]]]]) -> list[dict]:
-    """Texts with one mask and their likeliest tokens, as the Hub's widget shows examples."""
+    """Texts with one mask and their likeliest tokens, in the format of the examples in the Hub's widget."""
     return [
         {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
         for text, best in predictions

@@ -1,4 +1,4 @@
-"""Each step's learning rate, and what is due after it: a row of the log, an evaluation, a checkpoint."""
+"""The schedule of one run: each step's learning rate, and the steps after which it logs, evaluates and saves."""
 
 import math
 
@@ -6,40 +6,40 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.optim import learning_rate_share
 
 
-# Of a run that does not say how many.
-ROWS, EVALUATIONS, CHECKPOINTS = 100, 10, 10
+# Numbers in a whole run without --logging_steps, --eval_steps, --save_steps.
+DEFAULT_ROWS, DEFAULT_EVALUATIONS, DEFAULT_CHECKPOINTS = 100, 10, 10
 
 
 class RunSchedule:
     """
-    Steps are counted from 1. The last one has a row, an evaluation and a checkpoint.
+    Answers for each step, counted from 1. The last step is always logged, evaluated and saved.
 
     Args:
-        max_steps: the run's.
+        max_steps: the number of steps in the run.
     """
 
     def __init__(self, run: PretrainConfig, max_steps: int):
         self.run, self.max_steps = run, max_steps
-        self.log_every = run.logging_steps or math.ceil(max_steps / ROWS)
-        self.evaluate_every = run.eval_steps or math.ceil(max_steps / EVALUATIONS)
-        self.save_every = run.save_steps or math.ceil(max_steps / CHECKPOINTS)
+        self.log_every = run.logging_steps or math.ceil(max_steps / DEFAULT_ROWS)
+        self.evaluate_every = run.eval_steps or math.ceil(max_steps / DEFAULT_EVALUATIONS)
+        self.save_every = run.save_steps or math.ceil(max_steps / DEFAULT_CHECKPOINTS)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """The learning rate of a step, counted from 1."""
         warmup_steps, decay_steps = self.run.schedule_steps(self.max_steps)
         kind = self.run.lr_scheduler_type
         return self.run.learning_rate * learning_rate_share(kind, step - 1, warmup_steps, self.max_steps, decay_steps)
 
-    def logs(self, step: int) -> bool:
-        """Whether the log gets a row after a step."""
-        return self._is_due(step, self.log_every) or self.evaluates(step) or self.saves(step)
+    def should_log(self, step: int) -> bool:
+        """Whether to write a row of the log after a step."""
+        return self._is_due(step, self.log_every) or self.should_evaluate(step) or self.should_save(step)
 
-    def evaluates(self, step: int) -> bool:
-        """Whether the model is evaluated after a step."""
+    def should_evaluate(self, step: int) -> bool:
+        """Whether to evaluate after a step."""
         return self._is_due(step, self.evaluate_every)
 
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint is saved after a step."""
+    def should_save(self, step: int) -> bool:
+        """Whether to save a checkpoint after a step."""
         return self._is_due(step, self.save_every)
 
     def _is_due(self, step, every):

@@ -1,4 +1,4 @@
-"""One optimizer step: the same, however many processes and micro-batches it is split over."""
+"""One optimizer step, with the same gradient for any number of processes and any micro-batch size."""
 
 import math
 
@@ -7,22 +7,26 @@ from accelerate import Accelerator
 
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.training import distributed
-from d2l_bert.training.meter import StepFigures
+from d2l_bert.training.meter import StepStats
 
 
 def train_step(
     accelerator: Accelerator, model, optimizers, micro_batches, learning_rate: float, max_grad_norm: float
-) -> StepFigures:
+) -> StepStats:
     """
-    One optimizer step, left out if its loss or gradient is not finite.
+    Train on one batch; skip the update of the weights if the loss or the gradient is not finite.
 
-    Losses are sums divided once, by the counts of the whole step over all processes, so that the gradient does not
-    depend on how the step is split.
+    Each loss is a sum over the whole batch of all processes, divided once by the batch's count, so that the gradient
+    does not depend on how the batch is split.
 
     Args:
-        model: a `D2lBertForPreTraining`, or a `D2lBertForMaskedLM` where `micro_batches` have no label of pairs; as
-            Accelerate prepared it.
-        optimizers: as Accelerate prepared them.
+        model: a `D2lBertForPreTraining`, or, for micro-batches without `next_sentence_label`, a `D2lBertForMaskedLM`;
+            as `Accelerator.prepare` returned it.
+        optimizers: as `Accelerator.prepare` returned them.
+        micro_batches: this process's share of the batch, as dicts of the model's arguments.
+
+    Returns:
+        The losses, the gradient norm and the counts of the whole batch, summed over all processes.
     """
     device = accelerator.device
     counts = accelerator.reduce(torch.stack([counts_of(batch) for batch in micro_batches]).sum(0).to(device), "sum")
@@ -33,28 +37,29 @@ def train_step(
     losses = torch.zeros(2, device=device)
     for number, batch in enumerate(micro_batches, 1):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        with distributed.summed_later(accelerator, model, number == len(micro_batches)):
+        with distributed.defer_gradient_sync(accelerator, model, number == len(micro_batches)):
             with accelerator.autocast():
                 outputs = model(**batch, **divisors, skip_logits=not distributed.is_sharded(model))
-            # Gradients are averaged over the processes, and their losses are shares of one sum.
+            # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
         pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
         losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
-    norm = distributed.whole(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
-    # Every process sees the same numbers, and so leaves out the same steps.
-    figures = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
-    is_finite = all(map(math.isfinite, figures[:3]))
+    norm = distributed.full_tensor(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm))
+    # Reduced over all processes, so that every process skips the same steps.
+    step_stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
+    is_finite = all(map(math.isfinite, step_stats[:3]))
     for optimizer in optimizers:
-        if is_finite or accelerator.scaler:  # which leaves out such steps itself, and scales less from then on
+        # The scaler of fp16 skips steps that are not finite by itself, and must see them to lower its scale.
+        if is_finite or accelerator.scaler:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
         optimizer.zero_grad()
-    return StepFigures(*figures, skipped=float(not is_finite))
+    return StepStats(*step_stats, skipped=float(not is_finite))
 
 
 def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Masked tokens, pairs (or sequences), real tokens, tokens with padding, and squared lengths of a batch: (5,)."""
+    """Counts of a batch, as `StepStats` has them, of shape (5,): masked tokens to squared lengths."""
     real = batch["attention_mask"]
     if "sequence_ids" in batch:
         ids = batch["sequence_ids"]
@@ -62,18 +67,18 @@ def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     else:
         lengths = real.sum(1)
     masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
-    found = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
-    return torch.stack([number.float() for number in found])
+    counts = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
+    return torch.stack([count.float() for count in counts])
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a step's dropout masks: with it nothing random needs to be kept in a checkpoint."""
+    """The seed of a step's dropout masks. The seed follows from the step, so that a checkpoint needs no RNG state."""
     return int(fingerprint(seed, step, rank), 16) % 2**63
 
 
 def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """
-    Pairs in a batch, or, where there is no label of pairs, sequences; 0 for a batch that counts for nothing.
+    The number of pairs in a batch; of sequences if the batch has no `next_sentence_label`; padding rows do not count.
 
     Args:
         batch: the model's arguments; its rows (B, T) may be packed.

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar or lines while it goes on, the log, and trackers such as TensorBoard."""
+"""The outputs of a running training: progress on the terminal, training_log.jsonl, trackers such as TensorBoard."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """The run's bar on a terminal, plain lines elsewhere: loss, tokens/s, time left."""
+    """Shows the rows of the training log: in a progress bar on a terminal, else as lines of the logger."""
 
     def __init__(self, start: int, total: int, visible: bool):
         self.total, self.visible = total, visible
@@ -37,11 +37,11 @@ class Progress:
         )
 
     def step(self) -> None:
-        """One optimizer step is done."""
+        """Move the bar on by one optimizer step."""
         self.bar.update()
 
     def show(self, row: dict) -> None:
-        """Show a row of the log."""
+        """Show a row of kind `train`: losses, skipped steps, learning rate, speed, time left."""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
         loss = f"loss {row['loss']:.3f}" if "loss" in row else "no loss"
         skipped = f"skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
@@ -62,34 +62,35 @@ class Progress:
             logger.info("  ".join(filter(None, parts)))
 
     def show_event(self, row: dict) -> None:
-        """Say what happened in a step."""
+        """Log the reason of an event: as a warning, except for a new stage of the run."""
         if self.visible:
             logger.log(logging.INFO if row["event"] == "stage" else logging.WARNING, row["reason"])
 
-    def show_held_out(self, figures: dict) -> None:
-        """Show what an evaluation found."""
+    def show_held_out(self, metrics: dict) -> None:
+        """Show the losses and accuracies of an evaluation."""
         if self.visible:
-            task = pair_task(figures)
+            task = pair_task(metrics)
             keys = ("mlm", task.key) if task else ("mlm",)
             losses = (
-                f"{key.upper()} loss {figures[f'eval_{key}_loss']:.3f}, accuracy {figures[f'eval_{key}_accuracy']:.1%}"
+                f"{key.upper()} loss {metrics[f'eval_{key}_loss']:.3f}, accuracy {metrics[f'eval_{key}_accuracy']:.1%}"
                 for key in keys
             )
             logger.info(f"held out: {'; '.join(losses)}")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the bar, and free its line on the terminal."""
         self.bar.close()
 
 
 def _clock(seconds):
+    """`h:mm:ss`, or `m:ss` below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def kind_of(row: dict) -> str:
-    """What a row of the log tells of its step: `train`, `held_out`, or the name of an event, such as `loss_spike`."""
+    """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `loss_spike`."""
     if "event" in row:
         return row["event"]
     return "held_out" if any(name.startswith("eval_") for name in row) else "train"
@@ -97,23 +98,25 @@ def kind_of(row: dict) -> str:
 
 class TrainingLog:
     """
-    `training_log.jsonl`: a row for every logged step, every evaluation and every event.
+    The file training_log.jsonl: a row for every logged step, every evaluation and every event.
 
-    It is only ever added to. A run that was resumed makes again what it had done since its checkpoint; what is in the
-    log of that stays, and is not written twice.
+    Rows are only appended, never changed. A resumed run repeats the steps after its checkpoint; for these steps, rows
+    that the log already has are not written again.
 
     Raises:
-        UserError: from `start_at` and `write`, if the file cannot be written; from `write`, for a figure that is not
-            finite, which JSON cannot hold.
+        UserError: from `start_at` and `write`, if the file cannot be written; from `write`, if a number in the row is
+            not finite, as JSON has no such numbers.
     """
 
     def __init__(self, path: Path):
-        self.path, self.written = path, set()
+        self.path = path
+        self.written = set()  # step and kind of each row in the file
 
     def start_at(self, step: int) -> None:
-        """Begin a new log in the place of an earlier run's, or, after some steps, go on with the one that is there.
+        """
+        Prepare the log: at step 0, an empty file replaces the log of an earlier run; else the existing rows stay.
 
-        A last line that was broken in the middle of a write is cut off.
+        An incomplete last line, from a write that was interrupted, is removed.
         """
         with self._writing():
             if step == 0:
@@ -125,7 +128,7 @@ class TrainingLog:
         self.written = {(row["step"], kind_of(row)) for row in self.rows()}
 
     def write(self, row: dict) -> bool:
-        """Append one row, unless there is one of its step and kind; returns whether there was none."""
+        """Append a row, unless the log has a row of the same step and kind; returns whether the row was appended."""
         key = (row["step"], kind_of(row))
         if key in self.written:
             return False
@@ -137,12 +140,12 @@ class TrainingLog:
                 )
         line = json.dumps(row, allow_nan=False) + "\n"
         with self._writing(), self.path.open("a") as file:
-            file.write(line)  # a single write to the disk, on closing
+            file.write(line)  # buffered: the line reaches the disk in one write, when the file is closed
         self.written.add(key)
         return True
 
     def rows(self) -> list[dict]:
-        """All rows, as they were written; a line that was broken in the middle of a write is left out."""
+        """All rows of the file in order, without incomplete lines from a write that was interrupted."""
         if not self.path.exists():
             return []
         rows = []
@@ -153,6 +156,7 @@ class TrainingLog:
 
     @contextlib.contextmanager
     def _writing(self):
+        """Raise an `OSError` of this block as `UserError`."""
         try:
             yield
         except OSError as error:
@@ -162,52 +166,52 @@ class TrainingLog:
 # ---------------------------------------------------------------------------------------------------------------------
 # Trackers
 
-# What trackers call the project, and the folder of TensorBoard's files in the run's.
+# The name of the project in the trackers, and of TensorBoard's folder in the run's folder.
 PROJECT = "d2l-bert"
 
-# Where the package to install has another name, or not any version will do.
+# The argument of pip install for trackers whose package has another name, or works in some versions only.
 TRACKER_PACKAGES = {"comet_ml": "comet-ml", "aim": "'aim<4'"}
 
 
 def check_trackers(names: list[str]) -> list[str] | None:
     """
-    The trackers to report to, as `Accelerator(log_with=...)` takes them; None for `[]` and for `["none"]`.
+    The argument of `Accelerator(log_with=...)` for the option `report_to`; None for `[]` and for `["none"]`.
 
     Raises:
-        UserError: a name that Accelerate does not know, or a tracker that is not installed, which Accelerate would
-            leave out without a word.
+        UserError: Accelerate does not know a name, or a tracker is not installed. Accelerate itself would ignore a
+            tracker that is not installed.
     """
     if names in ([], ["none"]):
         return None
     known = sorted(set(LoggerType.list()) - {"all"})
     for name in names:
         if name == "none":
-            raise UserError("report_to: none stands alone; leave it out, or the others")
+            raise UserError("report_to: none cannot be combined with trackers; give either none or the trackers")
         if name not in known:
             raise UserError(f"report_to takes {', '.join(known)}, or none, got {name!r}")
         if LoggerType(name) not in get_available_trackers():
             raise UserError(
-                f"report_to {name}: it is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or leave it "
-                f"out"
+                f"report_to {name}: the package is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or "
+                f"leave {name} out"
             )
     return names
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: int) -> None:
     """
-    Start the trackers that the accelerator was made with, on the main process.
+    Start the trackers of `accelerator.log_with`, on the main process.
 
-    TensorBoard's files lie in `d2l-bert` under the accelerator's `project_dir`; those of an earlier start stay, and
-    TensorBoard drops their points from step `start` + 1 on, which are about to come again. In the other trackers every
-    start is a run of its own, which goes on at its step.
+    TensorBoard writes to the folder `d2l-bert` in the accelerator's `project_dir`. When a run is resumed, the files of
+    the earlier start remain, and TensorBoard drops their points after step `start`, as the resumed run reports these
+    steps again. In other trackers a resumed run becomes a new run that begins at step `start` + 1.
 
     Args:
-        folder: the run's; its name is the run's in the trackers that name their runs.
-        record: what run_config.json holds.
-        start: steps done before.
+        folder: the run's folder; its name becomes the name of the run in trackers that have names for runs.
+        record: the content of run_config.json.
+        start: the number of steps done before.
 
     Raises:
-        UserError: a tracker does not start; the message has its own words.
+        UserError: a tracker does not start; the message quotes the tracker's error.
     """
     name = folder.resolve().name
     arguments = {
@@ -221,38 +225,44 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
     except Exception as error:
         names = ", ".join(map(str, accelerator.log_with))
         raise UserError(
-            f"report_to {names}: does not start ({_one_line(error)}); mend that, or leave it out"
+            f"report_to {names}: a tracker does not start ({_one_line(error)}); fix the error, or leave the tracker "
+            f"out"
         ) from error
 
 
 def flat(record: dict, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested numbers and words as one level, `run/learning_rate`; lists become words, and what is None is left out."""
-    found = {}
+    """
+    A nested dict as a flat dict with keys such as `run/learning_rate`, as trackers take it.
+
+    A list becomes a string with spaces between the elements. Entries that are None are left out.
+    """
+    result = {}
     for name, value in record.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}/")
+            result |= flat(value, f"{prefix}{name}/")
         elif value is not None:
-            whole = isinstance(value, (bool, int, float, str))
-            found[f"{prefix}{name}"] = value if whole else " ".join(map(str, value))
-    return found
+            is_scalar = isinstance(value, (bool, int, float, str))
+            result[f"{prefix}{name}"] = value if is_scalar else " ".join(map(str, value))
+    return result
 
 
 def send_to_trackers(accelerator: Accelerator, row: dict) -> None:
     """
-    Give a row of the log to the trackers, as `train/loss`, `eval/mlm_loss` and so on; events are not reported.
+    Send a row of the training log to the trackers, as `train/loss`, `eval/mlm_loss` and so on, except events.
 
-    A tracker that fails is said, and does not end the run: every row is in the log.
+    If a tracker fails, a warning is logged and the run continues: the training log has every row.
     """
     if "event" in row:
         return
     group = {"train": "train", "held_out": "eval"}[kind_of(row)]
-    figures = {f"{group}/{name.removeprefix('eval_')}": value for name, value in row.items() if name != "step"}
+    values = {f"{group}/{name.removeprefix('eval_')}": value for name, value in row.items() if name != "step"}
     for tracker in accelerator.trackers:
         try:
-            tracker.log(figures, step=row["step"])
+            tracker.log(values, step=row["step"])
         except Exception as error:
             logger.warning(
-                f"step {row['step']}: {tracker.name} did not take the figures ({_one_line(error)}); the log has them"
+                f"step {row['step']}: {tracker.name} did not take the metrics ({_one_line(error)}); "
+                f"training_log.jsonl has them"
             )
 
 

@@ -1,13 +1,11 @@
-"""What is settled by trying before the first step: micro-batch, compiling, number of steps."""
+"""Measurements before the first step that choose the micro-batch size, torch.compile and the number of steps."""
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch._dynamo.config
@@ -24,10 +22,10 @@ from d2l_bert.training import distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import (
     counts_of_full_pairs,
+    full_length_pairs,
     make_batch_maker,
     make_steps,
     micro_batch_pairs,
-    pairs_of,
     trial_micro_batches,
 )
 from d2l_bert.training.checkpoint import Checkpoint
@@ -35,61 +33,76 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import PretrainingSteps
 from d2l_bert.training.host_settings import RECOMPUTATION_LIMITS
 from d2l_bert.training.learner import Learner
-from d2l_bert.training.schedule import EVALUATIONS
+from d2l_bert.training.schedule import DEFAULT_EVALUATIONS
 
 
 logger = logging.getLogger(__name__)
 
 
-# Doubling a micro-batch must gain so much; below it is noise, and memory is worth more.
-LEAST_GAIN = 1.05
+# The least gain in speed for which a micro-batch is doubled. Smaller gains are noise, and not worth the memory.
+MIN_GAIN = 1.05
+
+# The most turns in which a size and its half are timed. If the size is faster in none of them, the search ends.
+TURNS_OF_SIZES = 3
 
 NO_MEMORY_FOR_ONE = (
     "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq_length, or take a smaller model"
 )
 
 
-def settle_micro_batch(
+def choose_micro_batch_size(
     run: PretrainConfig, learner: Learner, text: PreparedText, cutting: dict, resumed: Checkpoint | None
 ) -> PretrainConfig:
-    """The run with its micro-batch as a number: `auto` is what its checkpoint was made with, or what is found."""
+    """
+    Resolve `micro_batch_size` to a number.
+
+    `auto` takes the size in the checkpoint to resume from. Without a checkpoint, `auto` is the fastest size that fits
+    into memory.
+
+    Args:
+        cutting: what `batching.how_to_cut` returned for this process.
+
+    Returns:
+        The options of the run with the size.
+    """
     if run.micro_batch_size != "auto":
         return run
     if resumed:
-        found = resumed.state["micro_batch_size"]
+        size = resumed.state["micro_batch_size"]
     else:
         micro_batches = functools.partial(trial_micro_batches, run, text, **cutting)
-        most = -(-run.global_batch_size // learner.accelerator.num_processes)
-        found = find_micro_batch(learner, micro_batches, most)
+        pairs_per_process = -(-run.global_batch_size // learner.accelerator.num_processes)
+        size = find_micro_batch(learner, micro_batches, pairs_per_process)
         if learner.accelerator.is_main_process:
             logger.info(
-                f"micro-batches of {found} pairs of {run.max_seq_length} tokens are the fastest that the memory holds"
+                f"micro-batches of {size} pairs of {run.max_seq_length} tokens are the fastest that fit into memory"
             )
-        learner.forget_moments()
-    return dataclasses.replace(run, micro_batch_size=found)
+        learner.reset_optimizers()
+    return dataclasses.replace(run, micro_batch_size=size)
 
 
 def find_micro_batch(learner: Learner, micro_batches: Callable[[int], list[dict]], most: int) -> int:
     """
-    The micro-batch that this machine trains on fastest and has the memory for. All processes must call, and agree.
+    The micro-batch size, in pairs, that trains fastest and fits into the memory of every process.
 
-    Under FSDP2 a forward pass is the work of all processes, and memory that runs out in one alone leaves the others
-    waiting.
+    Every process must call this function; all get the same answer. On FSDP2 the other processes hang if a single
+    process runs out of memory, because all of them take part in each forward pass.
 
     Args:
-        micro_batches: of a number of pairs computed at once, what the run then has of largest ones.
-        most: pairs that a process has in a step.
+        micro_batches: returns, for a micro-batch size, the largest micro-batches that the run would have.
+        most: the number of pairs of a process in a step, which is the largest size to try.
 
     Raises:
-        UserError: there is no memory for a single pair.
+        UserError: a single pair does not fit into memory.
     """
 
     def speed(size):
+        """Tokens per second of the slowest process; 0 if a process runs out of memory."""
         seconds, tokens = math.inf, 0
         try:
             tried = micro_batches(size)
             tokens = sum(int(batch["attention_mask"].sum()) for batch in tried)
-            for _ in range(3):  # the first one allocates
+            for _ in range(3):  # take the fastest of 3: the first includes memory allocation
                 start = time.monotonic()
                 for batch in tried:
                     learner.try_gradient(batch).item()
@@ -98,12 +111,12 @@ def find_micro_batch(learner: Learner, micro_batches: Callable[[int], list[dict]
             if not is_out_of_memory(error):
                 raise
             seconds = math.inf
-        learner.forget_gradient()
+        learner.clear_gradients()
         speeds = learner.accelerator.gather(torch.tensor(tokens / seconds, device=learner.accelerator.device))
         return float(speeds.min())
 
     try:
-        learner.try_step(micro_batches(1)[:1])  # the optimizer's moments have their memory from here on
+        learner.try_step(micro_batches(1)[:1])  # allocates the optimizer's moments, which need memory too
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -113,39 +126,52 @@ def find_micro_batch(learner: Learner, micro_batches: Callable[[int], list[dict]
 
 def fastest(speed: Callable[[int], float], most: int) -> int:
     """
-    The size that is worked off fastest, doubled from 1 until that gains next to nothing.
+    The fastest size, found by doubling from 1 until the gain in speed is below `MIN_GAIN`.
+
+    A size and its half are timed alternately, up to `TURNS_OF_SIZES` times, and their highest speeds are compared: the
+    search does not end because another program slows down one measurement.
 
     Args:
-        speed: of a size, per second; 0 if it is too much.
-        most: sizes above it are not tried.
+        speed: returns the speed at a size; 0 if the size does not fit into memory.
+        most: the largest size to try.
 
     Raises:
-        UserError: even 1 is too much.
+        UserError: size 1 does not fit into memory.
     """
-    best, highest = 0, 0.0
-    for size in (min(2**power, most) for power in itertools.count()):
-        reached = speed(size)
-        if not reached or reached < LEAST_GAIN * highest:
-            break
-        best, highest = size, reached
-        if size == most:
-            break
-    if not best:
+    best, speed_of_best = 1, speed(1)
+    if not speed_of_best:
         raise UserError(NO_MEMORY_FOR_ONE)
+    while best < most:
+        size, highest = min(2 * best, most), 0.0
+        for _ in range(TURNS_OF_SIZES):
+            speed_at_size = speed(size)
+            if not speed_at_size:
+                return best
+            highest, speed_of_best = max(highest, speed_at_size), max(speed_of_best, speed(best))
+            if highest >= MIN_GAIN * speed_of_best:
+                break
+        else:
+            return best
+        best, speed_of_best = size, highest
     return best
 
 
-# Seconds that a run's arithmetic alone must take at the device's peak. Compiling takes 10 to 60 and spares a tenth or
-# so of a step, which in turn takes two to four times as long as its arithmetic.
-LEAST_SECONDS = 300.0
+# `auto` tries torch.compile if the run's arithmetic takes longer than this at the device's peak. Compiling takes 10 to
+# 60 s and saves about a tenth of a step; a step takes two to four times as long as its arithmetic at the peak.
+MIN_SECONDS_TO_COMPILE = 300.0
 
-MOST_PROGRAMS = 64
+# Programs that the compiler may make for the encoder block.
+RECOMPILE_LIMIT = 64
 
-# Steps that tell whether compiling pays, and the fewest operations a second that any device might have.
-TIMED_TO_COMPILE, SLOWEST_PEAK = 3, 2e10
+# A lower bound for the operations per second of any device.
+LOWEST_PEAK = 2e10
+
+# In a turn, a step is timed with and without compiling. There are at least LEAST_TURNS turns, and more until the turns
+# have taken SECONDS_OF_TURNS: another program often works for a second or two, and then leaves some turns undisturbed.
+LEAST_TURNS, SECONDS_OF_TURNS = 5, 10.0
 
 
-def settle_compiling(
+def choose_torch_compile(
     run: PretrainConfig,
     architecture: D2lBertConfig,
     learner: Learner,
@@ -153,65 +179,84 @@ def settle_compiling(
     cutting: dict,
     resumed: Checkpoint | None,
 ) -> PretrainConfig:
-    """The run with `torch_compile` as true or false, and the model compiled: as its checkpoint says, or if it pays."""
+    """
+    Resolve `torch_compile` to `true` or `false`, and compile the encoder blocks for `true`.
+
+    `auto` takes the choice in the checkpoint to resume from. Without a checkpoint, `auto` is `true` for a long run
+    whose steps are measured to be faster when compiled.
+
+    Returns:
+        The options of the run with the choice.
+
+    Raises:
+        UserError: `torch_compile` is `true` and compiling fails.
+    """
     accelerator, model = learner.accelerator, learner.model
-    wanted = resumed.state.get("torch_compile", "false") if resumed and run.torch_compile == "auto" else None
-    wanted = wanted or run.torch_compile
+    choice = resumed.state.get("torch_compile", "false") if resumed and run.torch_compile == "auto" else None
+    choice = choice or run.torch_compile
 
     def try_step():
         kinds = micro_batches_of_every_kind(trial_micro_batches(run, text, micro_batch_pairs(run), **cutting)[-1])
-        if cutting["world_size"] > 1:  # a process may have a row less than the others
-            kinds.append(make_batch_maker(run, text, run.max_seq_length).empty())
+        # With several processes, a process without rows in a micro-batch gets an empty one.
+        if cutting["world_size"] > 1:
+            kinds.append(make_batch_maker(run, text.tokens, text.tokenizer, run.max_seq_length).empty())
         try:
             for batch in kinds:
                 learner.try_gradient(batch)
         finally:
-            learner.forget_gradient()
+            learner.clear_gradients()
 
-    if wanted == "auto":
-        wanted = "false"
-        # FSDP2 gathers a block's weights around it, which a program made beforehand does not know of.
-        if not distributed.is_sharded(model) and is_long(run, architecture, text, cutting, accelerator):
-            steps = make_steps(run, text, 1000, **cutting)
-            timed = [functools.partial(learner.try_step, steps[step]) for step in range(1000 - TIMED_TO_COMPILE, 1000)]
-            wanted = str(pays(accelerator, model, try_step, timed)).lower()
-            learner.forget_moments()
-    elif wanted == "true":
+    if choice == "auto":
+        choice = "false"
+        # Not with FSDP2, which gathers a block's weights at each forward pass; compiled programs do not expect that.
+        if not distributed.is_sharded(model) and is_long_enough_to_compile(
+            run, architecture, text, cutting, accelerator
+        ):
+            last_step = make_steps(run, text, PROVISIONAL_STEPS, **cutting)[PROVISIONAL_STEPS - 1]
+            timed = functools.partial(learner.try_step, last_step)
+            choice = str(compiling_pays(accelerator, model, try_step, timed)).lower()
+            learner.reset_optimizers()
+    elif choice == "true":
         if error := compile_now(model, try_step):
             raise UserError(f"torch_compile: {error}; give --torch_compile false, or PyTorch's compiler what it needs")
-        learner.forget_moments()
-    return dataclasses.replace(run, torch_compile=wanted)
+        learner.reset_optimizers()
+    return dataclasses.replace(run, torch_compile=choice)
 
 
-def is_long(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, cutting, accelerator) -> bool:
-    """Whether the run is so long that compiling may pay, going by its arithmetic; all processes agree."""
+def is_long_enough_to_compile(
+    run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, cutting, accelerator
+) -> bool:
+    """Whether the run's arithmetic takes so long that compiling may save time; the same answer in all processes."""
     if run.max_minutes is not None:
-        return 60 * run.max_minutes > 2 * LEAST_SECONDS
-    max_steps = run.max_steps or count_steps(run, make_steps(run, text, STAND_IN, **cutting))
-    counts = counts_of_full_pairs(run, pairs_of(run, max_steps))
+        return 60 * run.max_minutes > 2 * MIN_SECONDS_TO_COMPILE
+    max_steps = run.max_steps or steps_for_epochs(run, make_steps(run, text, PROVISIONAL_STEPS, **cutting))
+    counts = counts_of_full_pairs(run, full_length_pairs(run, max_steps))
     arithmetic = training_arithmetic(architecture, counts, run.objective in PAIR_TASKS)
-    if arithmetic < LEAST_SECONDS * SLOWEST_PEAK:
-        return False  # nowhere, and all that measuring takes is spared
+    if arithmetic < MIN_SECONDS_TO_COMPILE * LOWEST_PEAK:
+        return False  # too short on any device: save the time of measuring the peak
     peak = accelerator.reduce(torch.tensor(peak_of(accelerator), device=accelerator.device), "sum")
-    return arithmetic / float(peak) > LEAST_SECONDS
+    return arithmetic / float(peak) > MIN_SECONDS_TO_COMPILE
 
 
 def micro_batches_of_every_kind(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """
-    A micro-batch, some of its rows and one of them, with padding and without, and one of a single prediction: whatever
-    gets programs of its own. The compiler makes one for each size of 1.
+    Variants of a micro-batch for which the compiler makes separate programs.
+
+    These are micro-batches with all rows, two rows and one row, with and without padding, and with a single masked
+    token: the compiler makes a separate program wherever a size is 1.
 
     Args:
-        batch: the model's arguments, as large as any of the run; its rows (B, T) may be packed.
+        batch: the model's arguments, the largest micro-batch of the run; its rows (B, T) may be packed.
     """
     kinds = []
     for rows in (list(range(len(batch["input_ids"]))), [0, 0], [0]):
-        part = {name: tensor[rows] for name, tensor in batch.items()}
+        chosen = {name: tensor[rows] for name, tensor in batch.items()}
         for padding in (0, 1) if "sequence_ids" not in batch else (0,):  # packed rows always have a mask
-            real = torch.ones_like(part["attention_mask"])
+            real = torch.ones_like(chosen["attention_mask"])
             real[:, real.shape[1] - padding :] = 0
-            kinds.append(part if "sequence_ids" in batch else {**part, "attention_mask": real})
-    if "next_sentence_label" not in batch:  # with it [CLS] is read beside
+            kinds.append(chosen if "sequence_ids" in batch else {**chosen, "attention_mask": real})
+    # With `next_sentence_label` the last block also computes [CLS], so that a single masked token is not a size of 1.
+    if "next_sentence_label" not in batch:
         slots = ("masked_positions", "labels")
         kinds += [{**kind, **{name: kind[name][:, :1] for name in slots}} for kind in kinds]
     return kinds
@@ -219,44 +264,44 @@ def micro_batches_of_every_kind(batch: dict[str, torch.Tensor]) -> list[dict[str
 
 def compile_blocks(model: nn.Module) -> None:
     """
-    Have PyTorch's compiler make one program for all blocks of the encoder, for rows of any number and width.
+    Set up torch.compile for the encoder blocks, with one program for all blocks and dynamic shapes.
 
-    Regional compilation: what is compiled is one block, so that a deep model takes no longer than a flat one. Names of
-    parameters and what a checkpoint holds stay as they are. Nothing is compiled before the next step. Some settings
-    of the compiler are changed for the whole process.
+    This is regional compilation: one block is compiled, so that a deep model compiles as fast as a shallow one. Names
+    of parameters and the content of checkpoints do not change. Compiling happens in the next forward pass. This
+    function changes settings of the compiler for the whole process; `restore_host_settings` restores them.
 
     Args:
-        model: a d2l-bert with an encoder, without a distributed wrapper.
+        model: a d2l-bert model with an encoder, without a DDP or FSDP2 wrapper.
     """
-    # Activations are cheaper to compute again than to write and read. Not by `aggressive_recomputation`: it would also
-    # draw dropout's masks a second time, with other random numbers.
+    # Recomputing activations is cheaper than writing and reading them. `aggressive_recomputation` is wrong here: it
+    # would also recompute dropout masks, with other random numbers.
     for name in RECOMPUTATION_LIMITS:
         setattr(torch._functorch.config, name, False)
-    # Training and evaluation, blocks and the last one, rows with padding and without, single rows and queries: each
-    # has a program. Past the limit, 8 by default, all others would run as written.
-    torch._dynamo.config.recompile_limit = MOST_PROGRAMS
-    # Sizes that are equal by chance stay apart: a width of 128 beside a hidden size of 128 would have a program alone.
+    # There are separate programs for training and evaluation, for the last block, for padding, and for sizes of 1.
+    # Beyond the limit, 8 by default, PyTorch would run further variants uncompiled.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    # Duck shapes would compile a separate program for a sequence length of 128 beside a hidden size of 128.
     torch.fx.experimental._config.use_duck_shape = False
     for block in model.base_model.encoder.layer:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
 
 
-def leave_as_written(model: nn.Module) -> None:
-    """Undo `compile_blocks`."""
+def undo_compile_blocks(model: nn.Module) -> None:
+    """Run the encoder blocks uncompiled again, as before `compile_blocks`."""
     for block in model.base_model.encoder.layer:
         vars(block).pop("compute", None)
 
 
 def compile_now(model: nn.Module, try_step: Callable[[], object]) -> str | None:
     """
-    Compile the blocks by computing with them.
+    Compile the encoder blocks now, by running them.
 
     Args:
-        try_step: takes micro-batches of every kind that gets a program of its own forward and back, in this process
-            alone, so that all programs are made here.
+        try_step: runs `micro_batches_of_every_kind` forward and backward in this process, so that all programs are
+            compiled here and none later during training.
 
     Returns:
-        What went wrong, in a line, and then nothing is compiled; or None.
+        None; or, if compiling fails, the reason in one line. The blocks then run uncompiled.
     """
     compile_blocks(model)
     try:
@@ -264,126 +309,151 @@ def compile_now(model: nn.Module, try_step: Callable[[], object]) -> str | None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        leave_as_written(model)
-        # Under DDP the message begins with a line "backend='compile_fn' raised:", and the reason follows.
+        undo_compile_blocks(model)
+        # With DDP the first line is "backend='compile_fn' raised:", and the reason is in the second.
         reasons = (line for line in str(error).strip().splitlines() if not line.endswith(" raised:"))
         return next(reasons, type(error).__name__)
     return None
 
 
-def pays(
-    accelerator: Accelerator, model: nn.Module, try_step: Callable[[], object], steps: Iterable[Callable]
+def compiling_pays(
+    accelerator: Accelerator, model: nn.Module, try_step: Callable[[], object], step: Callable[[], object]
 ) -> bool:
     """
-    Whether steps are faster compiled; if so, the blocks are from here on. All processes must call, and agree.
+    Compile the encoder blocks, and keep them compiled if a step becomes faster.
+
+    Every process must call this function; all get the same answer.
 
     Args:
         try_step: as in `compile_now`.
-        steps: callables that each take a step that learns nothing, for timing.
+        step: takes a training step at a learning rate of 0. This function is timed.
+
+    Returns:
+        Whether the compiled step is faster, and the blocks are now compiled.
     """
-
-    def seconds():
-        taken = []
-        for step in steps:
-            start = time.monotonic()
-            step()
-            taken.append(time.monotonic() - start)
-        return taken
-
-    def typical():
-        seconds()  # the first time allocates
-        taken = torch.tensor(statistics.median(seconds()), device=accelerator.device)
-        return float(accelerator.reduce(taken, "mean"))
-
-    as_written = typical()
     start = time.monotonic()
     error = compile_now(model, try_step)
     compiling = time.monotonic() - start
     failed = float(accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device), "sum"))
     if failed:
-        leave_as_written(model)
-        outcome = f"not compiled: {error or 'another process could not'}"
-        compiled = as_written
+        pays, outcome = False, f"not compiled: {error or 'another process could not'}"
     else:
-        compiled = typical()
-        outcome = f"compiled in {compiling:.0f} s: a step takes {compiled:.3g} s instead of {as_written:.3g}"
-    if not failed and compiled >= as_written:
-        leave_as_written(model)
-        outcome += ", so it is left as written"
-    if accelerator.is_main_process or error:  # a rank that cannot compile says why
+        uncompiled, compiled = time_both_ways(accelerator, model, step)
+        pays = compiled < uncompiled
+        outcome = f"compiled in {compiling:.0f} s: a step takes {compiled:.3g} s instead of {uncompiled:.3g}"
+        outcome += "" if pays else ", so the run goes on without compiling"
+    if not pays:
+        undo_compile_blocks(model)
+    if accelerator.is_main_process or error:  # every rank that fails to compile logs its reason
         logger.info(outcome)
-    return compiled < as_written
+    return pays
 
 
-# Steps that stand for the run while its length is not known.
-STAND_IN = 1000
-
-# Steps of each length that `max_minutes` is worked out from.
-TIMED_STEPS = 20
-
-
-def decide_steps(run: PretrainConfig, learner: Learner, text: PreparedText, cutting: dict, held_out) -> int:
+def time_both_ways(accelerator: Accelerator, model: nn.Module, step: Callable[[], object]) -> tuple[float, float]:
     """
-    The number of optimizer steps, from whichever option gives the length of the run.
+    The seconds of a step with uncompiled and with compiled blocks; the same in all processes.
 
-    What was decided is kept in run_config.json and in every checkpoint, so that a resumed run keeps its schedule.
+    Each turn takes the step both ways, and the fastest time of each way is returned: other programs can only make a
+    turn slower, so the fastest turn is the least disturbed. The blocks must be compiled, and are compiled afterwards.
+    """
+    blocks = model.base_model.encoder.layer
+    compiled = [block.compute for block in blocks]
+
+    def seconds(is_compiled):
+        undo_compile_blocks(model)
+        for block, compute in zip(blocks, compiled, strict=True) if is_compiled else ():
+            block.compute = compute
+        start = time.monotonic()
+        step()
+        return time.monotonic() - start
+
+    seconds(False), seconds(True)  # not counted: the first step of each way allocates memory
+    turns, spent = [], 0.0
+    while len(turns) < LEAST_TURNS or spent < SECONDS_OF_TURNS:
+        order = (False, True) if len(turns) % 2 else (True, False)
+        taken = {is_compiled: seconds(is_compiled) for is_compiled in order}
+        # The mean over the processes, so that all processes take the same number of turns and return the same.
+        turn = torch.tensor([taken[False], taken[True]], device=accelerator.device)
+        turns.append(accelerator.reduce(turn, "mean").tolist())
+        spent += sum(turns[-1])
+    if not order[-1]:
+        for block, compute in zip(blocks, compiled, strict=True):
+            block.compute = compute
+    return min(turn[0] for turn in turns), min(turn[1] for turn in turns)
+
+
+# The assumed length of a run, in steps, while its real length is not known.
+PROVISIONAL_STEPS = 1000
+
+# Steps to time at each sequence length for `max_minutes`.
+STEPS_TIMED_PER_LENGTH = 20
+
+
+def choose_max_steps(run: PretrainConfig, learner: Learner, text: PreparedText, cutting: dict, held_out) -> int:
+    """
+    The number of steps in the run, from `max_steps`, `num_train_epochs` or `max_minutes`.
+
+    The number is saved in `run_config.json` and in every checkpoint, so that a resumed run keeps its schedule.
 
     Args:
-        held_out: the batches of an evaluation.
+        held_out: the batches of an evaluation, which `max_minutes` includes.
     """
     if run.max_steps is not None:
         return run.max_steps
-    steps = make_steps(run, text, STAND_IN, **cutting)
+    steps = make_steps(run, text, PROVISIONAL_STEPS, **cutting)
     if run.max_minutes is None:
-        return count_steps(run, steps)
-    return steps_in(run, *time_steps(steps, learner, held_out))
+        return steps_for_epochs(run, steps)
+    return steps_for_minutes(run, *time_steps(steps, learner, held_out))
 
 
-def count_steps(run: PretrainConfig, steps: PretrainingSteps) -> int:
+def steps_for_epochs(run: PretrainConfig, steps: PretrainingSteps) -> int:
     """
-    The steps of a run whose length is `num_train_epochs`.
+    The number of steps in a run of `num_train_epochs`.
 
     Args:
-        steps: of a run of `STAND_IN` steps.
+        steps: the steps of a run that is `PROVISIONAL_STEPS` long.
     """
-    # Each length has a plan of its own, of which a step is some part.
-    passes = sum(
-        (end - phase.first_step) / STAND_IN * phase.global_batch_size / len(phase.plans.epoch(0))
+    # Each sequence length has its own plan of an epoch's pairs; a step covers a share of a plan.
+    epochs_per_step = sum(
+        (end - phase.first_step) / PROVISIONAL_STEPS * phase.global_batch_size / phase.pairs.pairs_in_an_epoch()
         for phase, end in _with_ends(steps.phases)
     )
-    return math.ceil(run.num_train_epochs / passes)
+    return math.ceil(run.num_train_epochs / epochs_per_step)
 
 
 def time_steps(steps: PretrainingSteps, learner: Learner, held_out) -> tuple[float, float]:
     """
-    Seconds of an average step and of an evaluation, averaged over the processes.
+    Measure the seconds of an average step and of an evaluation, averaged over the processes.
 
-    Some steps of every length are timed at a rate of 0, and one evaluation: nothing is learnt.
+    Times some steps of each sequence length, at a learning rate of 0, so that the weights do not change.
+
+    Args:
+        steps: the steps of a run that is `PROVISIONAL_STEPS` long.
     """
     step_seconds = 0.0
     for phase, end in _with_ends(steps.phases):
-        learner.try_step(steps[phase.first_step])  # the first step allocates, and is slow
+        learner.try_step(steps[phase.first_step])  # not timed: the first step allocates memory
         start = time.monotonic()
-        timed = range(phase.first_step, end)[1 : TIMED_STEPS + 1] or [phase.first_step]
+        timed = range(phase.first_step, end)[1 : STEPS_TIMED_PER_LENGTH + 1] or [phase.first_step]
         for step in timed:
             learner.try_step(steps[step])
-        step_seconds += (end - phase.first_step) / STAND_IN * (time.monotonic() - start) / len(timed)
+        step_seconds += (end - phase.first_step) / PROVISIONAL_STEPS * (time.monotonic() - start) / len(timed)
     start = time.monotonic()
     learner.evaluate(held_out)
     evaluation_seconds = time.monotonic() - start
-    learner.forget_moments()
+    learner.reset_optimizers()
     timings = torch.tensor([step_seconds, evaluation_seconds], device=learner.accelerator.device)
     return tuple(learner.accelerator.reduce(timings, "mean").tolist())
 
 
 def _with_ends(phases):
-    """Each phase, and the step with which the next one begins."""
-    return zip(phases, [*(later.first_step for later in phases[1:]), STAND_IN], strict=True)
+    """Pairs of a phase and the step after its last, counted from 0."""
+    return zip(phases, [*(later.first_step for later in phases[1:]), PROVISIONAL_STEPS], strict=True)
 
 
-def steps_in(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
-    """Steps that `max_minutes` have room for, evaluations included."""
+def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
+    """The number of steps that fit into `max_minutes`, with their evaluations."""
     seconds = 60 * run.max_minutes
     if run.eval_steps:
         return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
-    return max(1, int((seconds - EVALUATIONS * evaluation_seconds) / step_seconds))
+    return max(1, int((seconds - DEFAULT_EVALUATIONS * evaluation_seconds) / step_seconds))

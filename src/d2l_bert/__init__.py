@@ -1,12 +1,13 @@
-"""d2l-bert: raw text in, a BERT out.
+"""Public names of d2l-bert (raw text in, a BERT out), and the registration with Transformers.
 
-Importing it registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained` and
-`pipeline("fill-mask")` know it, and the task `pipeline("next-sentence-prediction")`.
+`import d2l_bert` registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained`
+and `pipeline("fill-mask")` load it. The import also registers the task of `pipeline("next-sentence-prediction")`.
 """
 
 from importlib import import_module
 
-from d2l_bert import early_signals  # noqa: F401  first, as the imports below take seconds
+# First: the imports below take seconds, and a signal may come; and they load OpenMP, which reads its settings then.
+from d2l_bert import early_signals, openmp  # noqa: F401
 
 
 # isort: split
@@ -53,7 +54,7 @@ for auto_class, model_class in (
     (AutoModelForMultipleChoice, D2lBertForMultipleChoice),
 ):
     auto_class.register(D2lBertConfig, model_class, exist_ok=True)
-    # Whatever saves a model leaves its code beside it, for those who load it with `trust_remote_code=True`.
+    # `save_pretrained` copies the model's code into the folder, to be loaded with `trust_remote_code=True`.
     model_class.register_for_auto_class(auto_class.__name__)
 D2lBertConfig.register_for_auto_class()
 
@@ -64,8 +65,8 @@ PIPELINE_REGISTRY.register_pipeline(
     type="text",
 )
 
-# What only those need who train is imported when it is asked for.
-_LATER = {
+# Public names that only training needs: `__getattr__` imports their modules at the first use, not `import d2l_bert`.
+_LAZY_IMPORTS = {
     "PretrainConfig": "d2l_bert.training.config",
     "PretrainingLoss": "d2l_bert.training.trainer_loss",
     "RECIPES": "d2l_bert.training.recipes",
@@ -85,11 +86,11 @@ __all__ = [
     "D2lBertModel",
     "D2lBertPreTrainedModel",
     "NextSentencePredictionPipeline",
-    *_LATER,
+    *_LAZY_IMPORTS,
 ]
 
 
 def __getattr__(name):
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+    if name in _LAZY_IMPORTS:
+        return getattr(import_module(_LAZY_IMPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

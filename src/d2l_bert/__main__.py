@@ -1,4 +1,4 @@
-"""`python -m d2l_bert`, and so `accelerate launch -m d2l_bert`."""
+"""The command `d2l-bert` as a module: for `python -m d2l_bert` and `accelerate launch -m d2l_bert`."""
 
 import sys
 

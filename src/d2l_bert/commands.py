@@ -1,85 +1,113 @@
-"""What each command of `d2l-bert` does with its arguments."""
+"""One function for each command of `d2l-bert`, called with the command's parsed arguments."""
 
 import ctypes
 import dataclasses
 import sys
 from pathlib import Path
 
-from d2l_bert.errors import UserError, another_kind, reading_model, reading_tokenizer, refusals_are_the_users
+from d2l_bert.errors import UserError, reading_model, reading_tokenizer, value_errors_for_user, wrong_model_type
 
 
 def pretrain_command(arguments) -> None:
-    """Start from a recipe, change what was given, and train."""
-    from d2l_bert.training.distributed import said_once
+    """Train the model that the recipe and the given flags describe."""
+    from d2l_bert.training.distributed import report_errors_once
     from d2l_bert.training.pretrain import pretrain
 
-    with said_once():
+    with report_errors_once():
         architecture, run = resolve_pretrain(arguments)
-    keep_freed_memory()  # before the text is read: what that frees is one large piece, in which steps find room
+    keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
     pretrain(architecture, run)
 
 
 def keep_freed_memory() -> None:
     """
-    Have glibc keep what a step frees for the next one.
+    Make glibc keep the memory that one step frees for the next step.
 
-    It would give every large tensor back to the system, which clears each page of it before it comes again: on two
-    cores that is a tenth of a step. What reading the text has freed is kept too, until the process ends. So it is for
-    the command, whose process ends with the run, and not for `pretrain` called from a program.
+    By default, glibc returns the memory of every large tensor to the system, which clears each page before the next
+    use: on two cores this takes a tenth of a step. Memory that was freed after reading the text stays in the process,
+    too, until the process ends. The command accepts that, as its process ends with the run; `pretrain`, called from a
+    program, leaves the allocator alone.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD of malloc.h: never
-        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; older ones take 32 MiB at most
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD (malloc.h): never return memory to the system
+        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 1 GiB; an older glibc allows 32 MiB
 
 
 def resolve_pretrain(arguments) -> tuple:
-    """The architecture and the run that the arguments of `pretrain` ask for."""
-    from d2l_bert.options import check_texts
+    """
+    The architecture (a `D2lBertConfig`) and the run (a `PretrainConfig`) that the arguments of `pretrain` ask for.
+
+    Raises:
+        UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
+    """
+    from d2l_bert.options import check_strings
     from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.tokenization.prepare import is_prepared
-    from d2l_bert.training.recipes import RECIPES, architecture_options, changed
+    from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+    from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
 
     given = vars(arguments)
     architecture, run = RECIPES[arguments.recipe]()
-    _refuse_what_a_tokenizer_settles(given)
-    run = changed(run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given})
-    check_texts(run)  # an empty path would be looked up as the working directory
+    _refuse_options_of_another_tokenizer(given)
+    run = override_options(
+        run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
+    )
+    check_strings(run)  # an empty path would be looked up as the working directory
     if "init_from" in given:
-        architecture = _start_architecture(given)
+        architecture = _architecture_of_init_from(given)
     for field in dataclasses.fields(TextConfig):
-        if field.name in given and field.name != "corpus" and is_prepared(run):
+        if field.name in given and field.name != "corpus" and corpus_is_prepared(run):
             raise UserError(
-                f"{field.name} is settled in the prepared folder {run.text_paths()[0]}; leave it out, or prepare anew"
+                f"{field.name} is fixed by the prepared folder {run.text_paths()[0]}; leave {field.name} out, or "
+                f"prepare the text again"
             )
     changes = {name: given[name] for name in architecture_options() if name in given}
-    with refusals_are_the_users():
+    with value_errors_for_user():
         return type(architecture)(**{**architecture.to_dict(), **changes}), run
 
 
 def prepare_command(arguments) -> None:
-    """Train a tokenizer and tokenize a text, once for many runs."""
+    """
+    Train a tokenizer and tokenize a text, once for many runs; print a summary and the command that trains on it.
+
+    With `check`: read every byte of prepared folders instead, one folder after the other, and print a line for each
+    that is whole. The first damaged folder ends the command; the folders after it are not read.
+    """
     from d2l_bert.folders import new_folder
     from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.tokenization.prepare import write_prepared
+    from d2l_bert.tokenization.prepare import prepare
+    from d2l_bert.tokenization.prepared_folder import check_prepared_folder, corpus_is_prepared, write_prepared_folder
 
     given = vars(arguments)
-    _refuse_what_a_tokenizer_settles(given)
+    others = [field.name for field in dataclasses.fields(TextConfig) if field.name in given]
+    if arguments.check:
+        for name in (*others, *(["output_dir"] if arguments.output_dir else [])):
+            raise UserError(f"{name} is for preparing a text, and check reads folders that are prepared; leave it out")
+        for folder in arguments.check:
+            print(check_prepared_folder(Path(folder)))
+        return
+    if not arguments.output_dir:
+        raise UserError("output_dir is missing: give --output_dir DIR, a new folder to write into")
+    _refuse_options_of_another_tokenizer(given)
     run = TextConfig(
         **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
     )
     run.check()
+    if corpus_is_prepared(run):
+        raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
     with new_folder(Path(arguments.output_dir)) as folder:
-        text = write_prepared(run, folder)
+        text = prepare(run)
+        write_prepared_folder(text, folder)
     print(text.summary())
     print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
 
 
-def _refuse_what_a_tokenizer_settles(given):
+def _refuse_options_of_another_tokenizer(given):
+    """Refuse options that train a tokenizer, if `tokenizer` or `init_from` gives an existing tokenizer."""
     from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS
 
     existing = next((name for name in ("tokenizer", "init_from") if name in given), None)
     for name in TOKENIZER_TRAINING_OPTIONS:
-        # Words are added from a frequency on.
+        # extend_vocab also uses min_frequency, and goes with an existing tokenizer.
         if existing and name in given and not (name == "min_frequency" and given.get("extend_vocab")):
             raise UserError(
                 f"{name} is for training a tokenizer, and {existing} gives one that exists ({given[existing]}); "
@@ -87,20 +115,20 @@ def _refuse_what_a_tokenizer_settles(given):
             )
 
 
-def _start_architecture(given):
-    """That of the model in `init_from`; the recipe's makes way, the user's is refused."""
+def _architecture_of_init_from(given):
+    """The architecture of the model in `init_from`, used instead of the recipe's; other numbers of it are refused."""
     from d2l_bert.modeling.saving import FREE_FIELDS
     from d2l_bert.training.initialize import read_architecture
     from d2l_bert.training.recipes import architecture_options
 
     for name in architecture_options():
         if name in given and name not in FREE_FIELDS:
-            raise UserError(f"{name} is settled by the model in init_from ({given['init_from']}); leave {name} out")
+            raise UserError(f"{name} is fixed by the model in init_from ({given['init_from']}); leave {name} out")
     return read_architecture(given["init_from"])
 
 
 def fill_mask_command(arguments) -> None:
-    """Print the likeliest tokens for each mask of each text."""
+    """Print the most probable tokens for each [MASK] of each text."""
     from d2l_bert import D2lBertForMaskedLM
     from d2l_bert.training.evaluate import fill_mask
 
@@ -117,7 +145,7 @@ def fill_mask_command(arguments) -> None:
 
 
 def next_sentence_command(arguments) -> None:
-    """Print whether the second sentence follows the first."""
+    """Print the probability of each label for two sentences: whether the second follows the first."""
     from d2l_bert import D2lBertForNextSentencePrediction, NextSentencePredictionPipeline
 
     model, tokenizer = _load(D2lBertForNextSentencePrediction, arguments.model)
@@ -129,7 +157,7 @@ def next_sentence_command(arguments) -> None:
 
 
 def convert_command(arguments) -> None:
-    """Turn a checkpoint of the book's or of stock BERT's into ours, or ours into one of theirs."""
+    """Convert a checkpoint of d2l (the book's model) or of stock BERT to a d2l-bert model, or the other way round."""
     from transformers.utils import logging
 
     from d2l_bert import folders
@@ -140,21 +168,25 @@ def convert_command(arguments) -> None:
     if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
         raise UserError("num_attention_heads and vocab are for --from d2l; leave them out")
     if from_d2l and not arguments.num_attention_heads:
-        raise UserError("a d2l state dict does not tell its heads; give --num_attention_heads")
+        raise UserError("a d2l state dict does not hold the number of attention heads; give --num_attention_heads")
     source, target = arguments.source, Path(arguments.target)
     with folders.new_folder(target) as folder:
         if from_d2l:
-            made, tokenizer = _convert_from_d2l(source, arguments.num_attention_heads, arguments.vocab, folder)
+            summary, tokenizer = _convert_from_d2l(source, arguments.num_attention_heads, arguments.vocab, folder)
         elif arguments.source_kind == "bert":
-            made, tokenizer = _convert_from_bert(source, folder)
+            summary, tokenizer = _convert_from_bert(source, folder)
         else:
-            made, tokenizer = _convert_ours(source, arguments.target_kind, folder)
-        if tokenizer is not None and arguments.target_kind != "d2l":  # which has a vocabulary of its own kind
+            summary, tokenizer = _convert_ours(source, arguments.target_kind, folder)
+        if tokenizer is not None and arguments.target_kind != "d2l":  # `write_d2l` has written a vocab.json instead
             save_tokenizer(tokenizer, folder)
-    print(f"{target}: {made}")
+    print(f"{target}: {summary}")
     if tokenizer is None:
-        mend = "; its vocabulary makes one: --vocab FILE" if from_d2l else ""
+        mend = "; give its vocabulary with --vocab FILE to make one" if from_d2l else ""
         print(f"{source} brings no tokenizer, so {target} has none{mend}")
+
+
+# The three functions below write the converted model into `folder`. They return a summary of the model in words, and
+# the tokenizer of the source or None.
 
 
 def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
@@ -162,16 +194,16 @@ def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
     from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, read_d2l, read_vocabulary
     from d2l_bert.modeling.saving import save_with_code
 
-    beside = Path(source) / "vocab.json"
-    vocabulary = vocabulary or (beside if beside.exists() else None)
-    with refusals_are_the_users():
+    default_vocabulary = Path(source) / "vocab.json"
+    vocabulary = vocabulary or (default_vocabulary if default_vocabulary.exists() else None)
+    with value_errors_for_user():
         tokens = vocabulary and read_vocabulary(vocabulary)
     with reading_model(source):
         model = d2l_checkpoints.from_d2l(read_d2l(source), num_attention_heads, tokens)
-    with refusals_are_the_users():
+    with value_errors_for_user():
         tokenizer = tokens and d2l_tokenizer(tokens, model.config.max_position_embeddings)
     save_with_code(model, folder)
-    return _what(model), tokenizer
+    return _model_summary(model), tokenizer
 
 
 def _convert_from_bert(source, folder):
@@ -182,14 +214,14 @@ def _convert_from_bert(source, folder):
     with reading_model(source):
         bert, unplaced = read_bert(source)
         tokenizer = read_tokenizer(source, bert.config)
-    with refusals_are_the_users(f"{source}: cannot be converted: "):
+    with value_errors_for_user(f"{source}: cannot be converted: "):
         model = from_bert(bert)
     save_with_code(model, folder)
     with reading_model(source):
         copy_sentence_transformer(source, folder)
     if unplaced:
-        print(f"left behind, having no place in a {type(model).__name__}: {', '.join(unplaced)}")
-    return _what(model), tokenizer
+        print(f"left out, as a {type(model).__name__} has no such weights: {', '.join(unplaced)}")
+    return _model_summary(model), tokenizer
 
 
 def _convert_ours(source, target_kind, folder):
@@ -203,19 +235,19 @@ def _convert_ours(source, target_kind, folder):
         model = conversion.read_ours(source)
         tokenizer = read_tokenizer(source, model.config)
     if target_kind == "d2l":
-        with refusals_are_the_users():
+        with value_errors_for_user():
             write_d2l(model, tokenizer, folder)
-        return _what(model, "d2l BERTModel"), tokenizer
-    with refusals_are_the_users():
+        return _model_summary(model, "d2l BERTModel"), tokenizer
+    with value_errors_for_user():
         model = to_bert(model)
     save_model(model, folder)
     with reading_model(source):
         copy_sentence_transformer(source, folder)
-    return _what(model), tokenizer
+    return _model_summary(model), tokenizer
 
 
 def publish_command(arguments) -> None:
-    """Check a model folder and send it to the Hub."""
+    """Check a model folder, send it to the Hub, and print where it is and how to load it."""
     from transformers.utils import logging
 
     from d2l_bert.model_cards.config import PublishConfig
@@ -227,11 +259,12 @@ def publish_command(arguments) -> None:
     print(publish(Path(arguments.folder), arguments.repo_id, config))
 
 
-def _what(model, name=None):
+def _model_summary(model, name=None):
     return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
 
 
 def _load(model_class, name):
+    """The model of this class and the tokenizer from a folder or the Hub; a `UserError` if one of them is missing."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -242,34 +275,39 @@ def _load(model_class, name):
     with reading_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, model_class.config_class):
-            raise UserError(another_kind(name, config.model_type))
+            raise UserError(wrong_model_type(name, config.model_type))
         model, missing, _ = conversion.load_and_compare(model_class, name)
         if missing:
-            raise UserError(_without(name, missing, config))
+            raise UserError(_why_weights_are_missing(name, missing, config))
         with reading_tokenizer(name):
             tokenizer = stock_tokenizer(name)
         if len(tokenizer) != config.vocab_size:
             raise UserError(
                 f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the tokenizer "
-                f"that it was trained with"
+                f"that the model was trained with"
             )
     return model, tokenizer
 
 
-def _without(name, missing, config):
-    """Why a model whose weights lack `missing` cannot do what was asked for, and what to do about it."""
+def _why_weights_are_missing(name, missing, config):
+    """
+    A message for a model that lacks the weights of a head: why it lacks them, and the mend.
+
+    Args:
+        missing: names of the missing weights.
+    """
     lacking, saved_as = f"it has no weights for {min(missing)}", (config.architectures or ["D2lBertForPreTraining"])[0]
-    heads = {"mlm.": "MLM", "nsp.": "NSP"}  # both belong to D2lBertForPreTraining
-    head = next((heads[part] for part in heads if any(weight.startswith(part) for weight in missing)), None)
-    has_head = {"MLM": "ForMaskedLM", "NSP": "ForNextSentencePrediction"}
-    if head is None or saved_as.endswith(("ForPreTraining", has_head[head])):
+    heads = {"mlm.": "MLM", "nsp.": "NSP"}  # prefixes of weights' names; D2lBertForPreTraining has both heads
+    head = next((heads[prefix] for prefix in heads if any(weight.startswith(prefix) for weight in missing)), None)
+    class_with_head = {"MLM": "ForMaskedLM", "NSP": "ForNextSentencePrediction"}
+    if head is None or saved_as.endswith(("ForPreTraining", class_with_head[head])):
         return f"{lacking}, which its config.json asks for; save the model there again with save_pretrained"
     if head == "NSP" and saved_as.endswith("ForMaskedLM"):
         return (
             f"{lacking}: it was trained without an NSP head (--objective none) and does fill-mask alone; "
             f"d2l-bert pretrain --init_from {name} --objective nsp trains one"
         )
-    return f"{lacking}: it was saved as {saved_as}, without an {head} head; give what d2l-bert pretrain has left"
+    return f"{lacking}: it was saved as {saved_as}, without an {head} head; give a folder that d2l-bert pretrain wrote"
 
 
 def _bar(share):

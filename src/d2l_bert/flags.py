@@ -1,4 +1,4 @@
-"""The flags of the command `d2l-bert`: the fields of its dataclasses of options, with help and types."""
+"""The argument parser of the command `d2l-bert`: each field of the option dataclasses becomes a flag with its help."""
 
 import argparse
 import dataclasses
@@ -23,52 +23,53 @@ from d2l_bert.errors import launched_rank
 DESCRIPTION = """\
 Raw text in, a BERT out.
 
-  d2l-bert pretrain                                   a small BERT of Python's documentation, in some minutes
-  d2l-bert pretrain --corpus books/ --output_dir out  one of your own text files
-  d2l-bert prepare --corpus books/ --output_dir tokens   once for many runs: pretrain --corpus tokens
+  d2l-bert pretrain                                   train a small BERT on Python's documentation, in a few minutes
+  d2l-bert pretrain --corpus books/ --output_dir out  train a BERT on your own text files
+  d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert convert google-bert/bert-base-uncased out --from bert
   d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
 
-Each command explains itself: d2l-bert pretrain --help
+The help of one command: d2l-bert pretrain --help
 """
 
 PRETRAIN = """
 
-With no option at all it trains the recipe tiny on the documentation that is installed with Python, in some minutes.
-It leaves a folder with the model, its tokenizer, its card and the run's record."""
+Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few minutes.
+The output folder then holds the model, the tokenizer, the model card and a record of the run."""
 
 PREPARE = """
 
-It leaves a folder with a tokenizer and the tokens in memory-mapped Arrow: the corpus of any number of runs,
-d2l-bert pretrain --corpus DIR, wherever it is copied to."""
+The output folder DIR then holds a tokenizer and the token ids in memory-mapped files. Any number of runs can train on
+DIR, also on a copy on another machine: d2l-bert pretrain --corpus DIR. Several machines can prepare a corpus in parts,
+each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trains on all of them."""
 
 CONVERT = """
 
   --from d2l   the state dict of the book's BERTModel, a file or a folder with pretrained.params and vocab.json
   --from bert  any stock BERT, a folder or an id on the Hub
-  --to bert    ours as a stock BERT; ours must normalise its embeddings (embedding_layer_norm)
-  --to d2l     ours as pretrained.params and vocab.json for the book's BERTModel
+  --to bert    a d2l-bert model with embedding_layer_norm becomes a stock BERT
+  --to d2l     a d2l-bert model becomes pretrained.params and vocab.json for the book's BERTModel
 
-DST is a new folder. Weights stay the same numbers, and what the other model cannot express is refused."""
+DST is a new folder. The weights keep their values. A model that the other side cannot express is refused."""
 
 
 PUBLISH = """
 
-The folder is checked first: code, weights, tokenizer and card must be there and agree. Then everything goes in one
-commit, which is tagged by its content; checkpoints and logs stay here, and no path of this machine is sent. The token
-is that of `hf auth login`, or HF_TOKEN. What was cut off is completed by the same command."""
+The folder is checked first: code, weights, tokenizer and card must exist and agree. Then all files go in one commit,
+with a tag that is made from their content. Checkpoints, logs and paths of this machine are not sent. The Hub's token
+is the one of `hf auth login`, or HF_TOKEN. If sending was interrupted, the same command completes it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one line for a mistake instead of a page."""
+    """argparse with a one-line error message instead of the whole usage; with several ranks, rank 0 prints it."""
 
     def error(self, message):
         self.exit(2, None if launched_rank() else f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def refuse(self, argument):
-        """Stop at an argument that the command does not take."""
+        """Exit with an error for an argument that the command does not have; suggests a flag with a similar name."""
         if not argument.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
         known = [option for action in self._actions for option in action.option_strings]
@@ -77,14 +78,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Option names in a column wide enough for most of them."""
+    """Help with a column for flags that is wide enough for most of them."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=34, width=110)
 
 
 def make_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser of all commands. `argv` tells which recipe's defaults `pretrain --help` shows."""
+    """
+    The parser of all commands.
+
+    Args:
+        argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name.
+    """
     parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -104,39 +110,55 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     from d2l_bert.tokenization.config import TextConfig
 
     prepare = command(
-        "prepare", prepare_command, "tokenize a text once for many runs", "--output_dir DIR [OPTIONS]", PREPARE
+        "prepare",
+        prepare_command,
+        "tokenize a text once for many runs",
+        "--output_dir DIR [OPTIONS] | --check DIR...",
+        PREPARE,
     )
-    prepare.add_argument("--output_dir", required=True, type=_text, metavar="DIR", help="the folder to make")
+    prepare.add_argument("--output_dir", type=_string, metavar="DIR", help="a new folder to write into")
+    prepare.add_argument(
+        "--check", nargs="+", type=_string, metavar="DIR", help="read every byte of prepared folders instead"
+    )
     _add_options(prepare, TextConfig())
     _add_pretrain_options(
         command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
     )
     fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
-    fill.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
+    fill.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
     fill.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')
-    fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for a mask (5)")
+    fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for each mask (5)")
     follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another", "MODEL A B")
-    follow.add_argument("model", type=_text, metavar="MODEL", help="a model folder, or an id on the Hub")
+    follow.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
     follow.add_argument("first", type=_sentence, metavar="A", help="a sentence")
     follow.add_argument("second", type=_sentence, metavar="B", help="the sentence that may follow it")
     usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
     convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
     convert.add_argument(
-        "source", type=_text, metavar="SRC", help="the checkpoint: a file, a folder, an id on the Hub"
+        "source", type=_string, metavar="SRC", help="the checkpoint: a file, a folder, or an id on the Hub"
     )
-    convert.add_argument("target", type=_text, metavar="DST", help="the folder to make")
+    convert.add_argument("target", type=_string, metavar="DST", help="a new folder to write into")
     kind = convert.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--from", dest="source_kind", choices=("d2l", "bert"), help="what SRC is; DST will be ours")
-    kind.add_argument("--to", dest="target_kind", choices=("d2l", "bert"), help="what DST shall be; SRC is ours")
-    convert.add_argument("--num_attention_heads", type=_whole_number, metavar="N", help="heads of the d2l model")
+    kind.add_argument(
+        "--from", dest="source_kind", choices=("d2l", "bert"), help="the kind of SRC; DST becomes a d2l-bert model"
+    )
+    kind.add_argument(
+        "--to", dest="target_kind", choices=("d2l", "bert"), help="the kind that DST becomes; SRC is a d2l-bert model"
+    )
     convert.add_argument(
-        "--vocab", type=_text, metavar="FILE", help="its Vocab: idx_to_token as JSON, or a token a line"
+        "--num_attention_heads", type=_whole_number, metavar="N", help="attention heads of the d2l model"
+    )
+    convert.add_argument(
+        "--vocab",
+        type=_string,
+        metavar="FILE",
+        help="the d2l model's Vocab: idx_to_token as JSON, or one token on each line",
     )
     publish = command("publish", publish_command, "send a model folder to the Hub", "DIR REPO_ID [OPTIONS]", PUBLISH)
     publish.add_argument(
-        "folder", type=_text, metavar="DIR", help="what pretrain left, or a folder of save_pretrained"
+        "folder", type=_string, metavar="DIR", help="the output folder of pretrain, or of save_pretrained"
     )
-    publish.add_argument("repo_id", type=_text, metavar="REPO_ID", help="owner/name, or a name under your own account")
+    publish.add_argument("repo_id", type=_string, metavar="REPO_ID", help="owner/name, or a name under your account")
     _add_options(publish, PublishConfig())
     return parser
 
@@ -145,14 +167,15 @@ def _add_pretrain_options(parser, argv):
     from d2l_bert import D2lBertConfig
     from d2l_bert.training.recipes import RECIPES, architecture_options
 
-    recipe_finder = Parser(add_help=False, allow_abbrev=False)
-    recipe_finder.add_argument("--recipe", choices=RECIPES, default="tiny")
-    recipe_finder.error = lambda message: None  # the real parser will say it
-    found, _ = recipe_finder.parse_known_args(argv)
-    architecture, run = RECIPES[found.recipe]()
+    # --recipe is parsed first: the recipe's values are shown as the defaults of the other flags.
+    recipe_parser = Parser(add_help=False, allow_abbrev=False)
+    recipe_parser.add_argument("--recipe", choices=RECIPES, default="tiny")
+    recipe_parser.error = lambda message: None  # `parser` will show the same error
+    parsed, _ = recipe_parser.parse_known_args(argv)
+    architecture, run = RECIPES[parsed.recipe]()
 
-    parser.set_defaults(recipe=found.recipe)
-    recipes = parser.add_argument_group("recipe", "the options below show its numbers in brackets")
+    parser.set_defaults(recipe=parsed.recipe)
+    recipes = parser.add_argument_group("recipe", "the options below show the recipe's values in brackets")
     lines = ", ".join(
         f"{name} ({recipe.__doc__.splitlines()[0].partition(':')[0].rstrip('.')})" for name, recipe in RECIPES.items()
     )
@@ -164,7 +187,7 @@ def _add_pretrain_options(parser, argv):
 
 
 def _add_options(parser, config):
-    """A flag for every field of a configuration but `recipe`, with its value as the default, under its heading."""
+    """Add a flag for each field of `config` but `recipe`, in the field's group; its help shows the field's value."""
     types_of = typing.get_type_hints(type(config))
     fields = [field for field in dataclasses.fields(config) if field.name != "recipe"]
     for title in dict.fromkeys(field.metadata["group"] for field in fields):
@@ -176,13 +199,20 @@ def _add_options(parser, config):
 
 
 def _add_option(group, name, kind, default, help="", metavar=None):
+    """
+    Add the flag `--name` to an argument group.
+
+    Args:
+        kind: the type of the field, such as `int | None`.
+        default: the field's value, shown in the help. A flag that is not given is left out of the parsed arguments.
+    """
     options = {"default": argparse.SUPPRESS}
     parse = None
     if number := next((number for number in (int, float) if number in typing.get_args(kind)), None):
-        if any(part is str or typing.get_origin(part) is typing.Literal for part in typing.get_args(kind)):
-            parse = functools.partial(_number_or_text, number)
+        if any(member is str or typing.get_origin(member) is typing.Literal for member in typing.get_args(kind)):
+            parse = functools.partial(_number_or_string, number)
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
+        kind = next(member for member in typing.get_args(kind) if member is not types.NoneType)
     if typing.get_origin(kind) is list:
         options |= {"nargs": "+", "metavar": metavar}
     elif typing.get_origin(kind) is typing.Literal:
@@ -205,29 +235,29 @@ def _true_or_false(text):
     return text.lower() == "true"
 
 
-def _number_or_text(number, text):
+def _number_or_string(number, text):
     try:
         return number(text)
     except ValueError:
         return text
 
 
-def _text(text):
-    """The type of arguments that no configuration holds; `check_texts` refuses the same in those that one does."""
+def _string(text):
+    """The type of an argument that is not a field of an option dataclass: the same checks as `check_strings`."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"it is empty (got {text!r}); give a value")
     if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character, which no name has; take it out")
+        raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character, which no name may have; take it out")
     return text
 
 
 def _sentence(text):
-    """The type of arguments that are given to a tokenizer."""
+    """The type of an argument that goes to a tokenizer: a string in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{ascii(text)} is not UTF-8; write it in that") from None
-    return _text(text)
+        raise argparse.ArgumentTypeError(f"{ascii(text)} is not UTF-8; write it in UTF-8") from None
+    return _string(text)
 
 
 def _whole_number(text):
@@ -237,7 +267,7 @@ def _whole_number(text):
 
 
 def with_underscores(argv):
-    """`--max-steps` is `--max_steps`; what stands behind a bare `--` is no option."""
-    options = itertools.takewhile(lambda argument: argument != "--", argv)
-    written = [re.sub(r"^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), option) for option in options]
-    return [*written, *argv[len(written) :]]
+    """The arguments with `--max-steps` written as `--max_steps`; those after a bare `--` are not flags and stay."""
+    before = itertools.takewhile(lambda argument: argument != "--", argv)
+    renamed = [re.sub(r"^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), argument) for argument in before]
+    return [*renamed, *argv[len(renamed) :]]

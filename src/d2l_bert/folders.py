@@ -1,4 +1,4 @@
-"""Files and folders written whole, never half of one; JSON files read with the mend for a damaged one."""
+"""Folders and JSON files written atomically: complete or not at all; JSON files read; names of folders checked."""
 
 import contextlib
 import json
@@ -14,31 +14,32 @@ from d2l_bert.errors import UserError, why_unwritable
 @contextlib.contextmanager
 def new_folder(folder: Path):
     """
-    A folder to write into, which takes the name `folder` when the block is done; if the block fails it goes again.
+    Give the block a temporary folder to write into, and rename it to `folder` when the block ends. A block that raises
+    leaves no folder.
 
     Raises:
-        UserError: `folder` holds something already, or cannot be made.
+        UserError: `folder` exists and is not an empty folder, or cannot be written.
     """
     folder = folder.absolute()
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UserError(f"{folder}: there is something already; name a new or empty folder")
+        raise UserError(f"{folder}: exists already; name a new or empty folder")
     try:
-        beside = next(parent for parent in folder.parents if parent.exists())
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=beside))
+        parent = next(parent for parent in folder.parents if parent.exists())
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=parent))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     try:
         with os_errors():
             yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp lets only the owner in
+        partial.chmod(0o777 & ~_umask())  # mkdtemp gives permissions to the owner only
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            partial.rename(folder)  # an empty folder of this name makes way
+            partial.rename(folder)  # replaces an empty folder of this name
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     except OSError as error:
-        if error.errno is None:  # shutil's own has a list of them, each with its reason
+        if error.errno is None:  # shutil.Error: args[0] lists (source, destination, reason) of each file
             error.strerror = error.args[0][0][-1]
         raise UserError(f"{folder}: {why_unwritable(error, ', or name another folder')}") from None
     finally:
@@ -47,7 +48,11 @@ def new_folder(folder: Path):
 
 @contextlib.contextmanager
 def os_errors():
-    """Raise what goes wrong with a disk as `OSError`; the libraries written in Rust have exceptions of their own."""
+    """
+    Turn an operating system error that a Rust library (tokenizers, safetensors) raises in the block into `OSError`.
+
+    Such a library raises exceptions of its own, with "(os error 28)" in the message.
+    """
     try:
         yield
     except Exception as error:
@@ -58,7 +63,7 @@ def os_errors():
 
 
 def check_name(folder: Path) -> None:
-    """Refuse a name that no JSON and no card could hold, before there is anything to lose."""
+    """Refuse a folder's name that is not UTF-8: JSON files and the model card could not hold it."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -66,7 +71,7 @@ def check_name(folder: Path) -> None:
 
 
 def base_name(path: str) -> str:
-    """The last name of a path, as text, whatever bytes it has."""
+    """The last component of a path. Bytes that are not UTF-8 become a replacement character."""
     return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
 
 
@@ -77,8 +82,8 @@ def _umask():
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk itself."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+    """Flush a file, or the directory entries of a folder, from the operating system's cache to the disk (fsync)."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -88,7 +93,7 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write `content` so that a reader finds the old file or the new one, never half of it."""
+    """Write a JSON file atomically: a reader finds the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.part")
     try:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -99,10 +104,10 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_json(path: Path) -> dict:
     """
-    The content of a JSON file; empty if there is none.
+    The object in a JSON file; an empty dict if the file does not exist.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file cannot be read, or holds something else than a JSON object.
     """
     if not path.is_file():
         return {}

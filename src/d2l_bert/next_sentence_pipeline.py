@@ -1,4 +1,4 @@
-"""`pipeline("next-sentence-prediction")`: does the second text follow the first?"""
+"""`pipeline("next-sentence-prediction")`: predicts whether the second text follows the first."""
 
 from transformers import Pipeline
 
@@ -13,16 +13,17 @@ class NextSentencePredictionPipeline(Pipeline):
         follows = pipeline("next-sentence-prediction", model="my-bert")
         follows({"text": "A crane is flying.", "text_pair": "It spreads its wings."})
 
-    The answer is `{"label": ..., "score": ...}`, the likelier label, `IsNext` or `NotNext`, and its probability; for
-    a list of pairs a list of answers, for a generator of pairs an iterator. Columns of a dataset are wrapped in
-    `transformers.pipelines.pt_utils.KeyPairDataset(dataset, "first", "second")`.
+    The pipeline returns `{"label": ..., "score": ...}`: the more probable label, `IsNext` or `NotNext`, and its
+    probability. It returns a list for a list of pairs, and an iterator for a generator of pairs. To use two columns of
+    a dataset, wrap them in `transformers.pipelines.pt_utils.KeyPairDataset(dataset, "first", "second")`.
 
     Args:
         truncation: cut a pair that is too long, as `tokenizer(..., truncation=)` does.
-        max_length: most tokens of a pair to keep; the default is the model's positions.
+        max_length: the most tokens of a pair to keep; the default is the number of the model's positions.
 
     Raises:
-        UserError: a model without this head, a pair without its two texts, or one longer than the positions.
+        UserError: the model is not a `ForNextSentencePrediction`, a pair lacks one of its two texts, or a pair has
+            more tokens than the model has positions.
     """
 
     _load_processor = False

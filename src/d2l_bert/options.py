@@ -1,4 +1,4 @@
-"""Fields of the dataclasses whose fields are command-line options, and their checks."""
+"""How a dataclass declares its fields as command-line options, and checks of their values."""
 
 import dataclasses
 import math
@@ -12,32 +12,32 @@ import numpy as np
 from d2l_bert.errors import UserError
 
 
-TEXT, TOKENIZER, BATCHES, LENGTH, OPTIMIZER, MACHINE, OUTPUT, HUB = (
-    "text",
-    "tokenizer",
-    "pairs and masks",
-    "length of the run (one of them)",
-    "optimizer",
-    "machine",
-    "output",
-    "the Hugging Face Hub",
-)
+# Groups of options: each is a heading in `--help`, which lists the options of a group below its heading.
+TEXT = "text"
+TOKENIZER = "tokenizer"
+BATCHES = "pairs and masks"
+LENGTH = "length of the run (one of them)"
+OPTIMIZER = "optimizer"
+MACHINE = "machine"
+OUTPUT = "output"
+HUB = "the Hugging Face Hub"
 
-
-# Whole numbers are stored in 64 bits.
+# The largest value of an option that is a whole number: NumPy and PyTorch store it in 64 bits.
 LARGEST_WHOLE = 2**63 - 1
 
 
 def option(default, help, group, *, identity=True, metavar=None, largest=None):
     """
-    A field of a dataclass whose fields are command-line options.
+    A dataclass field that is also a command-line option.
 
     Args:
+        default: the default value; a list is copied for each instance.
         help: one line for `--help`.
-        group: heading in `--help`.
-        identity: the option says what is trained, and so must be the same on resuming; not how a run is computed,
-            watched or kept, or where its text lies.
-        largest: the largest number that is taken.
+        group: one of the groups above: the heading in `--help`.
+        identity: True if the option changes what is trained: a resumed run must then give the same value. False for
+            options that say how a run is computed, logged or saved, or where its text lies.
+        metavar: the name of the value in `--help`.
+        largest: the largest number that is allowed.
     """
     metadata = {"help": help, "group": group, "identity": identity, "metavar": metavar, "largest": largest}
     if isinstance(default, list):
@@ -46,14 +46,15 @@ def option(default, help, group, *, identity=True, metavar=None, largest=None):
 
 
 class Options:
-    """What dataclasses of options have in common: checks of single fields, each an error of one line.
+    """
+    Base class of dataclasses whose fields are options, with checks of single fields.
 
     Raises:
-        UserError: from each check, for a value of another type or out of its range.
+        UserError: from each check, for a value of the wrong type or out of range.
     """
 
     def check_types(self) -> None:
-        """Refuse a value of another type than its field says."""
+        """Refuse a value whose type is not the type of its field."""
         for name, kind in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
             kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
@@ -65,7 +66,7 @@ class Options:
         value = getattr(self, name)
         if value is None:
             return
-        # What is trained is computed in float32, where a very small number is 0 and a very large one infinite.
+        # Training computes in float32, where a very small number becomes 0 and a very large number infinity.
         rounded = _in_float32(value) if isinstance(value, float) else value
 
         def fits(number):
@@ -86,7 +87,7 @@ class Options:
             raise UserError(f"{name} must be at most {largest}, got {value}")
 
     def _check_processes(self, name, least):
-        """Refuse more processes than four a core, or 16 where that is more: they would take turns, and memory each."""
+        """Refuse more than max(16, 4 per core) processes: more would only take memory, and wait for a core."""
         self._check_range(name, least)
         value, most = getattr(self, name), max(16, 4 * cores())
         if value is not None and value > most:
@@ -95,24 +96,29 @@ class Options:
             )
 
 
-def check_texts(config) -> None:
+def check_strings(config) -> None:
     """
-    Refuse an option whose text is empty, as an unset shell variable leaves it, or holds a NUL character.
+    Refuse a string option, or an entry of a list option, that is empty or holds a NUL character.
+
+    An unset shell variable gives an empty string. No path and no name on the Hub can hold a NUL character.
 
     Args:
         config: a dataclass of options.
+
+    Raises:
+        UserError: names the option.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and not text.strip():
-                raise UserError(f"{field.name} is empty (got {text!r}); give a value, or leave it out")
-            if isinstance(text, str) and "\0" in text:
-                raise UserError(f"{field.name} {text!r}: holds a NUL character, which no name has; take it out")
+        for string in value if isinstance(value, list) else [value]:
+            if isinstance(string, str) and not string.strip():
+                raise UserError(f"{field.name} is empty (got {string!r}); give a value, or leave it out")
+            if isinstance(string, str) and "\0" in string:
+                raise UserError(f"{field.name} {string!r}: holds a NUL character, which no name may have; take it out")
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -125,8 +131,8 @@ def _in_words(kind):
     if typing.get_origin(kind) is Literal:
         return " or ".join(typing.get_args(kind))
     if typing.get_origin(kind) is list:
-        return "a list of texts"
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}[kind]
+        return "a list of strings"
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[kind]
 
 
 def _is_a(value, kind):

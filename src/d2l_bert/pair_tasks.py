@@ -1,6 +1,6 @@
-"""The second loss of a run, about the two segments of a pair: what its figures and labels are called.
+"""The second loss of a run (NSP, SOP), which classifies pairs of segments: names of its metrics and of its labels.
 
-The loop names its figures by the task; whoever shows them finds the task by these names.
+Training names metrics after the task (`nsp_loss`); the log, the curves and the model card find the task by the names.
 """
 
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class PairTask:
     """
-    A classification of pairs into two.
+    A classification of pairs of segments A and B into two classes.
 
     Args:
-        short: abbreviation.
-        name: in full.
-        claim: what label 0 says of the segments A and B.
-        labels: a word for label 0 and one for label 1.
-        meaning: what the labels of `AutoModelForNextSentencePrediction` mean then.
-        note: what a person should know beside the figures, if the task is less known than BERT's own.
+        short: the task's abbreviation.
+        name: the task's full name.
+        claim: the statement about A and B that is true for label 0.
+        labels: the names of label 0 and label 1.
+        meaning: for the model card: what the two labels of `AutoModelForNextSentencePrediction` mean in this task.
+        note: printed behind the metrics, for a task that is less known than next sentence prediction.
     """
 
     short: str
@@ -30,11 +30,11 @@ class PairTask:
 
     @property
     def key(self) -> str:
-        """Its part in the names of figures: `nsp_loss`, `eval_nsp_accuracy`."""
+        """The task's part in the names of metrics: `nsp` in `nsp_loss` and `eval_nsp_accuracy`."""
         return self.short.lower()
 
 
-# By `objective`; `none` has no task, as RoBERTa (Liu et al., 2019).
+# Keys are values of the option `objective`. Its value `none` has no task, as in RoBERTa (Liu et al., 2019).
 PAIR_TASKS = {
     "nsp": PairTask(  # BERT (Devlin et al., 2018)
         short="NSP",
@@ -54,12 +54,17 @@ PAIR_TASKS = {
 }
 
 
-def pair_task(figures: Iterable[str]) -> PairTask | None:
-    """The task that is among the names of figures, in training (`nsp_loss`) or held out (`eval_nsp_loss`), if any."""
-    names = {name.removeprefix("eval_") for name in figures}
+def pair_task(metrics: Iterable[str]) -> PairTask | None:
+    """The task whose loss is among the names of metrics (`nsp_loss` or `eval_nsp_loss`); None without one."""
+    names = {name.removeprefix("eval_") for name in metrics}
     return next((task for task in PAIR_TASKS.values() if f"{task.key}_loss" in names), None)
 
 
 def unit(task: PairTask | None) -> str:
-    """What a run's examples are called, in figures and in words: a pair is two segments, a sequence one."""
+    """
+    What a training example is called, in names of metrics (`eval_pairs`) and in messages.
+
+    Returns:
+        "pairs" (of segments) with a second loss, "sequences" (of one segment) without.
+    """
     return "pairs" if task else "sequences"

@@ -1,4 +1,4 @@
-"""Progress of long work, and how a command shows the package's messages beside its bars."""
+"""Progress bars for long work, and the logging handlers with which a command shows the package's messages."""
 
 import contextlib
 import logging
@@ -14,68 +14,71 @@ from d2l_bert.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Every module has a logger of its own name, below this one.
+# The parent of all loggers of this package: each module's logger has the module's name (`d2l_bert.training.loop`).
 PACKAGE = "d2l_bert"
 
-# What a run has to tell when it is over. A command shows it on stdout.
+# The logger for the report at the end of a run. A command shows the report on stdout, all other messages on stderr.
 report = logging.getLogger(f"{PACKAGE}.report")
 
 
-def watched(
-    items: Iterable, what: str, total: int | None = None, size: Callable[[object], int] | None = None
+def with_progress(
+    items: Iterable, label: str, total: int | None = None, documents_in: Callable[[object], int] | None = None
 ) -> Iterator:
-    """Pass items on, with a bar on a terminal; then say how many documents there were, and how long they took.
+    """
+    Yield the items, with a progress bar if stderr is a terminal; then log the number of documents and the time.
 
     Args:
-        size: documents in an item, if it is not one.
+        label: what is done with the items, such as "reading books".
+        total: number of documents, if it is known.
+        documents_in: returns the number of documents in an item; without it an item is a document.
     """
     start, count = time.monotonic(), 0
-    bar = tqdm(total=total, desc=what, unit=" documents", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=total, desc=label, unit=" documents", leave=False, disable=not sys.stderr.isatty())
     with bar:
         for item in items:
             yield item
-            done = size(item) if size else 1
+            done = documents_in(item) if documents_in else 1
             count += done
             bar.update(done)
-    logger.info(f"{what}: {count:,} documents in {time.monotonic() - start:.0f} s")
+    logger.info(f"{label}: {count:,} documents in {time.monotonic() - start:.0f} s")
 
 
 class _ReportHandler(logging.StreamHandler):
-    """Shows a run's report. What cannot be shown is not passed over, as logging would."""
+    """Writes a run's report to stdout. An error of writing is raised: `logging` would only print a traceback."""
 
     def handleError(self, record):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             raise error
         raise UserError(
-            f"stdout: the report cannot be written ({error.strerror}); what the run has made is complete all the same"
+            f"stdout: the report cannot be written ({error.strerror}); the run's folder is complete all the same"
         ) from None
 
 
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
     """
-    Within the block show the package's messages on stderr, as they are, and a run's report on stdout.
+    Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
 
-    For commands. A program that calls the package sets up the standard library's logging as it likes.
+    Only commands use this. A program that calls the package configures `logging` itself.
     """
     messages = logging.getLogger(PACKAGE)
     handlers = {messages: logging.StreamHandler(sys.stderr), report: _ReportHandler(sys.stdout)}
-    before = {logger: (logger.level, logger.propagate) for logger in handlers}
+    previous = {logger: (logger.level, logger.propagate) for logger in handlers}
     for logger, handler in handlers.items():
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     try:
-        with logging_redirect_tqdm([messages]):  # a message does not break a bar
+        with logging_redirect_tqdm([messages]):  # a message gets a line of its own above a progress bar
             yield
     finally:
         for logger, handler in handlers.items():
             logger.removeHandler(handler)
-            level, logger.propagate = before[logger]
+            level, logger.propagate = previous[logger]
             logger.setLevel(level)
 
 
 def are_messages_shown() -> bool:
-    """Whether this process is in a block of `messages_shown`."""
+    """Whether this process is inside a `messages_shown` block."""
     return not logging.getLogger(PACKAGE).propagate

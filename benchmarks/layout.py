@@ -1,0 +1,283 @@
+"""Speed and memory of making pairs from token stores of any size: time to the first batch, pairs a second, shuffling.
+
+python -m benchmarks.layout first_batch [--documents 100000 1000000 10000000] [--gigabytes 10]
+python -m benchmarks.layout speed
+python -m benchmarks.layout shuffle --books BOOKS
+
+first_batch  A separate process opens a prepared folder and makes the first step, then the steps up to step 200. The
+             folder has `--documents` documents of 20 sentences each, or one document of `--gigabytes` gigabytes of
+             text and 99 short documents. Printed are the seconds from the end of the imports to the first batch, the
+             process's anonymous memory (RssAnon) at the end, and the pairs a second of the layout alone. The token ids
+             are a hole in a sparse file
+speed        Pairs a second of one process, and of two processes that lay out different chunks, in alternating turns
+shuffle      Distinct documents in a step, compared with a shuffle of the whole epoch
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.mlm_head import machine, positive
+from d2l_bert import RECIPES, PretrainConfig
+from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT, is_large
+from d2l_bert.tokenization.split import held_out_documents
+from d2l_bert.tokenization.token_store import STORE_FORMAT
+from d2l_bert.training import batching, epochs
+
+
+SENTENCES = 20  # in a document
+SENTENCE_TOKENS = 20  # in a sentence, on average: from 10 to 30
+BYTES_A_TOKEN = 4  # of English text, on average
+
+STEPS = 200  # that `first_batch` makes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("benchmark", choices=("first_batch", "speed", "shuffle"))
+    parser.add_argument(
+        "--documents", type=positive, nargs="+", default=[10**5, 10**6, 10**7], help="number of documents"
+    )
+    parser.add_argument("--gigabytes", type=positive, default=10, help="text of the long document (10)")
+    parser.add_argument("--repetitions", type=positive, default=5)
+    parser.add_argument("--books", metavar="FOLDER", help="folder of text files, for shuffle")
+    parser.add_argument("--open", metavar="FOLDER", help=argparse.SUPPRESS)  # the process that is measured
+    arguments = parser.parse_args()
+    if arguments.open:
+        measure_first_batch(arguments.open)
+        return
+    print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
+    print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
+    globals()[arguments.benchmark](arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Synthetic prepared folders
+
+
+def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
+    """Write a prepared folder with documents of these numbers of sentences (documents,), and a small tokenizer."""
+    tokens = folder / "tokens"
+    tokens.mkdir(parents=True)
+    tokenizer = wordpiece.train_wordpiece(["the quick brown fox jumps over a lazy dog"] * 50, 100)
+    wordpiece.save_tokenizer(tokenizer, folder)
+    document_ends = np.cumsum(sentences_of)
+    sentences = int(document_ends[-1])
+    rng, total = np.random.default_rng(0), 0
+    ends = np.lib.format.open_memmap(tokens / "sentence_ends.npy", "w+", "<i8", (sentences,))
+    for first in range(0, sentences, 10**7):
+        part = total + np.cumsum(rng.integers(10, 31, min(10**7, sentences - first)))
+        ends[first : first + len(part)] = part
+        total = int(part[-1])
+    with (tokens / "ids.npy").open("wb") as file:
+        header = {"descr": "<u2", "fortran_order": False, "shape": (total,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.truncate(file.tell() + 2 * total)
+    np.save(tokens / "document_ends.npy", document_ends)
+    np.save(tokens / "paragraph_ends.npy", document_ends)
+    np.save(tokens / "document_words.npy", document_ends * SENTENCE_TOKENS)
+    np.save(tokens / "empty_documents.npy", np.zeros(0, dtype="<i8"))
+    tables = ("ids", "sentence_ends", "paragraph_ends", "document_ends", "document_words", "empty_documents")
+    sizes = (total, sentences, *[len(sentences_of)] * 3, 0)
+    counts = dict(zip(tables, sizes, strict=True))
+    record = {"format": STORE_FORMAT, "fingerprint": "0" * 16, "counts": counts}
+    (tokens / "store.json").write_text(json.dumps(record))
+    np.save(folder / "held_out_documents.npy", held_out_documents(ends[document_ends - 1], 0.05, 250_000))
+    np.save(folder / "text_hashes.npy", np.zeros(0, dtype="<i8"))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {
+        name: {
+            "bytes": (folder / name).stat().st_size,
+            "sha256": "" if is_large(name) else content_hash(folder / name),
+        }
+        for name in names
+    }
+    report = {"words": 0, "pieces_per_word": 0.0, "unknown_share": 0.0, "longest_pieces": []}
+    prepared = {
+        "format": PREPARED_FORMAT,
+        "token_options": TextConfig().token_options(),
+        "corpus_name": "synthetic",
+        "fingerprint": "0" * 16,
+        "hub_datasets": [],
+        "reading": {"characters": BYTES_A_TOKEN * total},
+        "source_ends": [len(sentences_of)],
+        "counts": {"tokenizer": report},
+        "files": files,
+    }
+    (folder / "prepared.json").write_text(json.dumps(prepared))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time to the first batch
+
+
+def first_batch(arguments):
+    shapes = [(f"{count:,} documents of {SENTENCES} sentences", count, 0) for count in arguments.documents]
+    shapes.append((f"1 document of {arguments.gigabytes} GB, 99 of {SENTENCES} sentences", 99, arguments.gigabytes))
+    print(f"{'':>48} {'tokens':>15} {'first batch, s':>14} {'RssAnon, MB':>12} {'pairs/s':>9}")
+    for name, count, gigabytes in shapes:
+        sentences_of = np.full(count, SENTENCES)
+        if gigabytes:
+            long = gigabytes * 10**9 // BYTES_A_TOKEN // SENTENCE_TOKENS
+            sentences_of = np.append(long, sentences_of)
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder) / "tokens"
+            write_folder(folder, sentences_of)
+            rows = []
+            for _ in range(arguments.repetitions):
+                command = [sys.executable, "-m", "benchmarks.layout", "first_batch", "--open", str(folder)]
+                rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        seconds = [row["seconds"] for row in rows]
+        middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        shown = f"{middle['seconds']:.2f} (at most {max(seconds):.2f})"
+        print(
+            f"{name:>48} {rows[0]['tokens']:>15,} {shown:>20} {middle['anonymous'] / 1e6:>6.0f} "
+            f"{middle['pairs_per_second']:>9,.0f}",
+            flush=True,
+        )
+
+
+def measure_first_batch(folder):
+    """Open a prepared folder, make `STEPS` steps, print the measurements as JSON. Runs in a separate process."""
+    architecture, run = RECIPES["tiny"]()
+    run = PretrainConfig(corpus=[folder], max_steps=10_000, recipe=run.recipe, global_batch_size=512)
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    text = prepare(run)
+    cutting = batching.how_to_cut(architecture, run)
+    held_out = batching.make_held_out(run, text, **cutting)
+    steps = batching.make_steps(run, text, run.max_steps, **cutting)
+    steps[0]
+    seconds = time.monotonic() - start
+    next(iter(held_out))
+    for step in range(1, STEPS):
+        steps[step]
+    # The layout alone, in this process.
+    pairs = steps.phases[-1].pairs
+    start, laid_out = time.monotonic(), 0
+    for chunk in range(min(64, pairs.chunks(1))):
+        laid_out += len(pairs.chunk(1, chunk))
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "tokens": text.tokens.size,
+                "anonymous": rss_anon(),
+                "pairs_per_second": laid_out / (time.monotonic() - start),
+            }
+        )
+    )
+
+
+def rss_anon():
+    """Anonymous memory of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs a second
+
+
+def speed(arguments):
+    """Every pairing and objective in one process; then `segments` in one and in two processes, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder) / "tokens"
+        write_folder(folder, np.full(10**6, SENTENCES))
+        text = prepare(PretrainConfig(corpus=[str(folder)], max_steps=1))
+        print(f"{'pairing':>10} {'objective':>10} {'length':>7} {'pairs/s':>12}")
+        for pairing, objective, length in itertools.product(
+            ("segments", "sentences"), ("nsp", "sop", "none"), (128, 512)
+        ):
+            pairs = pairs_of(text, pairing, objective, length)
+            turns = [pairs_a_second(pairs, range(turn * 16, turn * 16 + 16)) for turn in range(arguments.repetitions)]
+            print(f"{pairing:>10} {objective:>10} {length:>7} {statistics.median(turns):>12,.0f}", flush=True)
+        one, two = [], []
+        for turn in range(2 * arguments.repetitions):
+            for count, speeds in ((1, one), (2, two)):
+                chunks = range(turn * 128, turn * 128 + 128)
+                with multiprocessing.get_context("fork").Pool(count) as pool:
+                    shares = [(folder, chunks[number::count]) for number in range(count)]
+                    pool.map(warm_up, shares)
+                    start = time.monotonic()
+                    speeds.append(sum(pool.starmap(lay_out_share, shares)) / (time.monotonic() - start))
+        ratios = [b / a for a, b in zip(one, two, strict=True)]
+        print(
+            f"segments of 128, one process {statistics.median(one):,.0f} pairs/s, two {statistics.median(two):,.0f}: "
+            f"{statistics.median(ratios):.2f} times (quartiles {quartiles(ratios)})"
+        )
+
+
+def pairs_of(text, pairing="segments", objective="nsp", length=128):
+    run = PretrainConfig(max_steps=1, pairing=pairing, objective=objective, max_seq_length=length)
+    (phase,) = batching.make_phases(run, text, 1)
+    return phase.pairs
+
+
+def pairs_a_second(pairs, chunks):
+    """The speed of laying out these chunks."""
+    start = time.monotonic()
+    count = sum(len(pairs.chunk(0, chunk)) for chunk in chunks)
+    return count / (time.monotonic() - start)
+
+
+def warm_up(share):
+    global _pairs
+    _pairs = pairs_of(prepare(PretrainConfig(corpus=[str(share[0])], max_steps=1)))
+
+
+def lay_out_share(folder, chunks):
+    return sum(len(_pairs.chunk(0, chunk)) for chunk in chunks)
+
+
+def quartiles(values):
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{low:.2f} to {high:.2f}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shuffling
+
+
+def shuffle(arguments):
+    """Distinct documents in a step of 512 pairs: pairs shuffled in windows, and shuffled over the whole epoch."""
+    text = prepare(PretrainConfig(corpus=[arguments.books], max_steps=1))
+    for window_chunks in (epochs.WINDOW_CHUNKS, 16, 4):
+        pairs = pairs_of(text)
+        epochs.WINDOW_CHUNKS = window_chunks
+        pairs.go_on_from(epochs.Place())
+        windows = [pairs.window(0, number) for number in range(pairs.windows(0))]
+        in_windows = np.concatenate(windows)
+        in_epoch = in_windows[np.random.default_rng(0).permutation(len(in_windows))]
+        of_windows, of_epoch = distinct_documents(text, in_windows), distinct_documents(text, in_epoch)
+        print(
+            f"{len(windows)} windows of at most {window_chunks} chunks: {of_windows:.1f} distinct documents in "
+            f"a step, {of_windows / of_epoch:.1%} of a full shuffle's"
+        )
+
+
+def distinct_documents(text, pairs, in_a_step=512):
+    """The number of distinct documents in a step, on average."""
+    documents = text.tokens.document_ends.find(text.tokens.sentence_ends.find(pairs["a_start"]))
+    steps = len(pairs) // in_a_step
+    return np.mean([len(np.unique(step)) for step in documents[: steps * in_a_step].reshape(steps, in_a_step)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Random questions for a newcomer: which file does a change belong to, and what does a comment or docstring mean?
+
+    python -m benchmarks.readability --seed 1 [--answers]
+
+Prints ten changes from the list below, and thirty comments and docstrings of the package, all drawn at random. The
+newcomer has CONTRIBUTING.md and the first line of each file, and names the file for each change. The newcomer also
+restates each comment and docstring without reading the code around it. `--answers` prints the right files instead.
+"""
+
+import argparse
+import ast
+import io
+import random
+import tokenize
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("tokenization", "training", "modeling", "model_cards", "src/d2l_bert")
+
+CHANGES, COMMENTS = 10, 30
+FEWEST_WORDS = 6  # shorter comments and docstrings are not drawn
+
+# Changes, and the file that each change belongs to.
+FILE_FOR = {
+    "Read .docx files as text": "tokenization/sources.py",
+    "Accept Parquet columns of lists of strings": "tokenization/tables.py",
+    "Drop paragraphs that are mostly digits": "tokenization/sentences.py",
+    "Hold out at least five documents instead of two": "tokenization/split.py",
+    "Store token ids in 24 bits": "tokenization/token_store.py",
+    "Let the WordPiece trainer ignore words longer than 40 characters": "tokenization/wordpiece.py",
+    "Refuse a tokenizer from the Hub that has no [UNK] token": "tokenization/existing.py",
+    "Keep the cache in another folder than $HF_HOME": "tokenization/cache.py",
+    "Also read the docstrings of numpy into the embedded corpus": "tokenization/python_docs.py",
+    "Write a checksum of another kind into a prepared folder": "tokenization/prepared_folder.py",
+    "A random second segment only from the same source as the first": "training/epochs.py",
+    "Mask spans of at most five words": "training/masking.py",
+    "Give random second segments to 30 % of the pairs instead of 50 %": "training/pairs.py",
+    "Pad rows to a multiple of 16": "training/packing.py",
+    "Add a learning rate schedule that falls like a polynomial": "training/optim.py",
+    "Clip the gradient for each parameter instead of for all together": "training/step.py",
+    "Write a row of the log for every tenth step by default": "training/schedule.py",
+    "Keep the best checkpoint besides the last ones": "training/checkpoint.py",
+    "React to SIGUSR1 as to SIGTERM": "training/interruption.py",
+    "Try three micro-batch sizes more before choosing": "training/trials.py",
+    "Draw the learning rate into the picture of the losses": "training/curves.py",
+    "Add a recipe with 6 layers of 384": "training/recipes.py",
+    "Show ten filled masks at the end of a run instead of five": "training/evaluate.py",
+    "Count the floating-point operations of the embedding, too": "training/arithmetic.py",
+    "Give the model a fourth switch, RMSNorm": "modeling/modeling_d2l_bert.py",
+    "Convert checkpoints of stock RoBERTa": "modeling/bert_checkpoints.py",
+    "Say the CO2 of the electricity used on the card": "model_cards/card.py",
+    "Accept a new licence identifier of the Hub": "model_cards/metadata.py",
+    "Refuse to publish a folder without a curve picture": "model_cards/folder_rules.py",
+    "Send a model in two commits instead of one": "model_cards/publish.py",
+    "Add a command `d2l-bert info MODEL`": "src/d2l_bert/commands.py",
+    "Let flags be shortened to their first letters": "src/d2l_bert/flags.py",
+    "Exit with code 3 when the disk is full": "src/d2l_bert/cli.py",
+    "Show a percentage beside the bar of long work": "src/d2l_bert/progress.py",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, required=True, help="of the random questions")
+    parser.add_argument("--answers", action="store_true", help="print the right files")
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    for change, file in rng.sample(sorted(FILE_FOR.items()), CHANGES):
+        print(f"{change}: {file}" if arguments.answers else f"{change}?")
+    if arguments.answers:
+        return
+    texts = [text for room in ROOMS for file in sorted((ROOT / room).glob("*.py")) for text in texts_of(file)]
+    for where, text in rng.sample(texts, COMMENTS):
+        print(f"\n{where}\n{text}")
+
+
+def texts_of(file: Path) -> list[tuple[str, str]]:
+    """(file and line, text) of each comment and docstring of a file. Adjacent comment lines are one comment."""
+    source = file.read_text()
+    name = file.relative_to(ROOT).as_posix()
+    texts = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            texts.append((f"{name}:{node.lineno} ({node.name})", text))
+    lines = [
+        (token.start[0], token.string.lstrip("# "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    blocks = []
+    for number, text in lines:
+        if blocks and blocks[-1][1] == number - 1:
+            blocks[-1] = (blocks[-1][0], number, f"{blocks[-1][2]} {text}")
+        else:
+            blocks.append((number, number, text))
+    texts += [(f"{name}:{first}", text) for first, _, text in blocks]
+    return [(where, text) for where, text in texts if len(text.split()) >= FEWEST_WORDS and "-----" not in text]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The task of all contestants: its steps, the turns in which contestants take them, and the speeds of these turns."""
+
+import itertools
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks.peers import Contestant, write_step
+from d2l_bert import D2lBertConfig, PretrainConfig
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training import batching
+from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
+from d2l_bert.training.recipes import architecture_options
+from d2l_bert.training.step import counts_of
+
+
+@dataclass
+class Task:
+    """The training that all contestants do: architecture, options of the run, device."""
+
+    size: str
+    architecture: D2lBertConfig
+    run: PretrainConfig
+    device: str
+
+    def __post_init__(self):
+        self.run.check()
+
+    def __str__(self):
+        model, run = self.architecture, self.run
+        return (
+            f"{self.size}, {run.pairing}: {model.num_hidden_layers} x {model.hidden_size}, vocabulary "
+            f"{model.vocab_size:,}, dropout {model.hidden_dropout_prob:g}; {run.global_batch_size} pairs of up to "
+            f"{run.max_seq_length} tokens a step"
+        )
+
+    def contestant(self, name, python=sys.executable, **more) -> Contestant:
+        names = [*architecture_options(), "vocab_size", "pad_token_id"]
+        numbers = {name: getattr(self.architecture, name) for name in names}
+        setup = {"architecture": numbers, "run": asdict(self.run), "device": self.device, **more}
+        return Contestant(name, setup, python)
+
+    def steps(self, count):
+        cutting = batching.how_to_cut(self.architecture, self.run)
+        return batching.make_steps(self.run, prepare(self.run), count, **cutting)
+
+    def write_steps(self, folder, count) -> list["Step"]:
+        steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))
+        return [Step(steps[number], own / f"{number}.safetensors", self.architecture) for number in range(count)]
+
+
+class Step:
+    """A step's micro-batches in a file, its number of pairs and tokens, and its operations (`arithmetic`)."""
+
+    def __init__(self, micro_batches, path, architecture):
+        self.file = str(write_step(micro_batches, path))
+        counts = sum(map(counts_of, micro_batches)).tolist()
+        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
+        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
+        self.pairs, self.tokens = self.counts.examples, self.counts.tokens
+        self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)
+
+
+def take_turns(contestants, steps_of, arguments):
+    """
+    Let the contestants work in turns, `--repetitions` turns each, and measure the machine's peak between the turns.
+
+    Args:
+        contestants: a dict from label to contestant.
+        steps_of: for each label, the steps of its contestant. Contestants with equal lists do the same steps in turn.
+
+    Returns:
+        For each label, a list of (steps, seconds), one for each turn; and the measured peaks in bf16 (operations/s).
+    """
+    taken, peaks = {label: [] for label in contestants}, []
+    for label, contestant in contestants.items():  # the first call allocates memory, and compiles for every shape
+        contestant.call("steps", *step_arguments(steps_of[label]))
+    for turn in range(arguments.repetitions):
+        peaks.append(matmul_peak(torch.device(arguments.device), torch.bfloat16))
+        first = turn * arguments.steps
+        for label in list(contestants)[:: -1 if turn % 2 else 1]:
+            steps = list(itertools.islice(itertools.cycle(steps_of[label]), first, first + arguments.steps))
+            taken[label].append((steps, contestants[label].call("steps", *step_arguments(steps))))
+    return taken, peaks
+
+
+def step_arguments(steps, rate=1e-4):
+    return [step.file for step in steps], [rate] * len(steps)
+
+
+def per_second(turns, count):
+    """For each turn, the sum of a count of its steps (such as "tokens"), divided by the turn's seconds."""
+    return [sum(getattr(step, count) for step in steps) / seconds for steps, seconds in turns]
+
+
+def summary(values, digits=0, unit=""):
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def print_peak(peaks):
+    print(f"  peak of matrix products in bf16: {summary([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
+
+
+def describe(task, steps):
+    total = {name: sum(getattr(step.counts, name) for step in steps) for name in vars(steps[0].counts)}
+    full = total["tokens"] / total["examples"] / task.run.max_seq_length
+    predicted, cut = total["masked_tokens"] / total["examples"], 1 - total["tokens"] / total["padded_tokens"]
+    print(f"\n{task}\n  {full:.1%} full, {predicted:.1f} tokens predicted in a pair, {cut:.1%} padding as we cut them")
+    known = len(prepare(task.run).tokenizer)
+    if known != task.architecture.vocab_size:
+        print(f"  the tokenizer has {known:,} entries; the model's others occur in no pair")
+    sys.stdout.flush()

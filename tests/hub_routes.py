@@ -1,0 +1,408 @@
+"""The paths that the local Hub serves: users, repositories, files, commits, collections."""
+
+import base64
+import hashlib
+import json
+import re
+import uuid
+from pathlib import PurePosixPath
+from urllib.parse import parse_qs, unquote
+
+from hub_answers import Answer, Refusal
+from hub_cards import listed, read_card
+from hub_store import GITATTRIBUTES, Blob, Repository, is_large, now
+
+
+ROUTES = []
+PARTS = {
+    "kind": "model|dataset",
+    "prefix": "(?:datasets/)?",
+    "repo": "[^/]+(?:/[^/]+)?",
+    "slug": "[^/]+/[^/]+",
+    "ref": "branch|tag",
+    "path": ".+",
+}
+
+
+def route(method, pattern, owner=False):
+    """Register the function that serves a path. It is called with the hub, the call, and the named parts of the path.
+
+    For `{repo}` the function gets a repository, if the user may see it; with `owner`, if the user may write to it.
+    It returns an answer, or an object to be sent as JSON.
+    """
+    named = re.sub(r"\{(\w+)\}", lambda part: f"(?P<{part[1]}>{PARTS.get(part[1], '[^/]+')})", pattern)
+
+    def register(function):
+        ROUTES.append((method, re.compile(named), function, owner))
+        return function
+
+    return register
+
+
+def serve(hub, call) -> Answer:
+    for method, pattern, function, owner in ROUTES:
+        match = pattern.fullmatch(call.path)
+        if match is None or method != ("GET" if call.method == "HEAD" else call.method):
+            continue
+        parts = {name: unquote(part) for name, part in match.groupdict().items()}
+        if "repo" in parts:
+            kind = parts.pop("kind", None) or parts.pop("prefix").rstrip("s/") or "model"
+            parts["repo"] = hub.visible(call, kind, parts["repo"])
+            if owner:
+                call.must_own(parts["repo"].owner, "write")
+        answer = function(hub, call, **parts)
+        return answer if isinstance(answer, Answer) else Answer({} if answer is None else answer)
+    raise Refusal(501, f"This Hub does not know {call.method} {call.path}")
+
+
+# Users and repositories
+@route("GET", "/api/agent-harnesses")
+def agents(hub, call):
+    """Clients read this list to find out whether an AI agent started them."""
+    return {"standardEnvVars": [], "harnesses": {}}
+
+
+@route("GET", "/api/whoami-v2")
+def whoami(hub, call):
+    access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": "write"}}
+    return {"type": "user", "id": call.known(), "name": call.user, "fullname": call.user, "orgs": [], "auth": access}
+
+
+@route("POST", "/api/repos/create")
+def create_repository(hub, call):
+    asked = call.json()
+    kind, namespace = asked.get("type") or "model", asked.get("organization") or call.known()
+    call.must_own(namespace, f"create a {kind}")
+    if kind not in ("model", "dataset"):
+        raise Refusal(501, f"This Hub has no {kind}s")
+    repository = Repository(kind, f"{namespace}/{asked['name']}", _private(asked, False))
+    url = f"{hub.endpoint}/{repository.place}"
+    if (kind, repository.id) in hub.repositories:
+        raise Refusal(409, f"You already created this {kind} repo", url=url)
+    hub.repositories[kind, repository.id] = repository
+    first = {".gitattributes": Blob(GITATTRIBUTES.encode())}
+    repository.add_commit("refs/heads/main", None, first, namespace, "initial commit")
+    return {"url": url, "name": repository.id, "id": uuid.uuid4().hex[:24]}
+
+
+@route("DELETE", "/api/repos/delete")
+def delete_repository(hub, call):
+    asked = call.json()
+    kind, namespace = asked.get("type") or "model", asked.get("organization") or call.known()
+    repository = hub.visible(call, kind, f"{namespace}/{asked['name']}")
+    call.must_own(namespace, f"delete a {kind}")
+    del hub.repositories[kind, repository.id]
+
+
+@route("PUT", "/api/{kind}s/{repo}/settings", owner=True)
+def settings(hub, call, repo):
+    repo.private = _private(call.json(), repo.private)
+    return {"private": repo.private}
+
+
+@route("GET", "/api/{kind}s/{repo}/auth-check/write", owner=True)
+@route("GET", "/api/{kind}s/{repo}/auth-check")
+def allowed(hub, call, repo):
+    pass
+
+
+def _private(asked, otherwise):
+    """Whether a new repository is private: clients of version 2 send "visibility", older ones "private"."""
+    if asked.get("visibility"):
+        return asked["visibility"] == "private"
+    return otherwise if asked.get("private") is None else asked["private"]
+
+
+# Branches, tags, history
+@route("GET", "/api/{kind}s/{repo}/refs")
+def refs(hub, call, repo):
+    def rows(prefix):
+        return [
+            {"name": name, "ref": prefix + name, "targetCommit": sha}
+            for name, sha in sorted(repo.under(prefix).items())
+        ]
+
+    found = {"branches": rows("refs/heads/"), "converts": [], "tags": rows("refs/tags/")}
+    return {**found, "pullRequests": rows("refs/pr/")} if call.asks("include_prs") else found
+
+
+@route("GET", "/api/{kind}s/{repo}/commits/{rev}")
+def commits(hub, call, repo, rev):
+    return [
+        {
+            "id": one.sha,
+            "title": one.title,
+            "message": one.message,
+            "authors": [{"user": one.author}],
+            "date": one.date,
+        }
+        for one in repo.history(rev)
+    ]
+
+
+@route("POST", "/api/{kind}s/{repo}/branch/{name}", owner=True)
+def create_branch(hub, call, repo, name):
+    _create_ref(repo, f"refs/heads/{name}", call.json().get("startingPoint", "main"))
+
+
+@route("POST", "/api/{kind}s/{repo}/tag/{rev}", owner=True)
+def create_tag(hub, call, repo, rev):
+    _create_ref(repo, f"refs/tags/{call.json()['tag']}", rev)
+
+
+def _create_ref(repo, ref, revision):
+    commit = repo.at(revision)
+    if ref in repo.refs:
+        raise Refusal(409, f"Reference already exists: {ref}")
+    repo.refs[ref] = commit.sha
+
+
+@route("DELETE", "/api/{kind}s/{repo}/{ref}/{name}", owner=True)
+def delete_ref(hub, call, repo, ref, name):
+    if (ref, name) == ("branch", "main"):
+        raise Refusal(403, "Cannot delete the default branch")
+    if repo.refs.pop(f"refs/{'heads' if ref == 'branch' else 'tags'}/{name}", None) is None:
+        raise Refusal(404, f"Reference doesn't exist: {name}", "RevisionNotFound")
+
+
+# Reading a repository
+@route("GET", "/api/{kind}s/{repo}/revision/{rev}")
+@route("GET", "/api/{kind}s/{repo}")
+def information(hub, call, repo, rev="main"):
+    commit = repo.at(rev)
+    card = read_card(commit.files.get("README.md", Blob(b"")).data.decode(errors="replace"))[0]
+    described = {name: card[name] for name in ("pipeline_tag", "library_name") if name in card}
+    tags = [tag for tag in listed(card, "tags") if isinstance(tag, str)]
+    return {
+        "id": repo.id,
+        "modelId": repo.id,
+        "author": repo.owner,
+        "sha": commit.sha,
+        "private": repo.private,
+        "gated": False,
+        "lastModified": commit.date,
+        "createdAt": repo.history("main")[-1].date,
+        "tags": [*tags, *described.values()],
+        "cardData": card,
+        "siblings": [_sibling(path, blob, call.asks("blobs")) for path, blob in sorted(commit.files.items())],
+        **described,
+    }
+
+
+def _sibling(path, blob, details):
+    if not details:
+        return {"rfilename": path}
+    row = {"rfilename": path, "size": len(blob.data), "blobId": blob.oid}
+    large = {"sha256": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
+    return {**row, "lfs": large} if blob.lfs else row
+
+
+@route("GET", "/api/{kind}s/{repo}/tree/{rev}")
+@route("GET", "/api/{kind}s/{repo}/tree/{rev}/{path}")
+def tree(hub, call, repo, rev, path=""):
+    commit = repo.at(rev)
+    rows = _rows(commit.files)
+    if path and rows.get(path, {}).get("type") != "directory":
+        raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound", {"X-Repo-Commit": commit.sha})
+    if call.asks("recursive"):
+        return [row for name, row in rows.items() if not path or name.startswith(path + "/")]
+    return [row for name, row in rows.items() if name.rpartition("/")[0] == path]
+
+
+@route("POST", "/api/{kind}s/{repo}/paths-info/{rev}")
+def paths_info(hub, call, repo, rev):
+    rows = _rows(repo.at(rev).files)
+    return [rows[path] for path in parse_qs(call.body.decode()).get("paths", []) if path in rows]
+
+
+def _rows(files) -> dict[str, dict]:
+    """A row for every file and folder of a commit, by path."""
+    rows = {}
+    for path, blob in sorted(files.items()):
+        for folder in list(PurePosixPath(path).parents)[-2::-1]:
+            oid = hashlib.sha1(f"tree {folder}".encode()).hexdigest()
+            rows[str(folder)] = {"type": "directory", "oid": oid, "size": 0, "path": str(folder)}
+        rows[path] = {"type": "file", "oid": blob.oid, "size": len(blob.data), "path": path}
+        if blob.lfs:
+            rows[path]["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
+    return rows
+
+
+@route("GET", "/{prefix}{repo}/resolve/{rev}/{path}")
+def resolve(hub, call, repo, rev, path):
+    """A file's content, or a redirect to the large file storage."""
+    commit = repo.at(rev)
+    headers = {"X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes"}
+    if path not in commit.files:
+        raise Refusal(404, "Entry not found", "EntryNotFound", headers)
+    blob = commit.files[path]
+    if not blob.lfs:
+        return _content(call, blob.data, {**headers, "ETag": f'"{blob.oid}"'})
+    headers |= {"X-Linked-ETag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data)), "ETag": f'"{blob.oid}"'}
+    return Answer(b"", 302, {**headers, "Location": hub.link("GET", repo, blob.sha256, len(blob.data))})
+
+
+def _content(call, data, headers):
+    """The whole content, or the range of bytes that the request names."""
+    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", call.headers.get("Range", ""))
+    if asked is None or asked[0] == "bytes=-":
+        return Answer(data, 200, headers)
+    first, last = asked.groups()
+    begin = int(first) if first else max(len(data) - int(last), 0)
+    end = min(int(last) + 1, len(data)) if first and last else len(data)
+    if begin >= end:
+        raise Refusal(416, "Range not satisfiable", None, {**headers, "Content-Range": f"bytes */{len(data)}"})
+    return Answer(data[begin:end], 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
+
+
+# Publishing: the client asks which files are large, uploads those, then sends one commit with everything
+@route("POST", "/api/{kind}s/{repo}/preupload/{rev}")
+def before_upload(hub, call, repo, rev):
+    _may_change(call, repo)
+    files, told = repo.at(rev).files, []
+    attributes = files.get(".gitattributes", Blob(b"")).data.decode()
+    for file in call.json()["files"]:
+        large = is_large(attributes, file["path"], file["size"], base64.b64decode(file.get("sample", "")))
+        row = {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+        old = files.get(file["path"])
+        told.append({**row, "oid": old.sha256 if old.lfs else old.oid} if old else row)
+    return {"files": told}
+
+
+@route("POST", "/{prefix}{repo}.git/info/lfs/objects/batch")
+def large_files(hub, call, repo):
+    call.known()
+    objects = [{"oid": one["oid"], "size": one["size"]} for one in call.json()["objects"]]
+    for one in objects:
+        if one["oid"] not in repo.objects:
+            upload = hub.link("PUT", repo, one["oid"], one["size"])
+            verify = f"{hub.endpoint}/api/{repo.kind}s/{repo.id}/verify"
+            one["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
+    return {"transfer": "basic", "objects": objects}
+
+
+@route("PUT", "/storage/{key}")
+def put_large_file(hub, call, key):
+    method, repo, oid, size = hub.links.get(key, [None] * 4)
+    if method != "PUT":
+        raise Refusal(403, "No such address")
+    if len(call.body) != size or hashlib.sha256(call.body).hexdigest() != oid:
+        raise Refusal(400, f"Not what was announced: {len(call.body)} bytes of {size}, or another sha256 than {oid}")
+    repo.objects[oid] = call.body
+
+
+@route("GET", "/storage/{key}")
+def get_large_file(hub, call, key):
+    method, repo, oid, _ = hub.links.get(key, [None] * 4)
+    if method != "GET":
+        raise Refusal(403, "No such address")
+    return _content(call, repo.objects[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
+
+
+@route("POST", "/api/{kind}s/{repo}/verify")
+def verify_large_file(hub, call, repo):
+    asked = call.json()
+    if len(repo.objects.get(asked["oid"], b"")) != asked["size"]:
+        raise Refusal(404, f"{asked['oid']} was not uploaded")
+
+
+@route("POST", "/api/{kind}s/{repo}/commit/{rev}")
+def commit(hub, call, repo, rev):
+    """One commit. The body is lines of JSON: a header, then the files to add and to delete."""
+    lines = [json.loads(line) for line in call.body.splitlines() if line.strip()]
+    header = next(line["value"] for line in lines if line["key"] == "header")
+    base, ref = repo.at(rev), repo.ref(rev)
+    _may_change(call, repo)
+    if call.asks("create_pr"):
+        number = len(repo.under("refs/pr/")) + 1
+        ref = f"refs/pr/{number}"
+    elif ref is None or ref.startswith("refs/tags/"):
+        raise Refusal(404, f"Not a branch: {rev}", "RevisionNotFound")
+    if not base.sha.startswith(header.get("parentCommit") or ""):
+        raise Refusal(412, "A commit has happened since. Please refresh and try again.")
+    files = dict(base.files)
+    for line in lines:
+        if line["key"] != "header":
+            _change(repo, files, line["key"], **line["value"])
+    made = repo.add_commit(ref, base.sha, files, call.user, header["summary"], header.get("description", ""))
+    site = f"{hub.endpoint}/{repo.place}"
+    answer = {"success": True, "commitOid": made.sha, "commitUrl": f"{site}/commit/{made.sha}", "hookOutput": ""}
+    return {**answer, "pullRequestUrl": f"{site}/discussions/{number}"} if call.asks("create_pr") else answer
+
+
+def _may_change(call, repo):
+    """Refuse a change that the user may not make: readers may open a pull request, only the owner may write."""
+    if call.known() != repo.owner and not call.asks("create_pr"):
+        raise Refusal(403, "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
+
+
+def _change(repo, files, key, path, content="", encoding="utf-8", oid=None, **_):
+    if key == "file":
+        data = base64.b64decode(content) if encoding == "base64" else content.encode()
+        if path == "README.md":
+            _, errors, _ = read_card(data.decode(errors="replace"))
+            if errors:
+                raise Refusal(400, "Invalid metadata in README.md: " + "; ".join(errors))
+        files[path] = Blob(data)
+    elif key == "lfsFile":
+        if oid not in repo.objects:
+            raise Refusal(400, f"LFS pointer pointed to a file that does not exist: {path}, {oid}")
+        files[path] = Blob(repo.objects[oid], lfs=True)
+    elif key in ("deletedFile", "deletedFolder"):
+        inside = path.rstrip("/") + "/"
+        gone = [name for name in files if name == path or key == "deletedFolder" and name.startswith(inside)]
+        if not gone:
+            raise Refusal(404, f"A {key[7:].lower()} with this name doesn't exist: {path}", "EntryNotFound")
+        for name in gone:
+            del files[name]
+    else:
+        raise Refusal(501, f"This Hub does not know the operation {key}")
+
+
+# Model cards: the checks that refuse an upload
+@route("POST", "/api/validate-yaml")
+def validate(hub, call):
+    _, errors, warnings = read_card(call.json()["content"])
+    told = {"errors": [{"message": one} for one in errors], "warnings": [{"message": one} for one in warnings]}
+    if errors:
+        raise Refusal(400, "Invalid metadata", **told)
+    return told
+
+
+# Collections
+@route("POST", "/api/collections")
+def create_collection(hub, call):
+    asked = call.json()
+    call.must_own(asked["namespace"], "create a collection")
+    for slug, old in hub.collections.items():
+        if (old["owner"]["name"], old["title"]) == (asked["namespace"], asked["title"]):
+            raise Refusal(409, "A collection with this title already exists", slug=slug)
+    title = re.sub("[^a-z0-9]+", "-", asked["title"].lower()).strip("-")
+    slug = f"{asked['namespace']}/{title}-{uuid.uuid4().hex[:24]}"
+    owner = {"name": asked["namespace"], "type": "user"}
+    told = {"title": asked["title"], "description": asked.get("description"), "private": bool(asked.get("private"))}
+    fixed = {"position": 0, "theme": "orange", "upvotes": 0, "lastUpdated": now()}
+    hub.collections[slug] = {"slug": slug, "owner": owner, **told, **fixed, "items": []}
+    return hub.collections[slug]
+
+
+@route("GET", "/api/collections/{slug}")
+def get_collection(hub, call, slug):
+    found = hub.collections.get(slug)
+    if found is None or found["private"] and call.user != found["owner"]["name"]:
+        raise Refusal(404, "Collection not found")
+    return found
+
+
+@route("POST", "/api/collections/{slug}/items")
+def add_to_collection(hub, call, slug):
+    collection, asked = get_collection(hub, call, slug), call.json()
+    call.must_own(collection["owner"]["name"], "change a collection")
+    kind, name = asked["item"]["type"], asked["item"]["id"]
+    hub.visible(call, kind, name)
+    if any((item["type"], item["id"]) == (kind, name) for item in collection["items"]):
+        raise Refusal(409, "This item is already in the collection")
+    item = {"_id": uuid.uuid4().hex[:24], "id": name, "type": kind, "position": len(collection["items"])}
+    collection["items"].append({**item, "note": {"text": asked["note"]}} if asked.get("note") else item)
+    collection["lastUpdated"] = now()
+    return collection

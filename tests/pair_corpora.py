@@ -1,0 +1,132 @@
+"""Corpora whose sentences have given lengths, and the pairs made from them, for the tests of pairs."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from d2l_bert.tokenization.token_store import JoinedTable
+from d2l_bert.training import pairs as made_by
+from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR
+
+
+IS_NEXT, IS_RANDOM = 0, 1  # as in Hugging Face's BERT; the book's labels are the opposite
+
+
+# A pair as the tests below look at it: documents, and tokens counted from the start of each document.
+IN_DOCUMENTS = np.dtype([("a_document", "i8"), ("b_document", "i8"), *PAIR.descr])
+
+
+class Corpus:
+    """Documents of sentences with given lengths in tokens. A document may be divided into paragraphs."""
+
+    def __init__(self, documents, paragraphs=None):
+        self.ends = [np.cumsum(lengths) for lengths in documents]
+        self.starts = [ends - lengths for ends, lengths in zip(self.ends, documents, strict=True)]
+        # By default a document is one paragraph.
+        self.paragraphs = [np.array(p) for p in paragraphs or [[len(lengths)] for lengths in documents]]
+        sizes = np.array([ends[-1] for ends in self.ends])
+        counts = np.array([len(ends) for ends in self.ends])
+        self.first_tokens, first_sentences = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
+        sentence_ends = [first + ends for first, ends in zip(self.first_tokens, self.ends, strict=True)]
+        paragraph_ends = [first + ends for first, ends in zip(first_sentences, self.paragraphs, strict=True)]
+        self.sentence_ends = JoinedTable([np.concatenate(sentence_ends)], [sizes.sum()])
+        self.paragraph_ends = JoinedTable([np.concatenate(paragraph_ends)], [counts.sum()])
+        self.document_ends = JoinedTable([np.cumsum(counts)], [counts.sum()])
+
+    def __len__(self):
+        return len(self.ends)
+
+    def laid_out(self, max_seq_length, seed=0, documents=None, **options):
+        documents = np.arange(len(self)) if documents is None else np.array(documents)
+        pieces = made_by.Pieces(documents, self.document_ends.before(documents), self.document_ends.at(documents))
+        others = SimpleNamespace(
+            several=len(documents) > 1, draw=lambda rng, count: documents[rng.integers(len(documents), size=count)]
+        )
+        rng = np.random.default_rng(seed)
+        pairs = made_by.lay_out(self, pieces, others, rng, max_seq_length=max_seq_length, **options)
+        assert pairs.dtype == PAIR
+        found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
+        for name in PAIR.names:
+            found[name] = pairs[name]
+        for side in ("a", "b"):
+            # An empty B stands where A ends, which may be the end of the corpus.
+            token = np.where(pairs["b_end"] > pairs["b_start"], pairs[f"{side}_start"], pairs["a_start"])
+            document = np.searchsorted(self.first_tokens, token, side="right") - 1
+            found[f"{side}_document"] = document
+            found[f"{side}_start"] -= self.first_tokens[document]
+            found[f"{side}_end"] -= self.first_tokens[document]
+        return found
+
+    def segment_pairs(self, max_seq_length, seed=0, documents=None, **options):
+        return self.laid_out(max_seq_length, seed, documents, pairing="segments", **options)
+
+    def sentence_pairs(self, max_seq_length, seed=0, documents=None, **options):
+        return self.laid_out(max_seq_length, seed, documents, pairing="sentences", **options)
+
+    def pairs(self, pairing, max_seq_length, seed=0, **options):
+        make = {"segments": self.segment_pairs, "sentences": self.sentence_pairs}[pairing]
+        return make(max_seq_length, seed, **options)
+
+    def are_whole_sentences(self, document, start, end):
+        return start in self.starts[document] and end in self.ends[document]
+
+    def are_parts_of_a_sentence(self, pair):
+        """Whether A and B are the two halves of one sentence: a sentence without a neighbour is cut in two."""
+        ends = self.ends[pair["a_document"]]
+        first, last = np.searchsorted(ends, (pair["a_start"], pair["b_end"] - 1), side="right")
+        return pair["a_document"] == pair["b_document"] and first == last
+
+    def has_a_token_of_each_outer_sentence(self, document, start, end):
+        """
+        Whether the span has only one token of its first and of its last sentence: cutting more would lose a sentence.
+        """
+        return start + 1 in self.ends[document] and end - 1 in self.starts[document]
+
+    def sentence_at(self, document, start):
+        return int(np.flatnonzero(self.starts[document] == start)[0])
+
+
+def lengths_of(pairs):
+    return pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+
+
+def assert_balanced(pairs):
+    """Assert that half of the labels are 1, within three standard errors of as many coin tosses."""
+    labels = pairs["next_sentence_label"]
+    assert abs(labels.mean() - 0.5) < 3 * 0.5 / np.sqrt(len(labels))
+
+
+def steady_corpus(seed=0, documents=60, sentence=3):
+    """Thousands of sentences of one length. If the room is a multiple of that length, no pair is truncated."""
+    rng = np.random.default_rng(seed)
+    return Corpus([[sentence] * int(size) for size in rng.integers(1, 150, documents)])
+
+
+STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # room for eight sentences of the steady corpus
+
+both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
+
+
+@st.composite
+def corpora(draw, min_documents=1):
+    shapes = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=min_documents, max_size=6)
+    documents = draw(shapes)
+    paragraphs = []
+    for lengths in documents:
+        inside = draw(st.sets(st.integers(1, len(lengths))))
+        paragraphs.append(sorted(inside | {len(lengths)}))
+    return Corpus(documents, paragraphs)
+
+
+@st.composite
+def any_pairs(draw, min_documents=1):
+    """A corpus of any shape, its pairs of either kind, and the tokens that a pair may have."""
+    corpus, seed, room = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    if draw(st.booleans()):
+        made = corpus.sentence_pairs(room + SPECIALS_IN_A_PAIR, seed)
+    else:
+        share = draw(st.sampled_from([0.0, 0.1, 1.0]))
+        made = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
+    return corpus, made, room

@@ -1,0 +1,123 @@
+"""Our dropout masks on a CPU: share, mean, seed, gradient."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from fast_models import assert_same, loss_and_gradients, make_batch, make_model
+from torch.testing import assert_close
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from d2l_bert import D2lBertForMaskedLM
+from d2l_bert.modeling import modeling_d2l_bert as modeling
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def draw(p, *shapes, seed=0):
+    """Dropout masks (1: kept, 0: dropped) for tensors of these shapes, drawn one after the other."""
+    torch.manual_seed(seed)
+    dropout = modeling.Dropout(p).train()
+    return [(dropout(torch.ones(shape)) > 0).float() for shape in shapes]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
+def test_dropout_drops_its_share_and_keeps_the_mean(p):
+    count = 1_000_000
+    values = modeling.Dropout(p).train()(torch.ones(count))
+    deviation = math.sqrt(p * (1 - p) / count)
+    assert abs(float((values == 0).float().mean()) - p) < 4 * deviation + 2**-17
+    assert abs(float(values.double().mean()) - 1) < 4 * deviation / (1 - p)
+    assert len(values.unique()) == 2
+
+
+def test_dropout_masks_are_uncorrelated():
+    """Compares neighbouring values, neighbouring rows, two masks of one draw, and draws with neighbouring seeds."""
+    rows, width = 1000, 1000
+    first, second = draw(0.3, (rows, width), (rows, width))
+    (other,) = draw(0.3, (rows, width), seed=1)
+    pairs = [(first, second), (first, other)]
+    pairs += [(first[:, :-shift], first[:, shift:]) for shift in (1, 2, 3, 4, 8)]
+    pairs += [(first[:-shift], first[shift:]) for shift in (1, 4)]
+    for one, another in pairs:
+        correlation = np.corrcoef(one.flatten().numpy(), another.flatten().numpy())[0, 1]
+        assert abs(correlation) < 5e-3
+
+
+def test_dropout_masks_follow_from_the_seed():
+    assert torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,))[0])
+    assert not torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,), seed=1)[0])
+    assert [tuple(mask.shape) for mask in draw(0.5, (3, 5), (7,))] == [(3, 5), (7,)]
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_0_keeps_and_of_1_drops_everything(p):
+    assert torch.equal(modeling.Dropout(p).train()(torch.ones(5)), torch.full((5,), 1 - p))
+    assert torch.equal(modeling.Dropout(p).eval()(torch.ones(5)), torch.ones(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_gradient_uses_the_same_mask_as_the_forward_pass(dtype):
+    values = torch.randn(50, 40, dtype=dtype).abs().add(0.1).requires_grad_()
+    dropped = modeling.Dropout(0.3).train()(values)
+    (gradient,) = torch.autograd.grad(dropped.sum(), values)
+    assert dropped.dtype == gradient.dtype == dtype
+    assert (gradient == 0).any()
+    assert_close(gradient * values, dropped)
+
+
+def test_dropout_passes_autograds_own_check():
+    dropout = modeling.Dropout(0.4).train()
+
+    def seeded(values):
+        torch.manual_seed(2)
+        return dropout(values).sin()
+
+    values = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(seeded, values) and torch.autograd.gradgradcheck(seeded, values)
+
+
+def test_the_dropout_operator_matches_its_declaration():
+    operator, arguments = modeling.dropout_mask, (torch.ones(3, 5), 2**14)
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_evaluation_and_other_devices_use_pytorchs_dropout(monkeypatch):
+    def fail(*_):
+        raise AssertionError("a mask for the CPU was drawn")
+
+    monkeypatch.setattr(modeling, "dropout_mask", fail)
+    assert modeling.Dropout(0.5).train()(torch.ones(3, device="meta")).is_meta
+    assert torch.equal(modeling.Dropout(0.5).eval()(torch.ones(3)), torch.ones(3))
+    with pytest.raises(AssertionError, match="a mask for the CPU"):
+        modeling.Dropout(0.5).train()(torch.ones(3))
+
+
+def test_several_copies_of_the_model_file_train_in_one_process(tmp_path):
+    """The package's own file and a model folder's copy, which Transformers imports twice under another name."""
+    make_model(D2lBertForMaskedLM, dropout=0.3).save_pretrained(tmp_path)
+    name = "modeling_d2l_bert.D2lBertForMaskedLM"
+    copies = [get_class_from_dynamic_module(name, str(tmp_path), force_download=True) for _ in range(2)]
+    models = [make_model(model_class, dropout=0.3) for model_class in (D2lBertForMaskedLM, *copies)]
+    found = []
+    for model in models:
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(model, **make_batch(model)))
+    assert type(models[1]).__module__ != D2lBertForMaskedLM.__module__
+    operators = getattr(torch.ops, type(models[1]).__module__.replace(".", "_"))
+    assert hasattr(operators, "dropout_mask") and hasattr(operators, "dropout_mask_2"), "no copy takes another's name"
+    for copied in found[1:]:
+        assert_same(copied, found[0], rtol=0, atol=0)
+
+
+def test_gradient_checkpointing_draws_the_same_masks_again():
+    model = make_model(dropout=0.3)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(model, **make_batch(model)))
+    assert_same(*found)

@@ -1,0 +1,188 @@
+"""The MLM loss that is computed without its logits equals the usual one, and is as exact."""
+
+import copy
+import math
+
+import conftest
+import pytest
+import torch
+from fast_models import ROWS, assert_same, loss_and_gradients, make_batch, make_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.modeling import modeling_d2l_bert as modeling
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_the_loss_without_logits_has_the_same_value_and_gradients(model_class, tied, everywhere, monkeypatch):
+    model = make_model(model_class, tie_word_embeddings=tied).double()
+    batch = make_batch(model, everywhere)
+    expected = loss_and_gradients(model, **batch, skip_logits=False)
+    for rows_at_once in (3, 7, 10**6):
+        monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", rows_at_once * model.config.vocab_size)
+        found = loss_and_gradients(model, **batch, skip_logits=True)
+        assert found[0].get("prediction_logits", found[0].get("logits")) is None
+        assert_same(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_loss_without_logits_adds_up_over_micro_batches():
+    model = make_model().double()
+    batch = make_batch(model)
+    expected = loss_and_gradients(model, **batch, skip_logits=False)
+    counts = {"num_items_in_batch": (batch["labels"] != -100).sum(), "num_pairs_in_batch": ROWS}
+    model.zero_grad()
+    for part in (slice(0, 1), slice(1, 4), slice(4, ROWS)):
+        model(**{name: tensor[part] for name, tensor in batch.items()}, **counts, skip_logits=True).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[1][name], rtol=1e-5, atol=1e-7)
+
+
+def test_unlabelled_rows_add_nothing_to_loss_and_gradients():
+    """On a GPU unlabelled rows are not removed, so they must add nothing."""
+    torch.manual_seed(0)
+    states, weight, bias = (torch.randn(*shape, dtype=torch.double) for shape in ((9, 4), (11, 4), (11,)))
+    labels = torch.tensor([3, -100, 10, -100, -100, 0, 3, 7, -100])
+    found, expected = [], []
+    for gradients, loss_of in (
+        (found, modeling.linear_cross_entropy),
+        (expected, lambda x, w, b, y: nn.functional.cross_entropy(x @ w.T + b, y, reduction="sum")),
+    ):
+        leaves = [tensor.clone().requires_grad_() for tensor in (states, weight, bias)]
+        loss = 3 * loss_of(*leaves, labels)
+        gradients.extend([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert (found[1][labels == -100] == 0).all()
+
+
+def test_the_number_of_rows_to_predict_takes_few_values():
+    numbers = set()
+    for known in range(1, 5000):
+        labels = torch.full((2 * known,), -100)
+        labels[::2] = torch.arange(known)
+        states, left = modeling.rows_to_predict(torch.arange(2.0 * known).unsqueeze(1), labels)
+        assert torch.equal(left[:known], labels[::2])
+        assert torch.equal(states[:known, 0], torch.arange(0.0, 2 * known, 2))
+        assert len(states) == len(left) < known + max(32, known / 31)
+        assert (left[known:] == -100).all()
+        numbers.add(len(left))
+    assert len(numbers) == 2048 / 32 + 2048 / 64 + math.ceil((4999 - 4096) / 128)
+
+
+def test_in_bf16_the_loss_without_logits_is_as_exact_as_the_usual_one():
+    model = make_model(vocab_size=3000)
+    batch = make_batch(model, everywhere=True)
+    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch, skip_logits=False)
+
+    def error(**how):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, gradients = loss_and_gradients(model, **batch, **how)
+        off = [(gradients[name] - truth[1][name]).norm() / truth[1][name].norm() for name in gradients]
+        return float((outputs.loss - truth[0].loss).detach().abs()), float(torch.stack(off).median())
+
+    (loss, gradient), (usual_loss, usual_gradient) = error(skip_logits=True), error(skip_logits=False)
+    assert loss < max(2 * usual_loss, 2e-3)
+    assert gradient < 1.2 * usual_gradient
+
+
+def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            result = function(*arguments, **(keywords or {}))
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return result
+
+    model = make_model(vocab_size=5000)
+    batch = make_batch(model, everywhere=True)
+    predicted = int((batch["labels"] != -100).sum())
+    monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", 8 * 5000)
+    found = []
+    for skip_logits in (True, False):
+        with Largest() as largest:
+            model(**batch, skip_logits=skip_logits).loss.backward()
+        found.append(largest.elements)
+    assert found[0] == max(8, conftest.SIZES["hidden_size"]) * 5000, "the weight's gradient, or eight rows"
+    assert found[1] >= predicted * 5000
+
+
+def test_a_score_far_below_the_highest_keeps_its_loss():
+    """Its probability is 0 in float32, but its loss is the distance of the two scores."""
+    states, labels = torch.tensor([[1.0]]), torch.tensor([1])
+    loss = modeling.linear_cross_entropy(states, torch.tensor([[300.0], [0.0]]), torch.zeros(2), labels)
+    assert loss == 300
+
+
+def scores_of_labels_at(probability, peak, dtype, rows=1000, vocab_size=2000):
+    """Scores (R, V), and labels (R,) that all have the same probability, up to the rounding of the scores.
+
+    The scores of other tokens are random. With `peak`, one other token has 99.5 % of the remaining probability.
+    """
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(rows, vocab_size, generator=generator, dtype=torch.double)
+    labels, places = torch.randint(1, vocab_size, (rows,), generator=generator), torch.arange(rows)
+    scores[places, labels] = -torch.inf
+    if peak:
+        scores[:, 0] = scores[:, 1:].logsumexp(1) + math.log(0.995 / 0.005)
+    scores[places, labels] = scores.logsumexp(1) + math.log(probability / (1 - probability))
+    return scores.to(dtype), labels
+
+
+def losses_and_gradients_of_scores(loss_of, scores, labels):
+    """The sum of the losses and its gradient by the scores. The states are one-hot, so the weight is the scores."""
+    states, bias = torch.eye(len(scores), dtype=scores.dtype), torch.zeros(scores.shape[1])
+    weight = scores.T.to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
+    loss = loss_of(states, weight, bias.to(weight.dtype), labels)
+    return loss.item(), torch.autograd.grad(loss, weight)[0].T.double()
+
+
+def plain_loss(states, weight, bias, labels):
+    """Cross-entropy in float32 or better, of scores computed in the dtype of the states."""
+    scores = nn.functional.linear(states, weight.to(states.dtype), bias.to(states.dtype))
+    return nn.functional.cross_entropy(scores.to(weight.dtype), labels, reduction="sum")
+
+
+@pytest.mark.parametrize("peak", [False, True])
+@pytest.mark.parametrize("probability", [0.02, 0.5, 0.75, 0.95, 0.99, 0.998, 0.9997])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_likely_label_has_the_loss_and_gradient_of_float32(dtype, probability, peak):
+    scores, labels = scores_of_labels_at(probability, peak, dtype)
+    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
+    usual = losses_and_gradients_of_scores(plain_loss, scores, labels)
+    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
+    places = (torch.arange(len(labels)), labels)
+
+    def errors(gradients):
+        relative = gradients[places] / truth[1][places] - 1
+        return relative.square().mean().sqrt(), (gradients - truth[1]).norm() / truth[1].norm()
+
+    for error, usual_error in zip(errors(found[1]), errors(usual[1]), strict=True):
+        assert error < max(1.5 * usual_error, 1e-6)  # 16 units in the last place of float32
+    assert found[0] == pytest.approx(truth[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_token_far_above_all_others_leaves_loss_and_gradient_right(dtype):
+    """The probabilities of all other tokens are rounded to 0 in this case."""
+    scores, labels = torch.randn(8, 500, generator=torch.Generator().manual_seed(0)), torch.arange(8) + 480
+    scores[:, 490] = 300
+    scores[torch.arange(4), labels[:4]] = 301
+    scores = scores.to(dtype)
+    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
+    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
+    torch.testing.assert_close(found, truth, rtol=1e-2, atol=1e-6)
+
+
+def test_a_nan_score_gives_a_nan_loss():
+    """The training loop recognises by the loss that it must skip such a step."""
+    weight = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    weight[400] = math.nan
+    assert modeling.linear_cross_entropy(torch.ones(2, 3), weight, torch.zeros(500), torch.tensor([1, 2])).isnan()

@@ -1,0 +1,264 @@
+"""Models that are refused before anything is sent: damaged folders, wrong names, wrong tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from local_hub import TOKEN
+from publishing import change_card, change_json, published
+from safetensors.torch import load_file, save_file
+
+from d2l_bert.cli import main
+
+
+def cut(file, share):
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+
+def without_embedding(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(name for name in weights if "position" in name))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_one_more(folder):
+    weights = {**load_file(folder / "model.safetensors"), "bert.extra.weight": torch.ones(2)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_nan(folder):
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_hole(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] += 7
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def without_mask(folder):
+    change_json(folder / "tokenizer_config.json", mask_token=None)
+
+
+def better_loss(folder):
+    loss = round(json.loads((folder / "metrics.json").read_text())["eval_mlm_loss"], 4)
+    change_card(folder, f"value: {loss}", "value: 0.1234")
+
+
+BROKEN = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "a pickle instead": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "published as safetensors only",
+    ),
+    "weights cut in half": (lambda f: cut(f / "model.safetensors", 0.5), "model.safetensors: damaged or cut short"),
+    "weights cut to nothing": (lambda f: cut(f / "model.safetensors", 0), "model.safetensors: damaged or cut short"),
+    "weights a byte short": (
+        lambda f: cut(f / "model.safetensors", 1 - 0.5 / (f / "model.safetensors").stat().st_size),
+        "model.safetensors: damaged or cut short",
+    ),
+    "a weight gone": (without_embedding, "the weights lack bert."),
+    "a weight too many": (with_one_more, "the weights have bert.extra.weight"),
+    "a weight not finite": (with_nan, "not finite"),
+    "another size": (lambda f: change_json(f / "config.json", intermediate_size=65), "says intermediate_size 65"),
+    "weights of another size": (
+        lambda f: [change_json(f / "config.json", intermediate_size=65), (f / "run_config.json").unlink()],
+        "does not have the shape",
+    ),
+    "another vocabulary": (
+        lambda f: change_json(f / "config.json", vocab_size=500),
+        "says vocab_size 500",
+    ),
+    "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "says pad_token_id 3"),
+    "vocab.txt a line short": (
+        lambda f: (f / "vocab.txt").write_text("\n".join((f / "vocab.txt").read_text().split("\n")[:-2]) + "\n"),
+        "vocab.txt and tokenizer.json have different tokens",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "a damaged tokenizer": (lambda f: cut(f / "tokenizer.json", 0.5), "tokenizer cannot be loaded"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
+    "another kind of model": (lambda f: change_json(f / "config.json", model_type="bert"), "not a d2l-bert one"),
+    "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "architectures is"),
+    "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
+    "other code for the configuration": (
+        lambda f: (f / "configuration_d2l_bert.py").write_bytes((f / "configuration_d2l_bert.py").read_bytes()[:-1]),
+        "configuration_d2l_bert.py: differs from the file of the installed d2l-bert",
+    ),
+    "other code": (
+        lambda f: (f / "modeling_d2l_bert.py").open("a").write("# mine\n"),
+        "modeling_d2l_bert.py: differs from the file of the installed d2l-bert",
+    ),
+    "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "no metadata"),
+    "invalid YAML": (lambda f: change_card(f, "language: en", "language: [en"), "not valid YAML"),
+    "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "lacks a licence"),
+    "an unknown licence": (lambda f: change_card(f, "license: apache-2.0", "license: Apache 2"), "write apache-2.0"),
+    "a path as data set": (
+        lambda f: change_card(f, "language: en\n", "language: en\ndatasets:\n- /data/books\n"),
+        "'/data/books' is a path on this machine",
+    ),
+    "a relative path as data set": (
+        lambda f: change_card(f, "language: en\n", "language: en\ndatasets: ./books\n"),
+        "'./books' is a path on this machine",
+    ),
+    "a better loss than was measured": (
+        lambda f: better_loss(f),
+        "README.md: says MLM loss 0.1234, and metrics.json",
+    ),
+    "no size of the vocabulary": (lambda f: change_json(f / "config.json", vocab_size=None), "mend config.json"),
+    "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
+    "numbers with a hole": (with_hole, "ids of the tokenizer have gaps"),
+    "no mask token": (without_mask, "has no mask token"),
+    "a tokenizer with code of its own": (
+        lambda f: change_json(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.Mine", None]}),
+        "auto_map asks for code, which is not published",
+    ),
+    "an unknown tokenizer": (
+        lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="MyTokenizer"),
+        "MyTokenizer is no stock class",
+    ),
+    "a card of another task": (
+        lambda f: change_card(f, "pipeline_tag: fill-mask", "pipeline_tag: question-answering"),
+        "is for fill-mask; write pipeline_tag",
+    ),
+    "figures that are words": (
+        lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"),
+        "metrics.json: eval_mlm_loss (MLM loss) is 'low', not a number; put back the file that the run wrote",
+    ),
+    "a record of another shape": (
+        lambda f: change_json(f / "run_config.json", local_paths={"/x": 3}),
+        "run_config.json: local_paths has 3 for /x; put back what the run wrote",
+    ),
+    "a record without data": (
+        lambda f: change_json(f / "run_config.json", data=None),
+        "run_config.json: data is None; put back what the run wrote",
+    ),
+    "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
+    "other heads than were trained": (
+        lambda f: change_json(f / "config.json", num_attention_heads=4),
+        "says num_attention_heads 4, and run_config.json 2",
+    ),
+    "a better loss in the text": (
+        lambda f: change_card(f, "| MLM loss |", "| MLM loss | 0.123 nats |\n| MLM ross |"),
+        "says MLM loss 0.123 nats, and metrics.json",
+    ),
+    "figures that nothing founds": (lambda f: (f / "metrics.json").unlink(), "but metrics.json is missing"),
+    "a card that is no text": (lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"), "in UTF-8"),
+    "somebody's home": (
+        lambda f: (f / "README.md").open("a").write("Trained in /home/jane/texts.\n"),
+        "names a folder of this machine (/home/jane)",
+    ),
+    "a path in the licence": (
+        lambda f: (f / "LICENSE").write_text(f"As in {Path.home()}/x"),
+        "LICENSE: names a folder of this machine",
+    ),
+    "an index of weights without weights": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json: weight_map does not name",
+    ),
+    "labels that are a number": (lambda f: change_json(f / "config.json", id2label=3), "mend config.json"),
+    "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
+    "a path in the text": (
+        lambda f: (f / "README.md").open("a").write(f"Trained on {Path.home()}/secret.\n"),
+        "README.md: names a folder of this machine",
+    ),
+}
+
+
+def test_a_bug_while_a_folder_is_checked_is_shown_as_a_bug(here, folder, monkeypatch, capsys):
+    def fail(*_, **how):
+        raise KeyError("of ours")
+
+    for where in ("check_folder", "outgoing"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"d2l_bert.model_cards.publish.{where}", fail)
+            assert main(["publish", str(folder), "someone/bert"]) == 1
+        assert "this is a bug of d2l-bert" in capsys.readouterr().err
+    monkeypatch.setattr("d2l_bert.modeling.conversion.load_and_compare", fail)
+    assert main(["publish", str(folder), "someone/bert"]) == 1
+    assert "this is a bug of d2l-bert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_damaged_folder_is_refused_in_one_line_before_anything_is_sent(here, folder, how, capsys):
+    breaks, words = BROKEN[how]
+    breaks(folder)
+    capsys.readouterr()
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("d2l-bert publish: error: ") and said.err.count("\n") == 1 and not said.out
+    assert words in said.err and str(folder) in said.err and ";" in said.err, said.err
+    assert not here.requests and not here.repositories
+
+
+def test_missing_folders_and_wrong_names_are_refused(here, tmp_path, trained, capsys):
+    for arguments, words in (
+        ([str(tmp_path / "none"), "someone/bert"], "no such folder"),
+        ([str(trained), "some one/bert"], "cannot be a repository"),
+        ([str(trained), "a/b/c"], "cannot be a repository"),
+    ):
+        assert main(["publish", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+    assert not here.requests
+
+
+def test_code_changed_on_purpose_is_sent_if_it_runs(here, folder, tmp_path, capsys):
+    code = folder / "modeling_d2l_bert.py"
+    code.write_text(code.read_text() + "\nMINE = True\n")
+    assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 0
+    assert published(here)["modeling_d2l_bert.py"] == code.read_bytes()
+    whole = code.read_text()
+    for changed in (
+        whole + "\nraise RuntimeError('not today')\n",
+        whole + "\nraise SystemExit(0)\n",
+        whole.replace("class D2lBertForMultipleChoice", "class Other"),
+    ):
+        code.write_text(changed)
+        capsys.readouterr()
+        assert main(["publish", str(folder), "someone/bert", "--changed_code"]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be run; mend the code" in said and said.count("\n") == 1
+    assert len(here.commits("someone/bert")) == 2
+
+
+def test_a_data_set_unknown_to_the_hub_is_refused_unless_the_run_read_it_there(here, folder, capsys):
+    change_card(folder, "language: en\n", "language: en\ndatasets: some/texts\n")
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    assert "datasets names some/texts, which the Hub does not know" in capsys.readouterr().err
+    assert not here.repositories
+    record = json.loads((folder / "run_config.json").read_text())
+    record["data"]["hub_datasets"] = ["some/texts"]
+    (folder / "run_config.json").write_text(json.dumps(record))
+    assert main(["publish", str(folder), "someone/bert"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "words"),
+    [
+        (None, "someone/bert", "no token for the Hub here"),
+        ("hf_unknown", "someone/bert", "does not accept the token"),
+        ("hf_ünknown", "someone/bert", "characters that no token has"),
+        (TOKEN, "another/bert", "may not write there"),
+    ],
+)
+def test_missing_or_wrong_tokens_are_refused_in_one_line(here, trained, monkeypatch, capsys, token, repo_id, words):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert main(["publish", str(trained), repo_id]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and "Traceback" not in said.err
+    assert "hf auth login" in said.err and not here.repositories
+
+
+def test_the_hub_is_not_asked_when_it_is_switched_off(here, trained, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(["publish", str(trained), "someone/bert"]) == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not here.requests

@@ -1,0 +1,132 @@
+"""The embedded corpus: documentation and docstrings of Python and its packages."""
+
+import itertools
+import multiprocessing
+import sysconfig
+from pathlib import Path
+from pydoc_data import topics
+
+import pytest
+
+from d2l_bert.tokenization import python_docs as python_docs_module
+from d2l_bert.tokenization.documents import Document
+from d2l_bert.tokenization.python_docs import docstrings, prose, python_docs, required_distributions
+
+
+DOCSTRING = """
+    Return the :class:`~foo.Bar` of ``x``, a *fast* operation that never blocks.
+
+    Args:
+        x (`int`): The number that is doubled before it is returned.
+
+    Notes
+    -----
+    The lines of this paragraph are wrapped, and they belong
+    together. Here is some code that has to go::
+
+        result = frobnicate(x, y, z); print(result)
+
+    >>> frobnicate(1)
+    2
+
+    ====== ======
+    Input  Output
+    ====== ======
+
+    ```python
+    model = Model.from_pretrained("x")  # this is code. really.
+    ```
+
+    Too short.
+"""
+
+
+def test_prose_is_a_docstring_without_code_tables_argument_lists_and_markup():
+    assert prose(DOCSTRING) == [
+        "Return the foo.Bar of x, a fast operation that never blocks.",
+        "The lines of this paragraph are wrapped, and they belong together. Here is some code that has to go:",
+    ]
+
+
+def test_docstrings_are_found_in_order_and_a_file_that_does_not_parse_gives_none(tmp_path):
+    source = (
+        '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\nif True:\n    def g():\n'
+    )
+    source += '        """Function."""\n'
+    (tmp_path / "good.py").write_text(source)
+    (tmp_path / "bad.py").write_text('"""Doc."""\ndef (:\n')
+    assert docstrings(tmp_path / "good.py") == ["Module.", "Class.", "Method.", "Function."]
+    assert docstrings(tmp_path / "bad.py") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "paragraphs"),
+    [
+        ("    Indented, on one line only, it is read.\n", ["Indented, on one line only, it is read."]),
+        ("It is read.\n\n    Indented, and read in the same way.", ["Indented, and read in the same way."]),
+        ("Two words::\n\n    It is code, and left out.\n\nThis is text once more.", ["This is text once more."]),
+        ("Two. Words::\n\n    All is text, indented as in code.", ["All is text, indented as in code."]),
+        ("Is it kept? This is.\n    : This line goes.\nThe rest stays.", ["Is it kept? This is. The rest stays."]),
+        ("x, y : int\n    The number of times that it is done.", ["The number of times that it is done."]),
+        ("Time : money. This line of words goes away.", []),
+        ("In [1]: print it. This is an example, not a sentence.", []),
+        ("In the end, it is a sentence of words.", ["In the end, it is a sentence of words."]),
+        ("It prints this line, which is no code:\n$ d2l-bert --help. ", []),
+        ("It is cheap: $ 5 for all of it.\n$5 is the price.", ["It is cheap: $ 5 for all of it. $5 is the price."]),
+        ("* An item, which is a whole sentence.", ["An item, which is a whole sentence."]),
+        ("12. An item, which is a whole sentence.", ["An item, which is a whole sentence."]),
+        (
+            "A Heading of Some Words.\n~~~~~~~\nThe text below it is all that stays.",
+            ["The text below it is all that stays."],
+        ),
+        ("Four words are few.", []),
+        ("It has a word that is too long: " + 61 * "x" + ".", []),
+        ("12 + 34 = 46, 56 + 78 = 134, and so on.", []),
+        ("Ärger über süße Brötchen, über Öfen, über Häuser.", []),  # letters with accents count as symbols
+    ],
+)
+def test_prose_looks_at_the_start_of_each_line(text, paragraphs):
+    assert prose(text) == paragraphs
+
+
+def test_the_embedded_corpus_is_english_text_about_python_without_duplicates():
+    """
+    Reads the first 150 documents: the topics of the language reference and the beginning of the standard library.
+    """
+    documents = list(itertools.islice(python_docs(), 150))
+    paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
+    assert len(set(paragraphs)) == len(paragraphs) > 500
+    assert not any(">>>" in paragraph or "\n" in paragraph or "```" in paragraph for paragraph in paragraphs)
+    words = " ".join(paragraphs).lower().split()
+    assert words.count("the") > 0.03 * len(words) and words.count("object") > 100
+
+
+def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatch):
+    files = [(file.stem, file) for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[ab]*.py"))]
+    (tmp_path / "bad.py").write_text('"""This file has a docstring, and does not parse."""\ndef (:\n')
+    files += [("bad", tmp_path / "bad.py"), ("gone", tmp_path / "gone.py"), ("again", files[0][1])]
+    monkeypatch.setattr(topics, "topics", {"ONE": "This is the text of a topic.", "TWO": "Too short."})
+    monkeypatch.setattr(python_docs_module, "_standard_library", lambda: iter(files))
+    monkeypatch.setattr(python_docs_module, "_dependencies", lambda: iter(()))
+    monkeypatch.setattr(python_docs_module, "FILES_AT_ONCE", 3)
+
+    two, one = python_docs(2), python_docs(1)
+    topic, first = next(two), next(two)
+    assert topic == Document("topic ONE", ["This is the text of a topic."])
+    assert len(multiprocessing.active_children()) == 2
+    found = [first, *two]
+    assert [topic, *found] == list(one) and len(found) > 10
+    # The documents by a plain loop over the files.
+    paragraphs = {name: [p for text in docstrings(file) for p in prose(text)] for name, file in files}
+    assert [document.name for document in found] == [
+        name for name in paragraphs if paragraphs[name] and name not in ("bad", "gone", "again")
+    ]
+    assert list(dict.fromkeys(itertools.chain(*paragraphs.values()))) == [
+        paragraph for document in found for paragraph in document.paragraphs
+    ]
+
+
+def test_the_embedded_corpus_covers_the_packages_direct_and_indirect_requirements():
+    names = [found.metadata["Name"].lower().replace("_", "-") for found in required_distributions("d2l-bert")]
+    assert {"torch", "transformers", "huggingface-hub", "numpy"} <= set(names)
+    assert len(set(names)) == len(names) and "pytest" not in names

@@ -1,0 +1,222 @@
+"""Checkpoints, and runs that go on from them: the same bytes as without a stop, and what is refused."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, write_books
+from runs import log_rows, run
+from transformers import AutoTokenizer
+
+import d2l_bert
+from d2l_bert.cli import main
+from d2l_bert.tokenization.wordpiece import make_tokenizer
+from d2l_bert.training import checkpoint
+from d2l_bert.training.run_folder import start_folder
+
+
+def test_a_resumed_run_ends_with_the_same_bytes_as_an_uninterrupted_one(books, tmp_path):
+    options = ("--max_steps=8", "--save_steps=3", "--save_total_limit=9", "--hidden_dropout_prob=0.2")
+    whole = run(books, tmp_path / "whole", *options)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole", stopped)
+    for name in ("checkpoint-6", "checkpoint-8", "model.safetensors", "metrics.json"):
+        path = stopped / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (stopped / ".checkpoint-6.part").mkdir()  # as if killed during a save
+    assert run(books, stopped, *options, "--resume_from_checkpoint=latest") == whole
+    steps = [row["step"] for row in log_rows(stopped) if "loss" in row]
+    assert steps == list(range(1, 9))
+
+
+def test_only_the_latest_checkpoints_are_kept(books, tmp_path):
+    run(books, tmp_path / "out", "--max_steps=7", "--save_steps=2", "--save_total_limit=3")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "out")] == [f"checkpoint-{n}" for n in (4, 6, 7)]
+
+
+def test_a_checkpoint_being_deleted_no_longer_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-3").mkdir()
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path: None)  # as if killed before the files are deleted
+    checkpoint.delete(tmp_path / "checkpoint-3")
+    assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
+
+
+def test_dropping_a_checkpoint_that_is_a_link_keeps_the_folder_behind_it(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "elsewhere")
+    checkpoint.delete(tmp_path / "checkpoint-3")
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_resuming_from_a_checkpoint_removes_the_later_ones(tmp_path):
+    """They would count as the latest, so that new checkpoints would be deleted instead."""
+    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-12", ".checkpoint-3.part"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-notes.txt").write_text("not one of ours")
+    start_folder(tmp_path, {}, 6)
+    left = {path.name for path in tmp_path.iterdir()} - {"run_config.json", "training_log.jsonl"}
+    assert left == {"checkpoint-3", "checkpoint-6", "checkpoint-notes.txt"}
+
+
+def test_resuming_another_run_is_refused_with_the_first_difference(books, trained, tmp_path, capsys):
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=40", *SMALL]
+    command += ["--mixed_precision=no", f"--resume_from_checkpoint={trained / 'checkpoint-20'}"]
+    assert main([*command, "--learning_rate=0.5"]) == 2
+    assert "learning_rate was" in capsys.readouterr().err
+    assert main([*command, "--num_hidden_layers=2"]) == 2
+    assert "num_hidden_layers was 1" in capsys.readouterr().err
+
+
+def test_an_evaluation_missed_by_an_interruption_is_made_up_for_on_resuming(books, tmp_path):
+    options = ("--max_steps=8", "--save_steps=3", "--eval_steps=3", "--save_total_limit=9")
+    run(books, tmp_path, *options)
+    whole = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
+    log = tmp_path / "training_log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"step": 3, "eval' not in line))
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    run(books, tmp_path, *options, "--resume_from_checkpoint=latest")
+    again = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
+    assert [row["step"] for row in again] == [6, 8, 3], "the log only grows"
+    assert sorted(again, key=lambda row: row["step"]) == whole
+
+
+LONG_OPTIONS = ("--optim=muon", "--ema_decay=0.7", "--lr_scheduler_type=warmup_stable_decay", "--save_steps=4")
+LONG_OPTIONS += ("--max_steps=10", "--batch_size_schedule", "2:0.3", "4:0.2", "--length_schedule", "16:0.5")
+
+
+def test_a_resumed_run_with_muon_average_and_schedules_ends_with_the_same_bytes(books, tmp_path):
+    """Besides AdamW's moments, Muon's moment, the average, and the schedules of rate, batch size and length."""
+    whole = run(books, tmp_path / "whole", *LONG_OPTIONS)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole", stopped)
+    shutil.rmtree(stopped / "checkpoint-10")
+    (stopped / "model.safetensors").unlink()
+    assert run(books, stopped, *LONG_OPTIONS, "--resume_from_checkpoint=latest") == whole
+    states = [
+        json.loads((tmp_path / n / "checkpoint-10" / "training_state.json").read_text()) for n in ("whole", "stopped")
+    ]
+    assert states[0]["spikes"] == states[1]["spikes"] and states[0]["spikes"]["mean"] is not None
+    rates = [row["learning_rate"] for row in log_rows(stopped) if "loss" in row]
+    assert rates[:8] == [rates[0]] * 8 and rates[8] > rates[9], "flat, then a fall over the last fifth"
+
+
+def test_changes_of_length_and_batch_size_are_reported_once_and_logged_once(books, tmp_path, capsys):
+    out = tmp_path / "out"
+    # First 2, then 4 pairs of 48 tokens a step, or as many tokens in pairs of 16; from step 6 on 8 pairs of 48.
+    run(books, out, *LONG_OPTIONS, "--save_total_limit=9")
+    first = "step 4: from here on, a step has 12 pairs of 16 tokens"
+    second = "step 6: from here on, a step has 8 pairs of 48 tokens; the evaluation always uses 48 tokens"
+    said = [line for line in capsys.readouterr().err.splitlines() if "from here on" in line]
+    events = [row for row in log_rows(out) if "event" in row]
+    assert said == [first, second] == [row.pop("reason") for row in events]
+    assert events == [
+        {"step": 4, "event": "stage", "length_before": 16, "length": 16, "batch_before": 2, "batch": 4},
+        {"step": 6, "event": "stage", "length_before": 16, "length": 48, "batch_before": 4, "batch": 8},
+    ]
+    for name in ("checkpoint-8", "checkpoint-10"):
+        shutil.rmtree(out / name)
+    run(books, out, *LONG_OPTIONS, "--resume_from_checkpoint=latest")
+    assert [line for line in capsys.readouterr().err.splitlines() if "from here on" in line] == [second]
+    assert [row["step"] for row in log_rows(out) if "event" in row] == [4, 6]
+
+
+def test_resuming_with_another_text_or_tokenizer_is_refused(books, trained, tmp_path, capsys):
+    other = write_books(tmp_path / "books", seed=1)
+    prepared = ["--max_steps=40", "--mixed_precision=no", *SMALL, f"--output_dir={tmp_path / 'out'}"]
+    prepared.append(f"--resume_from_checkpoint={trained / 'checkpoint-20'}")
+    assert main(["pretrain", f"--corpus={other}", *prepared]) == 2
+    assert "another run: corpus (fingerprint) was" in capsys.readouterr().err
+    vocabulary = [option for option in prepared if not option.startswith("--vocab_size")]
+    shutil.copytree(trained, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("checkpoint-*"))
+    pieces = AutoTokenizer.from_pretrained(trained).get_vocab()
+    swapped = sorted(pieces, key=pieces.get)
+    swapped[-2:] = swapped[-1], swapped[-2]
+    make_tokenizer(swapped, lowercase=True).save_pretrained(tmp_path / "tokenizer")
+    assert main(["pretrain", f"--corpus={books}", f"--tokenizer={tmp_path / 'tokenizer'}", *vocabulary]) == 2
+    assert "another run: tokenizer (fingerprint) was" in capsys.readouterr().err.splitlines()[-1]
+
+
+def run_elsewhere(package, arguments):
+    """Run the command of the package in a folder, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    code = (
+        "import sys, d2l_bert.cli; assert d2l_bert.__file__.startswith(sys.argv.pop(1)); sys.exit(d2l_bert.cli.main())"
+    )
+    command = [sys.executable, "-c", code, str(package), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_can_be_resumed_after_an_upgrade_that_changes_no_token(
+    books, trained, tmp_path, monkeypatch, capsys
+):
+    """First every file has a new comment and the sentence splitter another version, which changes nothing.
+
+    Then the package splits sentences otherwise, with the format of texts raised, and the run is refused.
+    """
+    package = tmp_path / "upgraded"
+    for name in ("", "modeling", "tokenization", "training", "model_cards"):
+        folder = (
+            Path(d2l_bert.__file__).parent if not name else Path(import_module(f"d2l_bert.{name}").__file__).parent
+        )
+        shutil.copytree(folder, package / "d2l_bert" / name, dirs_exist_ok=True)
+    for file in package.rglob("*.py"):
+        file.write_text(file.read_text() + "\n# A comment.\n")
+    file = package / "d2l_bert" / "tokenization" / "sentences.py"
+    start = package / "d2l_bert" / "__init__.py"
+    start.write_text(
+        start.read_text() + "import importlib.metadata\n_version = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '99.0' if name == 'sentencex' else _version(name)\n"
+    )
+    arguments = ["pretrain", f"--corpus={books}", "--max_steps=40", "--save_steps=20", "--mixed_precision=no", *SMALL]
+    arguments += ["--license=apache-2.0", f"--resume_from_checkpoint={trained / 'checkpoint-20'}"]
+    done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'resumed'}"])
+    assert done.returncode == 0, done.stderr
+    assert "reading books" in done.stderr, "the text is another one for the cache"
+    assert (tmp_path / "resumed" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    file.write_text(file.read_text().replace("in sentencex.segment(language, paragraph):", "in [paragraph]:"))
+    file = package / "d2l_bert" / "tokenization" / "text_store.py"
+    file.write_text(file.read_text().replace("TEXT_FORMAT = 1", "TEXT_FORMAT = 2"))
+    done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'refused'}"])
+    assert done.returncode == 2 and "another run: corpus (fingerprint) was" in done.stderr.splitlines()[-1]
+
+
+def test_a_checkpoint_can_be_resumed_with_another_sentence_splitter_that_splits_alike(
+    books, trained, tmp_path, monkeypatch, capsys
+):
+    arguments = ["pretrain", f"--corpus={books}", "--max_steps=40", "--save_steps=20", "--mixed_precision=no", *SMALL]
+    arguments += ["--license=apache-2.0", f"--resume_from_checkpoint={trained / 'checkpoint-20'}"]
+    version = importlib.metadata.version
+    new = {"sentencex": "99.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: new.get(name) or version(name))
+    assert main([*arguments, f"--output_dir={tmp_path / 'resumed'}"]) == 0
+    assert "reading books" in capsys.readouterr().err, "the text is another one for the cache"
+    assert (tmp_path / "resumed" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    new["sentencex"] = "100.0"
+    monkeypatch.setattr("sentencex.segment", lambda language, paragraph: [paragraph])
+    assert main([*arguments, f"--output_dir={tmp_path / 'refused'}"]) == 2
+    assert "another run: corpus (fingerprint) was" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_checkpoint_without_a_version_of_the_data_order_is_refused(books, trained, tmp_path, capsys):
+    shutil.copytree(trained / "checkpoint-20", tmp_path / "checkpoint-20")
+    state, manifest = (tmp_path / "checkpoint-20" / name for name in ("training_state.json", "manifest.json"))
+    content = json.loads(state.read_text())
+    del content["identity"]["data order (version)"]
+    state.write_text(json.dumps(content))
+    hashes = json.loads(manifest.read_text())
+    hashes["sha256"][state.name] = hashlib.sha256(state.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(hashes, indent=2) + "\n")
+    arguments = [f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={tmp_path / 'checkpoint-20'}"]
+    assert main(["pretrain", f"--corpus={books}", "--max_steps=40", "--mixed_precision=no", *SMALL, *arguments]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint-20: a checkpoint of an earlier version" in line and "data order (version)" in line

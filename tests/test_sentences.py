@@ -1,0 +1,128 @@
+"""How text becomes documents: cleaning, sentences, blocks of sentences."""
+
+from collections import Counter
+
+import pytest
+
+from d2l_bert.tokenization import sources as readers
+from d2l_bert.tokenization.documents import Document, split_paragraphs
+from d2l_bert.tokenization.sentences import (
+    BLOCK_SENTENCES,
+    FEWEST_DOCUMENTS,
+    LONGEST_SENTENCE,
+    Cleaning,
+    clean,
+    enough_blocks,
+    split_sentences,
+)
+from d2l_bert.tokenization.sources import (
+    text_paragraphs,
+)
+
+
+def test_each_cleaning_rule_changes_only_its_own_paragraphs_and_counts_them():
+    ligature, composed = "The \ufb01rst cafe\u0301.", "The first caf\xe9."
+    documents = [
+        Document("a", [ligature, "Short.", "Twice the same."]),
+        Document("b", ["Twice the same."]),
+    ]
+
+    def cleaned(**rules):
+        counts = Counter()
+        found = clean(documents, Cleaning(**rules), counts)
+        return [list(document.paragraphs) for document in found], dict(+counts)
+
+    untouched = [document.paragraphs for document in documents]
+    assert cleaned() == (untouched, {"paragraphs": 4})
+    assert cleaned(unicode_normalization="NFC")[0][0][0] == "The \ufb01rst caf\xe9."
+    assert cleaned(unicode_normalization="NFKC", min_paragraph_characters=8, drop_duplicate_paragraphs=True) == (
+        [[composed, "Twice the same."], []],
+        {"paragraphs": 4, "normalized": 1, "too_short": 1, "duplicates": 1},
+    )
+
+
+def test_sentences_are_split_and_paragraphs_counted():
+    document = Document("d", ["Mr. Smith came. He sat down!", "Was it late?"])
+    (split,) = split_sentences([document, Document("empty", [])])
+    assert split.sentences == ["Mr. Smith came.", "He sat down!", "Was it late?"]
+    assert split.paragraph_ends == [2, 3]
+
+
+def test_chinese_sentences_are_split():
+    (split,) = split_sentences([Document("d", ["你好。我是学生。"])], "zh")
+    assert split.sentences == ["你好。", "我是学生。"]
+
+
+def test_nul_characters_pass_through():
+    (split,) = split_sentences([Document("d", ["A nul\0 here. And\0."])])
+    assert split.sentences == ["A nul\0 here.", "And\0."]
+
+
+def test_japanese_sentences_are_split():
+    (split,) = split_sentences([Document("d", ["今日は天気がいいです。公園へ行きますか？"])], "ja")
+    assert split.sentences == ["今日は天気がいいです。", "公園へ行きますか？"]
+
+
+def book(paragraphs, sentences_each):
+    sentences = [f"Sentence {n}." for n in range(paragraphs * sentences_each)]
+    ends = range(0, len(sentences), sentences_each)
+    return Document("book", (" ".join(sentences[start : start + sentences_each]) for start in ends))
+
+
+def blocks_of(*documents):
+    return list(enough_blocks(split_sentences(documents)))
+
+
+def test_a_book_is_cut_into_blocks_of_whole_paragraphs():
+    blocks = blocks_of(book(paragraphs=1000, sentences_each=5), book(paragraphs=1, sentences_each=3))
+    assert [s for block in blocks[:-1] for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
+    assert [block.document for block in blocks] == [0] * (len(blocks) - 1) + [1]
+    for block in blocks[:-2]:
+        assert block.paragraph_ends == list(range(5, 66, 5)) and len(block.sentences) == 65
+
+
+@pytest.mark.parametrize("sentences", [101, 500])
+def test_a_short_book_is_cut_into_about_twenty_documents(sentences):
+    blocks = blocks_of(book(paragraphs=sentences, sentences_each=1))
+    assert FEWEST_DOCUMENTS - 4 < len(blocks) < 1.5 * FEWEST_DOCUMENTS
+    assert [s for block in blocks for s in block.sentences] == [f"Sentence {n}." for n in range(sentences)]
+    assert [block.document for block in blocks] == list(range(len(blocks)))
+    assert all(block.paragraph_ends == list(range(1, len(block.sentences) + 1)) for block in blocks)
+
+
+def test_a_very_long_paragraph_is_cut_between_sentences():
+    blocks = blocks_of(book(paragraphs=1, sentences_each=5000))
+    assert [s for block in blocks for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
+    assert max(len(block.sentences) for block in blocks) == 2 * BLOCK_SENTENCES
+    assert [block.paragraph_ends for block in blocks[:-1]] == [[]] * (len(blocks) - 1)
+    assert blocks[-1].paragraph_ends == [len(blocks[-1].sentences)]
+
+
+def test_text_without_full_stops_is_cut_between_words_and_counted():
+    words = [f"word{n}" for n in range(1000)]
+    counts = Counter()
+    document = Document("d", [" ".join(words), "x" * 2500, "Short."])
+    blocks = list(split_sentences([document], "en", counts))
+    sentences = [sentence for block in blocks for sentence in block.sentences]
+    assert " ".join(sentences[:-4]).split() == words and "".join(sentences[-4:-1]) == "x" * 2500
+    assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
+    assert min(map(len, sentences[:-5])) > LONGEST_SENTENCE - 10
+    assert counts == {"long_sentences": 2}
+
+
+def test_documents_are_not_cut_if_there_are_enough():
+    blocks = blocks_of(*(book(3, 2) for _ in range(FEWEST_DOCUMENTS + 5)))
+    assert [block.document for block in blocks] == list(range(FEWEST_DOCUMENTS + 5))
+    assert all(len(block.sentences) == 6 and block.paragraph_ends == [2, 4, 6] for block in blocks)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64])
+def test_a_text_read_in_small_pieces_is_not_changed(size, tmp_path, monkeypatch):
+    text = "\ufeffOne\r\nline – naïve.\r\n\r\n \n\nNext\n \t\nparagraph 😀 here.\r\n\n\nالعربية.\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    expected = split_paragraphs(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    monkeypatch.setattr(readers, "READ_BYTES", size)
+    found = list(text_paragraphs(tmp_path / "a.txt"))
+    if size < 16:  # with such small pieces, long paragraphs are cut
+        found, expected = "".join(found).replace(" ", ""), "".join(expected).replace(" ", "")
+    assert found == expected

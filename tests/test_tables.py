@@ -1,0 +1,149 @@
+"""Tables with a column of text: what is read, skipped and counted, and damaged tables."""
+
+import gzip
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from text_sources import texts, write_table
+
+from d2l_bert.tokenization.sources import (
+    file_source,
+)
+
+
+TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nIn two lines."]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.zst", "a.tsv", "a.parquet"])
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_a_table_row_is_a_document(name, column, tmp_path):
+    write_table(
+        tmp_path / name, [{"id": "1", column: TEXTS[0]}, {"id": "2", column: None}, {"id": "3", column: TEXTS[1]}]
+    )
+    for path in (tmp_path / name, tmp_path):  # given by its name, then found in its folder
+        found = texts(file_source(path, column))
+        assert [paragraphs for _, paragraphs in found] == [
+            ["First, with a comma.", "Second – naïve."],
+            ["Another document. In two lines."],
+        ]
+
+
+def test_compressed_text_and_json_lines_of_bare_texts_are_read(tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(bytes(pa.compress("One.\n\nTwo – naïve.".encode(), "zstd")))
+    (tmp_path / "b.jsonl").write_text('"A bare text.\\nOf two lines."\n\n"Another."\n')
+    found = [paragraphs for _, paragraphs in texts(file_source(tmp_path))]
+    assert found == [["One.", "Two – naïve."], ["A bare text. Of two lines."], ["Another."]]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_line_of_a_megabyte_is_one_row(name, tmp_path):
+    write_table(tmp_path / name, [{"text": "word " * 200_000 + "\nend."}])
+    ((_, (paragraph,)),) = texts(file_source(tmp_path))
+    assert len(paragraph) == 1_000_004
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "fine"}\n{"text": 3}\n', ["line 2", "holds int, not text"]),
+        ("a.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', ["line 2", "no column 'text'", "it has body"]),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "cut\n', ["line 2", "not JSON"]),
+        ("a.jsonl", b'{"text": "fine"}\n[1, 2]\n', ["line 2", "holds list, not text"]),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', ["line 1", "not UTF-8"]),
+        ("a.jsonl", b"[" * 100_000, ["line 1", "not JSON"]),
+        ("a.csv", b"id,body\n1,x\n", ["no column 'text'", "it has id, body"]),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "a \\ud83d b"}\n', ["line 2", "U+D83D"]),
+        ("a.jsonl", b'{"text": "\xed\xa0\x80"}\n', ["line 1", "U+D800"]),
+        ("a.jsonl", b'{"text": {"en": "x"}}\n', ["line 1", "holds dict, not text"]),
+        ("a.jsonl", b'{"text": "fine"}\n' * 999 + b'{"body": "x"}\n', ["line 1000", "no column 'text'"]),
+        ("a.csv", b"body\nx\n", ["no column 'text'", "it has body"]),
+        ("a.csv", " \n".encode("utf-16"), ["not UTF-8 text"]),
+        # mtime=0: the content is part of the test's name, which must not change with the time of day.
+        ("a.csv.gz", gzip.compress(b"text\n" + b"fine\n" * 1000, mtime=0)[:-20], ["cannot be read"]),
+        ("a.jsonl.zst", bytes(pa.compress(b'"fine"\n' * 100_000, "zstd"))[:-20], ["cannot be read"]),
+        ("a.csv", b"text\nfine\ncaf\xe9\n", ["not UTF-8 text"]),
+        ("a.csv", b'text\nfine\n"never closed\n', ["not CSV"]),
+        ("a.csv", b'text\nfine\n"closed" and on\n', ["line 3", "not CSV"]),
+        ("a.parquet", b"PAR1 no more", ["cannot be read"]),
+        ("a.txt.zst", b"not packed at all", ["cannot be read"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 1000, mtime=0)[:-20], ["cannot be read"]),
+        ("a.txt.zst", bytes(pa.compress(b"fine. " * 100_000, "zstd"))[:-20], ["cannot be read"]),
+        ("a.json", b'[{"text": "fine"}]', [".jsonl"]),
+    ],
+)
+def test_a_damaged_table_is_refused_with_file_and_place(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as refused:
+        texts(file_source(tmp_path / name))
+    assert all(word in str(refused.value) for word in [name, *words]), refused.value
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (pa.array([1]), "holds int64, not text"),
+        (pa.array([["a"]]), "holds list<.*>, not text"),
+        (pa.array([{"en": "a"}]), "holds struct<.*>, not text"),
+        (pa.array([b"fine", b"caf\xe9"]).view(pa.string()), "not UTF-8 text"),
+    ],
+)
+def test_a_parquet_column_without_text_is_refused(column, words, tmp_path):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=f"a.parquet: .*{words}"):
+        texts(file_source(tmp_path))
+
+
+def test_damaged_parquet_files_and_duplicate_column_names_are_refused(tmp_path):
+    write_table(tmp_path / "a.parquet", [{"text": "fine"}])
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[:-60] + bytes(40) + whole[-20:])
+    with pytest.raises(ValueError, match="a.parquet: cannot be read"):
+        texts(file_source(tmp_path))
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: has several columns 'text'"):
+        texts(file_source(tmp_path))
+
+
+def test_rows_and_files_without_text_are_counted_and_skipped(tmp_path):
+    for name in ("empty.txt", "empty.csv", "empty.jsonl", "empty.parquet", "empty.txt.gz", "empty.csv.zst"):
+        (tmp_path / name).touch()
+    (tmp_path / "blank.txt").write_text("\ufeff \n\n\t\n")
+    (tmp_path / "header.csv").write_text("text,id\n")
+    (tmp_path / "nothing.jsonl.gz").write_bytes(gzip.compress(b""))
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    source = file_source(tmp_path)
+    assert texts(source) == [] and source.counts == {"files_without_text": 10}
+
+    write_table(tmp_path / "some.jsonl", [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "A text."}])
+    source = file_source(tmp_path)
+    assert texts(source) == [("some.jsonl block 0", ["A text."])]
+    assert source.counts == {"files_without_text": 10, "rows_without_text": 3}
+
+
+def test_windows_line_ends_single_column_tables_and_folders_named_like_tables_are_read(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbftext\r\n"One,\r\nin two lines."\r\nAnother.\r\n')
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "One,\\r\\nin two lines."}\r\n\r\n"Another."\r\n')
+    (tmp_path / "c.jsonl").mkdir()
+    (tmp_path / "c.jsonl" / "d.txt").write_text("Inside.")
+    found = [paragraphs for _, paragraphs in texts(file_source(tmp_path))]
+    assert found == [["One, in two lines."], ["Another."]] * 2 + [["Inside."]]
+    assert texts(file_source(tmp_path / "c.jsonl")) == [("d.txt", ["Inside."])]
+
+
+def test_a_csv_row_with_more_fields_than_column_names_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,Early.\n2,It was late, and dark.\n")
+    with pytest.raises(ValueError, match="a.csv, line 3: more fields than the first line has names; put texts with"):
+        texts(file_source(tmp_path / "a.csv"))
+    (tmp_path / "b.tsv").write_text("text\ttext\nOne.\tTwo.\n")
+    with pytest.raises(ValueError, match="two columns are called 'text'"):
+        texts(file_source(tmp_path / "b.tsv"))
+
+
+def test_a_dictionary_encoded_parquet_column_of_text_is_read(tmp_path):
+    column = pa.array(["One. Two.", "Three."]).dictionary_encode()
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert [line for _, lines in texts(file_source(tmp_path / "a.parquet")) for line in lines] == [
+        "One. Two.",
+        "Three.",
+    ]

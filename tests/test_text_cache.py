@@ -1,0 +1,138 @@
+"""The cache of prepared text: failed writes, half-written files, two processes that prepare the same text."""
+
+import errno
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+
+import pytest
+from huggingface_hub import constants
+
+from d2l_bert.errors import UserError
+from d2l_bert.progress import messages_shown
+from d2l_bert.tokenization import text_store
+from d2l_bert.tokenization.cache import write_once
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing the cache
+
+
+def test_a_failed_write_leaves_no_file(tmp_path):
+    def write(folder):
+        (folder / "half").write_text("a")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_once(tmp_path / "x", "writing", write)
+    assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "(No space left on device); free some space, or set HF_HOME to another folder"),
+        (errno.EROFS, "(Read-only file system); make it writable, or set HF_HOME to another folder"),
+        (errno.EACCES, "(Permission denied); make it writable, or set HF_HOME to another folder"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_refused_with_a_mend_for_its_cause(tmp_path, number, words):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError) as refusal:
+        write_once(tmp_path / "x", "writing", fail)
+    assert str(refusal.value) == f"cache {tmp_path}: cannot be written {words}"
+
+
+def test_half_written_files_of_a_killed_process_are_removed_by_the_next_write(tmp_path):
+    (tmp_path / ".x.part").mkdir()
+    (tmp_path / ".x.part" / "half").touch()
+    write_once(tmp_path / "x", "writing", lambda folder: (folder / "whole").touch())
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["whole"]
+    assert {path.name for path in tmp_path.iterdir()} == {"x", ".x.lock"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two processes that prepare the same text
+
+
+@pytest.fixture
+def prepare_beside(books, tmp_path):
+    """
+    A function that starts a process to prepare the books with a cache in `tmp_path`, taking `seconds` for each book.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
+    started = []
+
+    def start(name, seconds):
+        said = tmp_path / f"{name}.txt"
+        said.touch()
+        started.append(context.Process(target=_prepare, args=(books, tmp_path / "home", said, seconds)))
+        started[-1].start()
+        return started[-1], said
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def _prepare(books, home, said, seconds):
+    """Prepare the books in a process of its own; its messages go to the file `said`."""
+    constants.HF_HOME = str(home)
+    sys.stderr = said.open("w", buffering=1)
+    all_documents = text_store.all_documents
+
+    def slowly(sources):
+        for document in all_documents(sources):
+            time.sleep(seconds)
+            yield document
+
+    text_store.all_documents = slowly
+    with messages_shown():
+        prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_prepares_the_text_and_the_other_says_that_it_waits(prepare_beside, tmp_path):
+    runs = [prepare_beside(name, seconds=0.2) for name in ("one", "two")]  # 24 books take 4.8 s
+    for process, _ in runs:
+        process.join(60)
+        assert process.exitcode == 0
+    lines = [said.read_text().splitlines() for _, said in runs]
+    done = Counter(line.partition(":")[0].partition(" of at most")[0] for line in [*lines[0], *lines[1]])
+    assert [done[what] for what in ("reading books", "training a tokenizer", "tokenizing")] == [1, 1, 1]
+    waiting = f"waiting for another process that is reading books (cache {tmp_path / 'home' / 'd2l_bert'})"
+    assert sorted(said.count(waiting) for said in lines) == [0, 1], lines
+    assert lines[0][-1] == lines[1][-1] and lines[0][-1].startswith("books: 22 documents, ")
+
+
+def test_a_waiting_process_continues_when_the_other_is_killed(prepare_beside, tmp_path):
+    cache = tmp_path / "home" / "d2l_bert"
+    first, said_by_first = prepare_beside("first", seconds=60)
+    wait_for(lambda: any(cache.glob(".text-*.part")))
+    second, said = prepare_beside("second", seconds=0)
+    wait_for(lambda: "waiting for another process that is reading books" in said.read_text())
+    first.kill()
+    second.join(60)
+    assert second.exitcode == 0 and said_by_first.read_text() == ""
+    assert "\nreading books: 24 documents in" in said.read_text()
+    assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
+        "hashes",
+        "text",
+        "tokenizer",
+        "tokens",
+    }

@@ -1,0 +1,117 @@
+"""Our heads under Transformers' Trainer: micro-batches, PretrainingLoss, evaluation."""
+
+import pytest
+import torch
+from head_models import make_rows, ours, stacked
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from d2l_bert import PretrainingLoss
+from d2l_bert.modeling.modeling_d2l_bert import MaskLM
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained_once(head, rows, batch_size, accumulation, folder, own_loss=True, **options):
+    """Loss and gradients of one optimizer step on `rows` under Transformers' Trainer."""
+    model, gradient = ours(head, **options), {}
+
+    class Catch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            gradient.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Catch()])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+    if head == "ForPreTraining" and own_loss:
+        trainer.compute_loss_func = PretrainingLoss(trainer)
+    return trainer.train().training_loss, gradient
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "to_labels"),
+    [
+        ("ForPreTraining", {}, None),
+        ("ForMaskedLM", {}, None),
+        ("ForNextSentencePrediction", {}, None),
+        ("ForTokenClassification", {"num_labels": 3}, None),
+        ("ForQuestionAnswering", {}, None),
+        ("ForMultipleChoice", {}, None),
+        ("ForSequenceClassification", {"num_labels": 3}, None),
+        ("ForSequenceClassification", {"num_labels": 1}, lambda label: label * 1.7),
+        (
+            "ForSequenceClassification",
+            {"num_labels": 3},
+            lambda label: torch.nn.functional.one_hot(label, 3).float(),
+        ),
+    ],
+)
+def test_under_trainer_every_split_into_micro_batches_gives_one_gradient(head, options, to_labels, tmp_path):
+    rows = make_rows(head)
+    if to_labels is not None:
+        rows = [{**row, "labels": to_labels(row["labels"])} for row in rows]
+    # Trainer counts `labels`. Question answering has none, so its micro-batches must be equally large.
+    splits = [(4, 2), (1, 8)] if head == "ForQuestionAnswering" else [(3, 3), (1, 8)]
+    whole_loss, whole = trained_once(head, rows, 8, 1, tmp_path, **options)
+    direct = ours(head, **options).train()
+    direct(**stacked(rows)).loss.backward()
+    assert whole.keys() == {name for name, p in direct.named_parameters() if p.grad is not None}
+    for name, parameter in direct.named_parameters():
+        if name in whole:
+            torch.testing.assert_close(whole[name], parameter.grad, atol=1e-6, rtol=1e-4)
+    for batch_size, accumulation in splits:
+        loss, gradient = trained_once(head, rows, batch_size, accumulation, tmp_path, **options)
+        assert loss == pytest.approx(whole_loss, rel=1e-5)
+        for name, value in whole.items():
+            torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["ForPreTraining", "ForMaskedLM"])
+def test_under_trainer_a_training_step_computes_no_logits_of_every_position(head, tmp_path, monkeypatch):
+    scored, as_is = [], MaskLM.forward
+    monkeypatch.setattr(MaskLM, "forward", lambda self, states: (scored.append(states.shape), as_is(self, states))[1])
+    trained_once(head, make_rows(head), 4, 2, tmp_path)
+    assert not scored
+
+
+def test_without_pretraining_loss_trainer_averages_the_losses_of_micro_batches(tmp_path):
+    model, rows = ours("ForPreTraining"), make_rows("ForPreTraining")
+    rows = rows[:3] + rows[4:8]  # the row left out has no pair label: alone, its loss would not be defined
+    loss, _ = trained_once("ForPreTraining", rows, 1, 7, tmp_path, own_loss=False)
+    means = [model(**stacked([row])).loss.item() for row in rows]
+    assert loss == pytest.approx(sum(means) / 7, rel=1e-5)
+
+
+def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
+    rows = [{**row, "next_sentence_label": torch.tensor(-100)} for row in make_rows("ForPreTraining")]
+    loss, gradient = trained_once("ForPreTraining", rows, 2, 4, tmp_path)
+    batch = {name: value for name, value in stacked(rows).items() if name != "next_sentence_label"}
+    assert loss == pytest.approx(ours("ForPreTraining")(**batch).loss.item(), rel=1e-5)
+    assert all(value.isfinite().all() for value in gradient.values())
+
+
+@pytest.mark.parametrize("name", ["labels", "next_sentence_label"])
+def test_pretraining_loss_names_the_labels_that_are_missing(name, tmp_path):
+    rows = [{key: value for key, value in row.items() if key != name} for row in make_rows("ForPreTraining")]
+    with pytest.raises(ValueError, match=f"PretrainingLoss needs {name}"):
+        trained_once("ForPreTraining", rows, 4, 2, tmp_path)
+
+
+def test_trainer_evaluates_the_pretraining_model(tmp_path):
+    model, rows = ours("ForPreTraining"), make_rows("ForPreTraining")
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=8)
+    trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=lambda prediction: {"n": 1.0})
+    trainer.compute_loss_func = PretrainingLoss(trainer)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(model(**stacked(rows)).loss.item(), rel=1e-5)
+    tokens, pairs = trainer.predict(rows).predictions
+    assert tokens.shape == (8, 12, 40) and pairs.shape == (8, 2)

@@ -1,0 +1,55 @@
+"""Processes that prepare text: their errors, their start, and their end with the process that started them."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.processes import in_order
+
+
+def test_an_exception_in_another_process_is_raised_here():
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(in_order(int, ["1", "2", "three", "4"], 2))
+    # An OSError of the function does not say that processes cannot be started.
+    with pytest.raises(FileNotFoundError):
+        list(in_order(os.stat, ["/", "/no/such/file"], 2))
+
+
+def test_processes_that_cannot_be_started_are_said_in_one_line(monkeypatch):
+    def refuse(process):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    with pytest.raises(UserError, match="2 processes cannot be started .*; lower --preprocessing_num_workers"):
+        list(in_order(int, "12", 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_other_processes_end_with_the_one_that_started_them(number):
+    code = (
+        "import itertools, time; from d2l_bert.tokenization.processes import in_order\n"
+        "for number, _ in enumerate(in_order(time.sleep, itertools.repeat(0), 2)):\n"
+        "    print(number, flush=True); time.sleep(0.5)\n"  # the other processes wait for work most of the time
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["0\n", "1\n"]
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        # The other processes hold stdout open, so this returns when all of them are gone.
+        _, errors = process.communicate(timeout=30)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == -number
+    assert errors.count("Traceback") == (number == signal.SIGINT), errors

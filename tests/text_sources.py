@@ -1,0 +1,33 @@
+"""The texts of a source, and tables to read them from, for tests of sources."""
+
+import csv
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from d2l_bert.tokenization import tables
+
+
+def texts(source):
+    return [(document.name, list(document.paragraphs)) for document in source.documents]
+
+
+def write_table(file, rows):
+    """Write rows (dicts) in the format of the file's suffix; a missing value is left out."""
+    kind = tables.suffix_unpacked(file)
+    if kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+        return
+    text = io.StringIO()
+    if kind == ".jsonl":
+        text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    else:
+        writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    data = text.getvalue().encode()
+    pack = {".gz": gzip.compress, ".zst": lambda data: bytes(pa.compress(data, "zstd"))}.get(file.suffix, bytes)
+    file.write_bytes(pack(data))

@@ -1,0 +1,111 @@
+"""`in_order`: `map` on several processes, which keeps the order of the items."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+
+from d2l_bert.errors import UserError
+
+
+def in_order(
+    function: Callable,
+    items: Iterable,
+    processes: int,
+    initializer: Callable[..., object] | None = None,
+    arguments: tuple = (),
+) -> Iterator:
+    """
+    `map(function, items)` on several processes, which compute a few items ahead of the caller.
+
+    The processes ignore Ctrl-C, and end when the calling process ends, even if the calling process is killed. An
+    exception in `function` is raised in the calling process, with the original traceback.
+
+    Args:
+        processes: how many processes to start; with 1 or less, the calling process computes.
+        initializer, arguments: each process calls `initializer(*arguments)` once before the first item.
+
+    Raises:
+        UserError: a process was killed, or could not be started.
+    """
+    if processes <= 1:
+        if initializer is not None:
+            initializer(*arguments)
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor(processes, initializer=_set_up_process, initargs=(initializer, arguments)) as pool:
+        items, results = iter(items), deque()
+        try:
+            for item in items:
+                results.append(_submit(pool, processes, function, item))
+                if len(results) > 2 * processes:
+                    yield results.popleft().result()
+            while results:
+                yield results.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"one of {processes} processes was killed, perhaps because memory ran out; "
+                f"lower --preprocessing_num_workers"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _submit(pool, processes, function, item):
+    """Submit an item to the pool. The first item starts the processes."""
+    try:
+        with _ctrl_c_delayed():
+            return pool.submit(function, item)
+    except OSError as error:
+        raise UserError(
+            f"{processes} processes cannot be started ({error.strerror or error}); lower --preprocessing_num_workers"
+        ) from None
+
+
+@contextlib.contextmanager
+def _ctrl_c_delayed():
+    """
+    Delay Ctrl-C until the end of the block.
+
+    Processes that are started in the block inherit the delay, until `_set_up_process` makes them ignore Ctrl-C.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _set_up_process(initializer, arguments):
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's handler would print a line in each process
+    # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    exit_with_parent()
+    if initializer is not None:
+        initializer(*arguments)
+
+
+def exit_with_parent() -> None:
+    """
+    Start a thread that ends this process when its parent process has ended: otherwise a process of a pool would wait
+    for work forever.
+    """
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent():
+    # With forkserver, `getppid` is the id of the server. The sentinel then shows that the parent process has ended.
+    first_parent_id, parent = os.getppid(), multiprocessing.parent_process()
+    while os.getppid() == first_parent_id and not wait([parent.sentinel], 1):
+        pass
+    os._exit(1)

@@ -1,0 +1,294 @@
+"""Token stores: token ids on disk with the ends of sentences, paragraphs and documents; joins stores to one corpus.
+
+A store is a folder with these files:
+
+- `ids.npy`: the ids of all tokens of the text, in order; uint16 if they fit, else int32;
+- `sentence_ends.npy`: for each sentence, the number of tokens up to the sentence's end;
+- `paragraph_ends.npy`: for each paragraph, the number of sentences up to the paragraph's end;
+- `document_ends.npy`: for each document, the number of sentences up to the document's end;
+- `document_words.npy`: for each document, the number of words of the text up to the document's end;
+- `empty_documents.npy`: the numbers of the documents without a token; all other files leave these documents out;
+- `store.json`: the version of the format, the length of each array, and a fingerprint of all arrays.
+
+Tables of ends are int64 and ascending, and count from the start of the store. The `.npy` files hold numbers only, no
+pickled objects.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.cache import reading_cache
+
+
+# Raise STORE_FORMAT by 1 when the content of the files changes: `TokenStore` refuses a store of another format.
+STORE_FORMAT = 1
+
+STORE_FILE = "store.json"
+END_TABLES = ("sentence_ends", "paragraph_ends", "document_ends", "document_words")
+
+
+class NumberFile:
+    """A `.npy` file that grows by appending numbers, so that a long table need not fit into memory.
+
+    `digest` is the SHA-256 of the numbers in little-endian order. Token ids are hashed as int32, so that equal ids
+    have the same digest in a uint16 file and in an int32 file.
+    """
+
+    def __init__(self, path: Path, dtype: str = "<i8"):
+        self.dtype, self.count, self.digest = np.dtype(dtype), 0, hashlib.sha256()
+        self.file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self):  # NumPy pads the header: a header with a larger count has the same size
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def append(self, numbers: np.ndarray) -> None:
+        """Append numbers (n,)."""
+        hashed = "<i8" if self.dtype.itemsize == 8 else "<i4"
+        self.digest.update(np.ascontiguousarray(numbers, dtype=hashed))
+        self.file.write(np.ascontiguousarray(numbers, dtype=self.dtype).data)
+        self.count += len(numbers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+
+def read_table(path: Path) -> np.ndarray:
+    """The array of a `.npy` file, memory-mapped.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    with reading_cache(path.parent):
+        # An array without entries cannot be memory-mapped: files that small are read into memory.
+        table = np.load(path, mmap_mode="r" if path.stat().st_size > np.lib.format.ARRAY_ALIGN * 2 else None)
+        return np.asarray(table)
+
+
+class StoreWriter:
+    """Writes a token store, one section of the text after the other.
+
+    Args:
+        folder: an empty folder.
+        vocab_size: the size of the tokenizer's vocabulary; every token id is smaller.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int):
+        self.folder = folder
+        self.files = {"ids": NumberFile(folder / "ids.npy", "<u2" if vocab_size <= 2**16 else "<i4")}
+        self.files |= {name: NumberFile(folder / f"{name}.npy") for name in END_TABLES}
+        self.files["empty_documents"] = NumberFile(folder / "empty_documents.npy")
+        self._words = self._last_paragraph = self._last_document = self._documents = 0
+
+    def append(
+        self,
+        ids: np.ndarray,
+        sentence_ends: np.ndarray,
+        paragraph_ends: np.ndarray,
+        document_ends: np.ndarray,
+        document_words: np.ndarray,
+    ) -> None:
+        """
+        Append the next section of the text. All ends count from the start of the section.
+
+        Args:
+            ids: the token ids of the section (tokens,).
+            sentence_ends: tokens up to the end of each sentence (sentences,).
+            paragraph_ends: sentences up to the end of each paragraph that ends in the section (paragraphs,).
+            document_ends: sentences up to the end of each document that ends in the section (documents,).
+            document_words: words up to the end of each of these documents, then all words of the section
+                (documents + 1,).
+        """
+        tokens, sentences = self.files["ids"].count, self.files["sentence_ends"].count
+        self.files["ids"].append(ids)
+        self.files["sentence_ends"].append(tokens + sentence_ends)
+        document_ends = sentences + document_ends
+        has_tokens = np.diff(document_ends, prepend=self._last_document) > 0
+        self.files["document_ends"].append(document_ends[has_tokens])
+        self.files["document_words"].append(self._words + document_words[:-1][has_tokens])
+        self.files["empty_documents"].append(self._documents + np.flatnonzero(~has_tokens))
+        self._words += int(document_words[-1])
+        self._last_document = max(self._last_document, *document_ends.tolist(), 0)
+        self._documents += len(document_ends)
+        paragraphs = np.unique(sentences + paragraph_ends)
+        paragraphs = paragraphs[paragraphs > self._last_paragraph]  # a paragraph without tokens has no end
+        self.files["paragraph_ends"].append(paragraphs)
+        self._last_paragraph = max(self._last_paragraph, *paragraphs.tolist(), 0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        for file in self.files.values():
+            file.__exit__()
+        if kind is None:
+            digest = hashlib.sha256()
+            for name, file in self.files.items():
+                digest.update(f"{name} {file.count} {file.digest.hexdigest()} ".encode())
+            counts = {name: file.count for name, file in self.files.items()}
+            record = {"format": STORE_FORMAT, "fingerprint": digest.hexdigest()[:16], "counts": counts}
+            (self.folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+class TokenStore:
+    """One token store, memory-mapped: `ids`, and a read-only array for each table of ends.
+
+    Raises:
+        UserError: the store has another format, is damaged, or has no token.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with reading_cache(folder):
+            record = json.loads((folder / STORE_FILE).read_text())
+            version, self.fingerprint, counts = record["format"], record["fingerprint"], record["counts"]
+        if version != STORE_FORMAT:
+            raise UserError(
+                f"{folder}: token ids in format {version}, and this version of d2l-bert reads {STORE_FORMAT}; delete "
+                f"this folder, and prepare the text again"
+            )
+        for name in ("ids", *END_TABLES, "empty_documents"):
+            table = read_table(folder / f"{name}.npy")
+            if len(table) != counts.get(name):
+                raise UserError(
+                    f"cache {folder}: damaged ({name}.npy has {len(table):,} numbers, {STORE_FILE} says "
+                    f"{counts.get(name)}); delete this folder and run again"
+                )
+            setattr(self, name, table)
+        if self.sentence_ends[-1:].sum() != len(self.ids) or self.document_ends[-1:].sum() != len(self.sentence_ends):
+            raise UserError(
+                f"cache {folder}: damaged (its files have lengths that contradict each other); delete this folder and "
+                f"run again"
+            )
+        if not len(self.ids):
+            raise UserError(f"cache {folder}: no token in the text; give text in the tokenizer's language")
+
+
+class JoinedTable:
+    """The tables of ends of several stores as one table.
+
+    Entries are numbered on from one table to the next. An end includes the totals of all tables before.
+
+    Args:
+        tables: one array of ascending ends (n,) for each store.
+        totals: for each store, the number of all units that the ends count, such as its tokens.
+    """
+
+    def __init__(self, tables: list[np.ndarray], totals: list[int]):
+        self.tables = tables
+        self.starts = np.cumsum([0, *map(len, tables)])  # number of each table's first entry
+        self.offsets = np.cumsum([0, *totals])  # the sum of the totals before each table
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def at(self, numbers: np.ndarray) -> np.ndarray:
+        """The ends of the entries with these numbers, in an array of the same shape."""
+        numbers = np.asarray(numbers)
+        if len(self.tables) == 1:
+            return np.asarray(self.tables[0][numbers])
+        ends = np.empty(numbers.shape, dtype=np.int64)
+        table_of = np.searchsorted(self.starts, numbers, side="right") - 1
+        for number in np.unique(table_of):
+            in_table = table_of == number
+            ends[in_table] = self.tables[number][numbers[in_table] - self.starts[number]] + self.offsets[number]
+        return ends
+
+    def before(self, numbers: np.ndarray) -> np.ndarray:
+        """The starts of the entries with these numbers: the end of the previous entry; 0 for the first entry."""
+        numbers = np.asarray(numbers)
+        return np.where(numbers > 0, self.at(np.maximum(numbers - 1, 0)), 0)
+
+    def find(self, places: np.ndarray) -> np.ndarray:
+        """For each place, such as a token's number, the entry that contains the place: the first with a later end."""
+        places = np.asarray(places, dtype=np.int64)
+        if len(self.tables) == 1:
+            return np.searchsorted(self.tables[0], places, side="right")
+        entries = np.empty(places.shape, dtype=np.int64)
+        table_of = np.minimum(np.searchsorted(self.offsets, places, side="right"), len(self.tables)) - 1
+        for number in np.unique(table_of):
+            in_table = table_of == number
+            local = np.searchsorted(self.tables[number], places[in_table] - self.offsets[number], side="right")
+            entries[in_table] = local + self.starts[number]
+        return entries
+
+
+class TokenizedCorpus:
+    """
+    The documents of one or more token stores as one corpus. All arrays are memory-mapped and read on access.
+
+    Tokens, sentences, paragraphs and documents are numbered on from one store to the next. Each table of ends is a
+    `JoinedTable`: `sentence_ends` counts tokens up to the end of each sentence, `paragraph_ends` counts sentences,
+    `document_ends` counts sentences, and `document_words` counts words up to the end of each document.
+    """
+
+    def __init__(self, *folders: Path):
+        self.folders = folders
+        self.stores = [TokenStore(folder) for folder in folders]
+        sizes = [len(store.ids) for store in self.stores]
+        sentences = [len(store.sentence_ends) for store in self.stores]
+        words = [int(store.document_words[-1]) for store in self.stores]
+        self.token_starts = np.cumsum([0, *sizes])
+        for name, totals in zip(END_TABLES, (sizes, sentences, sentences, words), strict=True):
+            setattr(self, name, JoinedTable([getattr(store, name) for store in self.stores], totals))
+
+    def __getstate__(self):  # another process maps the files again
+        return {"folders": self.folders}
+
+    def __setstate__(self, state):
+        self.__init__(*state["folders"])
+
+    def __len__(self):
+        """The number of documents."""
+        return len(self.document_ends)
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return int(self.token_starts[-1])
+
+    def fingerprint(self) -> str:
+        """A hash of all ids and ends, 16 hexadecimal digits: stores with equal numbers have equal fingerprints."""
+        if len(self.stores) == 1:
+            return self.stores[0].fingerprint
+        return hashlib.sha256(" ".join(store.fingerprint for store in self.stores).encode()).hexdigest()[:16]
+
+    def sizes(self, documents: np.ndarray) -> np.ndarray:
+        """The number of tokens in each of these documents (n,)."""
+        documents = np.asarray(documents)
+        return self.first_tokens(documents + 1) - self.first_tokens(documents)
+
+    def first_tokens(self, documents: np.ndarray) -> np.ndarray:
+        """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
+        return self.sentence_ends.before(self.document_ends.before(documents))
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The ids of the tokens with these numbers, in an array of the same shape."""
+        if len(self.stores) == 1:
+            return self.stores[0].ids[places]
+        ids = np.empty(places.shape, dtype=np.int32)
+        store_of = np.searchsorted(self.token_starts, places, side="right") - 1
+        for number in np.unique(store_of):
+            in_store = store_of == number
+            ids[in_store] = self.stores[number].ids[places[in_store] - self.token_starts[number]]
+        return ids
+
+    def tokens(self, document: int) -> np.ndarray:
+        """The token ids of a document (tokens,)."""
+        first, end = self.first_tokens(np.array([document, document + 1]))
+        return self.at(np.arange(first, end))
+
+    def sentences(self, document: int) -> np.ndarray:
+        """The numbers of a document's sentences (sentences,)."""
+        first, end = self.document_ends.before(np.array([document, document + 1]))
+        return np.arange(first, end)

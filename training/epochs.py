@@ -1,0 +1,393 @@
+"""A corpus -> the pairs of every epoch: which documents `pairs` gets, in which order, by the weights of the sources.
+
+Also decides from which documents random second segments are drawn.
+
+The corpus is cut into stretches of 16,384 tokens. A chunk is 16 stretches from random places of the corpus; a window
+is 64 chunks, and the pairs of a window are shuffled. To lay out a chunk is to make its pairs (`pairs.lay_out`). The
+pairs are a pure function of (corpus, options, seed, epoch, chunk): every process that makes batches lays out the
+chunks that it needs, some 700,000 pairs a second, and no pair is stored on disk.
+"""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from d2l_bert.errors import UserError
+from d2l_bert.random_numbers import random_keys, random_order
+from d2l_bert.tokenization.split import AllBut, Only
+from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.training.pairs import PAIR, Pieces, lay_out
+
+
+# Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
+# by 1 when the same run would train on other pairs, with other masks or in another order.
+DATA_ORDER = 3
+
+# Tokens in a stretch. Stretches are short, so that a window has text from 1,024 places: a step of 512 pairs then has
+# text from 400 different books, against 500 if a large epoch is shuffled as a whole. Only documents with more tokens
+# are cut.
+STRETCH_TOKENS = 2**14
+
+# Stretches in a chunk.
+CHUNK_STRETCHES = 16
+
+# Chunks in a window. A window has 16.8 million tokens: 131,000 pairs of 128 tokens in 4 MB, laid out in 0.2 s.
+WINDOW_CHUNKS = 64
+
+# With weights, a source has at least this many stretches: an epoch takes a whole number of stretches of each source.
+WEIGHTED_STRETCHES = 32
+
+# After this many windows without a pair, one after the other, a run stops: no pair can be made of the text.
+MOST_EMPTY_WINDOWS = 100
+
+# The second entry of every seed says what the random numbers are for. Without this entry, even seeds of different
+# length could collide: NumPy draws the same numbers from (1, 2), which would be the seed of the order of epoch 2, and
+# from (1, 2, 0), which would be the seed of that epoch's chunk 0.
+_PLAN, _MASKS, _VISITS, _ORDER, _SHUFFLE = 1, 2, 3, 4, 5
+
+
+def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """
+    How many times an epoch goes through each source (sources,); may be a fraction.
+
+    An epoch has as many tokens as all sources together.
+
+    Args:
+        tokens: the number of training tokens of each source (sources,).
+        weights: each source's share of an epoch's tokens, up to a common factor (sources,).
+
+    Raises:
+        UserError: a source without text has a weight above 0.
+    """
+    shares = np.asarray(weights) / np.sum(weights)
+    if (shares[tokens == 0] > 0).any():
+        raise UserError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
+    return shares * tokens.sum() / np.maximum(tokens, 1)
+
+
+@dataclass
+class Selection:
+    """
+    The documents of a corpus to make pairs of.
+
+    Args:
+        documents: which documents of the corpus.
+        source_ends: documents of the corpus up to the end of each source (sources,).
+        passes: how many times an epoch goes through each source (sources,); None for once.
+        is_one_chunk: whether all documents make one chunk: for a few documents of a large corpus.
+    """
+
+    corpus: TokenizedCorpus
+    documents: AllBut | Only
+    source_ends: Sequence[int]
+    passes: np.ndarray | None = None
+    is_one_chunk: bool = False
+
+    def source_tokens(self) -> np.ndarray:
+        """The number of tokens in the selected documents of each source (sources,)."""
+        ends = np.append(0, self.source_ends)
+        tokens = np.diff(self.corpus.first_tokens(ends))
+        if isinstance(self.documents, Only):
+            listed, sign, tokens = self.documents.documents, 1, np.zeros_like(tokens)
+        else:
+            listed, sign = self.documents.left_out, -1
+        sources = np.searchsorted(ends, listed, side="right") - 1
+        np.add.at(tokens, sources, sign * self.corpus.sizes(listed))
+        return tokens
+
+
+class _Source:
+    """
+    One source, cut into stretches of about `stretch_tokens` tokens.
+
+    A border between two stretches is moved forward to the start of the next document; in a document that is longer
+    than a stretch, to the start of the next sentence.
+    """
+
+    def __init__(self, selection, first, end, stretch_tokens):
+        self.corpus, self.documents = selection.corpus, selection.documents
+        self.first_document, self.end_document = first, end
+        self.first_sentence, self.end_sentence = self.corpus.document_ends.before(np.array([first, end])).tolist()
+        self.first_token, self.end_token = self.corpus.first_tokens(np.array([first, end])).tolist()
+        self.stretch_tokens = max(1, stretch_tokens)
+        self.stretches = -(-(self.end_token - self.first_token) // self.stretch_tokens)
+
+    def pieces(self, stretches: np.ndarray) -> Pieces:
+        """The documents in the stretches with these numbers (n,), and the sentences of each."""
+        firsts, ends = self._borders(stretches), self._borders(stretches + 1)
+        firsts, ends = firsts[firsts < ends], ends[firsts < ends]
+        first_documents = self.corpus.document_ends.find(firsts).tolist()
+        last_documents = self.corpus.document_ends.find(ends - 1).tolist()
+        selected = [
+            self.documents.within(first, last + 1) for first, last in zip(first_documents, last_documents, strict=True)
+        ]
+        counts = list(map(len, selected))
+        documents = np.concatenate([np.zeros(0, dtype=np.int64), *selected])
+        starts = np.maximum(self.corpus.document_ends.before(documents), np.repeat(firsts, counts))
+        return Pieces(documents, starts, np.minimum(self.corpus.document_ends.at(documents), np.repeat(ends, counts)))
+
+    def _borders(self, stretches):
+        """The first sentence of each of these stretches (n,)."""
+        sentence_ends, document_ends = self.corpus.sentence_ends, self.corpus.document_ends
+        tokens = self.first_token + stretches * self.stretch_tokens
+        inside = np.minimum(tokens, self.end_token - 1)
+        sentences = sentence_ends.find(inside)
+        sentences += sentence_ends.before(sentences) < inside  # the first sentence that starts at `inside` or later
+        documents = document_ends.find(np.minimum(sentences, self.end_sentence - 1))
+        following = document_ends.at(documents)
+        # Move the border to the next document if that document begins before the next border.
+        is_near = sentence_ends.before(following) < tokens + self.stretch_tokens
+        begins_document = document_ends.before(documents) == sentences
+        borders = np.where(is_near & ~begins_document, following, sentences)
+        borders = np.where(tokens >= self.end_token, self.end_sentence, np.minimum(borders, self.end_sentence))
+        return np.where(stretches == 0, self.first_sentence, borders)
+
+
+class _EpochPopulation:
+    """The `pairs.Population` of a selection: all its documents, each as probable as it is frequent in an epoch."""
+
+    def __init__(self, selection, sources):
+        documents = selection.documents
+        self.nth = documents.nth
+        self.firsts = np.array([documents.before(source.first_document) for source in sources])
+        self.counts = np.array([documents.before(source.end_document) for source in sources]) - self.firsts
+        weights = self.counts * (1.0 if selection.passes is None else selection.passes)
+        cumulative = np.cumsum(weights)
+        self.cumulative = cumulative / cumulative[-1]
+        self.several = int(self.counts[weights > 0].sum()) > 1
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """As in `pairs.Population`."""
+        source = np.searchsorted(self.cumulative, rng.random(count), side="right")
+        return self.nth(self.firsts[source] + (rng.random(count) * self.counts[source]).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The start of a window: the window's epoch, its number in the epoch, and the number of all pairs before it."""
+
+    epoch: int = 0
+    window: int = 0
+    first_pair: int = 0
+
+
+class EpochPairs:
+    """
+    The pairs of all epochs, numbered on from one epoch to the next. Each epoch has other pairs in another order.
+
+    The two windows that were used last are kept in memory.
+
+    Args:
+        selection: the documents to make pairs of.
+        pairing: the keyword arguments of `pairs.lay_out`.
+        seed: the seed of all random numbers.
+        name: the name of the text, for error messages.
+    """
+
+    def __init__(self, selection: Selection, pairing: dict, seed: int, name: str = "the corpus"):
+        self.selection, self.pairing, self.seed, self.name = selection, pairing, seed, name
+        ends = np.append(0, selection.source_ends).tolist()
+        self.sources = []
+        for first, end, tokens in zip(ends[:-1], ends[1:], selection.source_tokens().tolist(), strict=True):
+            stretch_tokens = STRETCH_TOKENS
+            if selection.is_one_chunk:
+                stretch_tokens = selection.corpus.size
+            elif selection.passes is not None:
+                stretch_tokens = min(STRETCH_TOKENS, -(-tokens // WEIGHTED_STRETCHES))
+            self.sources.append(_Source(selection, first, end, stretch_tokens))
+        self.others = _EpochPopulation(selection, self.sources)
+        self._forget()
+
+    def _forget(self):
+        self._places = [Place()]  # the starts of the windows that are known so far, ascending
+        self._open = {}  # the pairs of at most two windows, by (epoch, window)
+        self._ahead = {}  # a list of the chunks that are laid out already, by (epoch, window): of one window at most
+
+    def __getstate__(self):  # another process lays out its own windows
+        return {**vars(self), "_open": {}, "_ahead": {}}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Which stretches an epoch takes
+
+    def _visits_of_sources(self, epoch):
+        """
+        For each source, the numbers of its first visit in an epoch and of its first visit after it (sources, 2).
+
+        A visit takes one stretch; a turn visits each stretch of a source once. The visits of a source are numbered
+        through all its turns; each turn has another order. Without weights an epoch is one turn of each source. With
+        weights an epoch takes the next visits of each source: with 0.5 passes a stretch is visited in every second
+        epoch, with 1.5 passes once or twice in an epoch.
+        """
+        passes = [1] * len(self.sources) if self.selection.passes is None else self.selection.passes.tolist()
+        return np.array(
+            [
+                [round(number * passes_of_source * source.stretches) for number in (epoch, epoch + 1)]
+                for source, passes_of_source in zip(self.sources, passes, strict=True)
+            ]
+        )
+
+    def chunks(self, epoch: int) -> int:
+        """The number of chunks in an epoch."""
+        firsts, ends = self._visits_of_sources(epoch).T
+        return int(-(-(ends - firsts).sum() // CHUNK_STRETCHES))
+
+    def windows(self, epoch: int) -> int:
+        """The number of windows in an epoch, at least one."""
+        return max(1, -(-self.chunks(epoch) // WINDOW_CHUNKS))
+
+    def pieces(self, epoch: int, chunk: int) -> Pieces:
+        """The documents of a chunk, and the sentences of each."""
+        firsts, ends = self._visits_of_sources(epoch).T
+        visits_up_to = np.cumsum(ends - firsts)  # visits in the epoch up to the end of each source
+        places = np.arange(chunk * CHUNK_STRETCHES, min((chunk + 1) * CHUNK_STRETCHES, int(visits_up_to[-1])))
+        visits = random_order(places, int(visits_up_to[-1]), (self.seed, _ORDER, epoch))
+        sources = np.searchsorted(visits_up_to, visits, side="right")
+        visits += firsts[sources] - np.append(0, visits_up_to[:-1])[sources]  # numbers through all turns of a source
+        pieces = []
+        for number in np.unique(sources).tolist():
+            source = self.sources[number]
+            turns, in_turn = np.divmod(visits[sources == number], source.stretches)
+            for turn in np.unique(turns).tolist():
+                order = (self.seed, _VISITS, number, turn)
+                stretches = random_order(in_turn[turns == turn], source.stretches, order)
+                pieces.append(source.pieces(stretches))
+        return Pieces(
+            *(
+                np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(piece, field.name) for piece in pieces)])
+                for field in dataclasses.fields(Pieces)
+            )
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Pairs
+
+    def chunk(self, epoch: int, number: int) -> np.ndarray:
+        """The pairs of one chunk, an array of `pairs.PAIR`."""
+        rng = np.random.default_rng((self.seed, _PLAN, epoch, number))
+        return lay_out(self.selection.corpus, self.pieces(epoch, number), self.others, rng, **self.pairing)
+
+    def window(self, epoch: int, number: int) -> np.ndarray:
+        """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
+        if (epoch, number) not in self._open:
+            chunks = self._chunks_of(epoch, number, WINDOW_CHUNKS)
+            self._ahead = {}
+            pairs = np.concatenate([*chunks, np.zeros(0, dtype=PAIR)])
+            pairs = pairs[np.random.default_rng((self.seed, _SHUFFLE, epoch, number)).permutation(len(pairs))]
+            self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
+        return self._open[epoch, number]
+
+    def _chunks_of(self, epoch, number, most):
+        """The pairs of the first `most` chunks of a window; keeps them in `_ahead`, so that none is laid out twice."""
+        chunks = self._ahead.get((epoch, number), [])
+        first = number * WINDOW_CHUNKS
+        for chunk in range(first + len(chunks), min(first + most, self.chunks(epoch))):
+            chunks.append(self.chunk(epoch, chunk))
+        self._ahead = {(epoch, number): chunks}
+        return chunks
+
+    def lay_out_ahead(self, place: Place, share: float) -> None:
+        """
+        Make the pairs of the first `share` (0 to 1) of the window that follows the window at `place`, and keep them:
+        then the first step in that window need not wait for all of its pairs.
+        """
+        following = self._next(place)
+        if following not in self._open:
+            self._chunks_of(*following, math.ceil(share * WINDOW_CHUNKS))
+
+    def _next(self, place):
+        """The epoch and number of the window that follows the window at `place`."""
+        if place.window + 1 < self.windows(place.epoch):
+            return place.epoch, place.window + 1
+        return place.epoch + 1, 0
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Pairs by their number
+
+    def go_on_from(self, place: Place) -> None:
+        """Resume at the start of a window: the pairs of the windows before need not be counted."""
+        self._forget()
+        self._places = [place]
+
+    def place_of(self, pair: int) -> Place:
+        """
+        The start of the window that contains the pair with this number.
+
+        Raises:
+            UserError: no pair can be made of the text.
+        """
+        if pair < self._places[0].first_pair:
+            self._forget()
+        empty = 0
+        while True:
+            number = bisect.bisect_right(self._places, pair, key=lambda place: place.first_pair) - 1
+            if number < len(self._places) - 1:
+                return self._places[number]
+            last = self._places[-1]
+            count = len(self.window(last.epoch, last.window))
+            empty = 0 if count else empty + 1
+            if empty == MOST_EMPTY_WINDOWS:
+                raise self._no_pair()
+            self._places.append(Place(*self._next(last), last.first_pair + count))
+
+    def _no_pair(self):
+        return UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
+
+    def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs with numbers from `start` to `stop` - 1, and the key of the masks of each pair (n,)."""
+        pairs, keys = [], []
+        while start < stop:
+            place = self.place_of(start)
+            window = self.window(place.epoch, place.window)
+            first, last = start - place.first_pair, min(stop - place.first_pair, len(window))
+            pairs.append(window[first:last])
+            keys.append(self.keys(place.epoch, place.window, first, last))
+            start += last - first
+            self.lay_out_ahead(place, last / len(window))
+        return np.concatenate(pairs), np.concatenate(keys)
+
+    def keys(self, epoch: int, window: int, first: int, last: int) -> np.ndarray:
+        """The keys of the masks of the pairs from `first` to `last` - 1 of a window (n,)."""
+        return random_keys((self.seed, _MASKS, epoch, window), np.arange(first, last))
+
+    def first_window(self) -> np.ndarray:
+        """
+        The pairs of the first window that has any. The place that `go_on_from` has set is kept.
+
+        Raises:
+            UserError: no pair can be made of the text.
+        """
+        return self.window(*self._first_window())
+
+    def _first_window(self):
+        place = Place()
+        for _ in range(MOST_EMPTY_WINDOWS):
+            if len(self.window(place.epoch, place.window)):
+                return place.epoch, place.window
+            place = Place(*self._next(place))
+        raise self._no_pair()
+
+    def pairs_in_an_epoch(self) -> float:
+        """
+        The number of pairs in an epoch: exact if an epoch is one window; else an estimate from the first window, which
+        assumes as many pairs a token in the rest of the epoch.
+        """
+        epoch, number = self._first_window()
+        first = self.window(epoch, number)
+        if self.windows(epoch) == 1:
+            return float(len(first))
+        corpus, tokens = self.selection.corpus, 0
+        for chunk in range(number * WINDOW_CHUNKS, min((number + 1) * WINDOW_CHUNKS, self.chunks(epoch))):
+            pieces = self.pieces(epoch, chunk)
+            firsts, ends = corpus.sentence_ends.before(pieces.firsts), corpus.sentence_ends.before(pieces.ends)
+            tokens += int((ends - firsts).sum())
+        passes = 1 if self.selection.passes is None else self.selection.passes
+        return len(first) / tokens * float((self.selection.source_tokens() * passes).sum())
+
+    def position(self, pair: int) -> dict:
+        """The fields of the last known `Place` at or before this pair, for JSON."""
+        index = bisect.bisect_right(self._places, pair, key=lambda place: place.first_pair) - 1
+        return dataclasses.asdict(self._places[index])
