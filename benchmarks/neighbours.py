@@ -1,13 +1,14 @@
 """The speed of a training step while other programs keep cores busy, for several settings of OpenMP.
 
-    python -m benchmarks.neighbours [--settings default command GOMP_SPINCOUNT=3000 OMP_WAIT_POLICY=PASSIVE]
+    python -m benchmarks.neighbours [--settings default run GOMP_SPINCOUNT=3000 OMP_WAIT_POLICY=PASSIVE]
     python -m benchmarks.neighbours --size base --pairs 4 --compiled --repetitions 5
 
-A setting says how OpenMP's threads wait: it is a comma-separated list of environment variables. `default` sets no
-variable; `command` sets those of the command `d2l-bert`. For each setting, a separate process computes the training
-step of a recipe as `d2l-bert pretrain` does, on random tokens. The processes take short turns: in each round, each
-setting has a turn without a busy process, a turn with one, and a turn with two. A busy process runs only during a
-turn. It has its own session, like a program in another terminal, because Linux divides the cores between sessions.
+A setting says how OpenMP's threads wait at barriers: `run` as in `pretrain` (see `training/openmp.py`), `default` as
+OpenMP decides, anything else by a comma-separated list of environment variables. For each setting, a separate process
+computes the training step of a recipe as `pretrain` does, on random tokens. The processes take short turns: in each
+round, each setting has a turn without a busy process, a turn with one, and a turn with two. The first steps of a turn
+are not timed, as `run` adapts itself within a second. A busy process runs only during a turn. It has its own session,
+like a program in another terminal, because Linux divides the cores between sessions.
 
 Other programs on the machine falsify a turn. So a turn starts when other programs use at most a tenth of a core, or
 after `--patience` seconds. A turn in which other programs use more is repeated, and the least disturbed of `--tries`
@@ -16,7 +17,7 @@ that starts the benchmark gives the benchmark and its busy processes a higher pr
 need a quiet machine even then, because threads that sleep leave their cores to other programs.
 
 Printed are medians and quartiles over the rounds: of tokens/s, and of the ratio to the first setting without a busy
-process in the same round. The goals for `command` are at least 98 % without a busy process, 48 % with one and 30 %
+process in the same round. The goals for `run` are at least 98 % without a busy process, 48 % with one and 30 %
 with two. The exit code is 1 if a goal is missed.
 """
 
@@ -33,17 +34,18 @@ from pathlib import Path
 
 from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import Contestant, full_batch, write_step
-from d2l_bert import RECIPES, openmp
+from d2l_bert import RECIPES
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.energy import OPENMP_VARIABLES
 from d2l_bert.training.other_programs import busy_seconds, own_seconds
 from d2l_bert.training.recipes import architecture_options
 
 
-SETTINGS = ("default", "command", "OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS=1")
-GOALS = {0: 0.98, 1: 0.48, 2: 0.30}  # the least ratio of `command`, by the number of busy processes
+SETTINGS = ("default", "run", "OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS=1")
+GOALS = {0: 0.98, 1: 0.48, 2: 0.30}  # the least ratio of `run`, by the number of busy processes
 MOST_DISTURBANCE = 0.1  # cores that other programs may use during a turn
 SETTLING_SECONDS = 0.1  # between the start of the busy processes and the start of the turn
+UNTIMED_SECONDS = 1.5  # at the beginning of a turn
 
 # A busy process ends with the process that has started it.
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(1_000_000): pass"
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, nargs="*", default=[1, 2], help="numbers of busy processes (1 2)")
     parser.add_argument("--repetitions", type=positive, default=9, help="number of rounds (9)")
     parser.add_argument(
-        "--seconds", type=float, default=0.7, help="length of a turn, which has at least one step (0.7)"
+        "--seconds", type=float, default=1.0, help="timed part of a turn, which has at least one step (1.0)"
     )
     parser.add_argument(
         "--tries", type=positive, default=4, help="most tries of a turn, of which the least disturbed counts (4)"
@@ -74,8 +76,9 @@ def main() -> None:
         task, file, tokens = make_task(arguments, Path(folder))
         contestants = {}
         for name, variables in arguments.settings:
-            contestants[name] = opened.enter_context(Contestant("ours", task, variables=variables))
-            contestants[name].call("steps_for", file, 0.0)  # allocates memory
+            setup = {**task, "short_waits": name == "run"}
+            contestants[name] = opened.enter_context(Contestant("ours", setup, variables=variables))
+            contestants[name].call("steps_for", file, 0.0, 0.0)  # allocates memory
         description = next(iter(contestants.values())).description
         print(f"recipe {arguments.size}: {description}; {tokens:,} tokens a step", flush=True)
         speeds, disturbances = take_turns(contestants, file, tokens, arguments)
@@ -86,15 +89,13 @@ def main() -> None:
 
 def setting(text: str) -> tuple[str, dict[str, str | None]]:
     """The name and the environment variables of a setting; None as a value unsets a variable."""
-    if text == "default":
+    if text in ("default", "run"):
         variables = {}
-    elif text == "command":
-        variables = openmp.wait_settings({})
     else:
         variables = dict(part.partition("=")[::2] for part in text.split(","))
         if unknown := variables.keys() - set(OPENMP_VARIABLES):
             known = ", ".join(OPENMP_VARIABLES)
-            raise argparse.ArgumentTypeError(f"{min(unknown)!r}: give default, command, or NAME=VALUE of {known}")
+            raise argparse.ArgumentTypeError(f"{min(unknown)!r}: give default, run, or NAME=VALUE of {known}")
     return text, {**dict.fromkeys(OPENMP_VARIABLES), **variables}
 
 
@@ -137,7 +138,7 @@ def take_turns(contestants, file, tokens, arguments) -> tuple[dict, list[float]]
             while not tried or (min(tried)[0] > MOST_DISTURBANCE and len(tried) < arguments.tries):
                 wait_until_quiet(arguments.patience)
                 with busy_processes(count), OtherCores() as others:
-                    steps, seconds = contestants[name].call("steps_for", file, arguments.seconds)
+                    steps, seconds = contestants[name].call("steps_for", file, arguments.seconds, UNTIMED_SECONDS)
                 tried.append((others.cores, steps * tokens / seconds))
             disturbances.append(min(tried)[0])
             speeds[name, count].append(min(tried)[1])
@@ -215,14 +216,14 @@ def quartiles(values, digits) -> str:
 
 
 def goals_reached(speeds) -> bool:
-    """Print whether `command` reaches each of its goals; returns whether it reaches all that were measured."""
+    """Print whether `run` reaches each of its goals; returns whether it reaches all that were measured."""
     reached = True
     for count, goal in GOALS.items():
-        if ("command", count) in speeds:
-            ratio = statistics.median(ratios_to_first(speeds, "command", count))
+        if ("run", count) in speeds:
+            ratio = statistics.median(ratios_to_first(speeds, "run", count))
             reached &= ratio >= goal
             verdict = "reached" if ratio >= goal else "MISSED"
-            print(f"command beside {count} busy processes: {ratio:.1%}; the goal is {goal:.0%}: {verdict}")
+            print(f"run beside {count} busy processes: {ratio:.1%}; the goal is {goal:.0%}: {verdict}")
     return reached
 
 

@@ -7,6 +7,7 @@ ids, segments, masks and labels. This file is started by its path with the Pytho
 imports at its top only packages that every such environment has.
 """
 
+import contextlib
 import copy
 import ctypes
 import json
@@ -77,7 +78,11 @@ def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The step of `d2l-bert pretrain`, set up as the command and `loop.train` do."""
+    """
+    The step of `d2l-bert pretrain`, set up as the command and `pretrain` do.
+
+    With `short_waits` False in the setup, OpenMP's waits are not adapted to other programs.
+    """
 
     def __init__(self, setup):
         from dataclasses import replace
@@ -87,11 +92,15 @@ class Ours:
         from d2l_bert.training import distributed
         from d2l_bert.training.device import faster_attention
         from d2l_bert.training.initialize import make_model
+        from d2l_bert.training.openmp import short_waits
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
         from d2l_bert.training.trials import compile_now, micro_batches_of_every_kind
 
         keep_freed_memory()
+        if setup.get("short_waits", True):
+            self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
+            self.opened.enter_context(short_waits())
         self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
         run = PretrainConfig(**setup["run"])
@@ -252,11 +261,24 @@ class ContestantProcess:
         self.synchronize()
         return time.perf_counter() - start
 
-    def steps_for(self, file, seconds):
-        """Train on one step, again and again for some seconds; returns the number of steps and their seconds."""
+    def steps_for(self, file, seconds, untimed_seconds):
+        """
+        Train on one step, again and again.
+
+        Args:
+            seconds: the time to train, after the untimed steps.
+            untimed_seconds: the time of the first steps, which are not timed. At least one step is not timed, because
+                another process may have had the caches.
+
+        Returns:
+            The number of timed steps and their seconds.
+        """
         batches = self.contestant.batches(read_step(file))
-        self.contestant.step(batches, 0.0)  # not timed: another process may have had the caches
-        self.synchronize()
+        self._repeat(batches, untimed_seconds)
+        return self._repeat(batches, seconds)
+
+    def _repeat(self, batches, seconds):
+        """Train on one step at least once and at least for some seconds; returns the steps and their seconds."""
         count, start, taken = 0, time.perf_counter(), 0.0
         while not count or taken < seconds:
             self.contestant.step(batches, 0.0)
@@ -325,13 +347,6 @@ def environment(device):
     return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
 
 
-def command_variables() -> dict[str, str]:
-    """The environment variables that the command `d2l-bert` adds to those of this process."""
-    from d2l_bert.openmp import wait_settings
-
-    return wait_settings(os.environ)
-
-
 class Contestant:
     """A handle on a contestant's process: starts the process, calls its methods, ends it."""
 
@@ -341,14 +356,12 @@ class Contestant:
 
         Args:
             variables: environment variables of the process beside those of this one, None for a variable that must
-                not be set; without it, for our step, those that the command sets.
+                not be set.
         """
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        if variables is None:
-            variables = command_variables() if name == "ours" else {}
-        variables = {**environment(setup["device"]), **variables}
+        variables = {**environment(setup["device"]), **(variables or {})}
         variables = {variable: value for variable, value in variables.items() if value is not None}
         self.process = subprocess.Popen([python, __file__], env=variables, **pipes)
         self.description = self._exchange({**copy.deepcopy(setup), "name": name})

@@ -132,7 +132,16 @@ def test_the_record_holds_what_openmp_was_told(monkeypatch):
 
 def test_a_run_records_its_machine_without_the_host_name_and_the_energy_of_its_training(trained):
     machine = json.loads((trained / "run_config.json").read_text())["machine"]
-    assert machine.keys() == {"device", "processes", "threads", "openmp", "processor", "accelerator", "memory_gb"}
+    assert machine.keys() == {
+        "device",
+        "processes",
+        "threads",
+        "openmp",
+        "short_waits",
+        "processor",
+        "accelerator",
+        "memory_gb",
+    }
     assert (machine["accelerator"] is None) == (machine["device"] == "cpu")
     assert machine["processor"] and socket.gethostname() not in machine["processor"]
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

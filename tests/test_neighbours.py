@@ -1,6 +1,7 @@
 """`benchmarks.neighbours`: our training beside busy programs."""
 
 import argparse
+import functools
 import io
 import itertools
 import os
@@ -23,11 +24,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class TimedContestant:
     """A contestant without a process: its speed depends on its setting and on the busy processes."""
 
-    # Steps in a turn: alone, beside one, beside two
-    STEPS = {None: (100, 10, 5), "10000": (99, 50, 31)}
+    # Steps in a turn, by `short_waits`: alone, beside one, beside two
+    STEPS = {False: (100, 10, 5), True: (99, 50, 31)}
 
     def __init__(self, name, task, variables):
-        self.spins, self.description = variables["GOMP_SPINCOUNT"], "ours"
+        assert set(variables.values()) == {None}
+        self.short_waits, self.description = task["short_waits"], "ours"
 
     def __enter__(self):
         return self
@@ -35,8 +37,8 @@ class TimedContestant:
     def __exit__(self, *_):
         pass
 
-    def call(self, method, file, seconds):
-        return self.STEPS[self.spins][len(Neighbours.there)], 2.0
+    def call(self, method, file, seconds, untimed_seconds):
+        return self.STEPS[self.short_waits][len(Neighbours.there)], 2.0
 
 
 class Neighbours:
@@ -76,17 +78,17 @@ def beside(monkeypatch, capsys):
 
 
 def test_speeds_beside_busy_processes_are_compared_with_the_first_setting_alone(beside):
-    code, lines = beside("--settings", "default", "command", "--repetitions=3")
+    code, lines = beside("--settings", "default", "run", "--repetitions=3")
     assert code == 0 and lines[2].endswith("ours; 100 tokens a step")
-    shown = [numbers(line) for line in lines if line.startswith(("  default", "  command"))]
+    shown = [numbers(line) for line in lines if line.startswith(("  default", "  run"))]
     speeds, ratios = [row[0] for row in shown], [row[3] for row in shown]
     assert speeds == [5000, 4950, 500, 2500, 250, 1550] and ratios == [1, 0.99, 0.1, 0.5, 0.05, 0.31]
     assert [line.rpartition(" ")[2] for line in lines if "the goal is" in line] == ["reached"] * 3
 
 
 def test_a_goal_that_is_missed_is_said_and_is_the_exit_code(beside, monkeypatch):
-    monkeypatch.setitem(TimedContestant.STEPS, "10000", (97, 50, 29))
-    code, lines = beside("--settings", "default", "command", "--repetitions=3")
+    monkeypatch.setitem(TimedContestant.STEPS, True, (97, 50, 29))
+    code, lines = beside("--settings", "default", "run", "--repetitions=3")
     assert code == 1 and [line.rpartition(" ")[2] for line in lines if "the goal is" in line] == [
         "MISSED",
         "reached",
@@ -120,7 +122,7 @@ def test_a_kernel_without_groups_of_sessions_has_no_priority(text, priority, mon
 
 
 def test_a_setting_names_variables_of_openmp():
-    assert neighbours.setting("command")[1]["GOMP_SPINCOUNT"] in ("10000", None)
+    assert set(neighbours.setting("run")[1].values()) == {None}
     name, variables = neighbours.setting("GOMP_SPINCOUNT=30,OMP_NUM_THREADS=1")
     assert name == "GOMP_SPINCOUNT=30,OMP_NUM_THREADS=1" and variables["OMP_WAIT_POLICY"] is None
     assert (variables["GOMP_SPINCOUNT"], variables["OMP_NUM_THREADS"]) == ("30", "1")
@@ -128,7 +130,7 @@ def test_a_setting_names_variables_of_openmp():
         neighbours.setting("OMP_THREADS=1")
 
 
-def test_a_turn_lasts_some_seconds_and_its_first_step_is_not_timed(monkeypatch, tmp_path):
+def test_a_turn_lasts_some_seconds_and_its_first_steps_are_not_timed(monkeypatch, tmp_path):
     """A step takes a quarter of a second, the first one of a turn a whole second."""
     clock, steps = [0.0], []
 
@@ -141,20 +143,20 @@ def test_a_turn_lasts_some_seconds_and_its_first_step_is_not_timed(monkeypatch, 
     worker = SimpleNamespace(
         contestant=SimpleNamespace(batches=len, step=step), synchronize=lambda: None, device="cpu"
     )
-    assert peers.ContestantProcess.steps_for(worker, file, 0.6) == (3, 0.75) and steps == [1] * 4
-    assert peers.ContestantProcess.steps_for(worker, file, 0.0) == (1, 0.25), "one step at least"
+    worker._repeat = functools.partial(peers.ContestantProcess._repeat, worker)
+    assert peers.ContestantProcess.steps_for(worker, file, 0.6, 1.2) == (3, 0.75) and steps == [1] * 5
+    assert peers.ContestantProcess.steps_for(worker, file, 0.0, 0.0) == (1, 0.25), "one step at least"
 
 
-def test_our_contestant_alone_computes_with_the_variables_of_the_command(monkeypatch):
+def test_a_contestant_computes_with_the_variables_of_its_setting(monkeypatch):
     environments = []
 
     def start(command, env, **_):
         environments.append(env.get("GOMP_SPINCOUNT"))
         return SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO('"ready"\n'))
 
-    monkeypatch.setattr(peers, "command_variables", lambda: {"GOMP_SPINCOUNT": "12"})
     monkeypatch.setattr(peers.subprocess, "Popen", start)
     monkeypatch.setenv("GOMP_SPINCOUNT", "34")
-    for name, variables in (("ours", None), ("stock", None), ("ours", {"GOMP_SPINCOUNT": None}), ("ours", {})):
-        assert peers.Contestant(name, {"device": "cpu"}, variables=variables).description == "ready"
-    assert environments == ["12", "34", None, "34"]
+    for variables in (None, {"GOMP_SPINCOUNT": None}, {"GOMP_SPINCOUNT": "5"}, {}):
+        assert peers.Contestant("ours", {"device": "cpu"}, variables=variables).description == "ready"
+    assert environments == ["34", None, "5", "34"]

@@ -1,50 +1,139 @@
-"""The command makes OpenMP's threads spin shortly at barriers, unless the user says otherwise; programs do not."""
+"""OpenMP's threads sleep early at barriers while other programs take their cores, unless the user says otherwise."""
 
+import json
 import os
-import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from d2l_bert import openmp
-from d2l_bert.openmp import SPIN_COUNT, wait_settings
-
-
-COMMAND = str(Path(sys.executable).with_name("d2l-bert"))
-LAUNCHED = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "-m", "d2l_bert"]
+from d2l_bert.training import openmp
+from d2l_bert.training.openmp import FEW, MANY, QUIET_MEASUREMENTS, IdleTeam, Waits, is_supported, waited_seconds
 
 
-@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": ""}])
-def test_a_users_own_choice_stays(chosen, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert wait_settings(chosen) == {}
-    assert wait_settings({"OMP_NUM_THREADS": "4"}) == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
-
-
-def test_other_systems_have_another_openmp(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert openmp.wait_settings({}) == {}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's OpenMP is GNU's on Linux alone")
-@pytest.mark.parametrize(
-    ("program", "variables", "spins"),
-    [
-        pytest.param(["-m", "d2l_bert", "--help"], {}, SPIN_COUNT, id="module"),
-        pytest.param([COMMAND, "--help"], {}, SPIN_COUNT, id="script", marks=pytest.mark.slow),
-        pytest.param([*LAUNCHED, "--help"], {}, SPIN_COUNT, id="launched", marks=pytest.mark.slow),
-        pytest.param([COMMAND, "--help"], {"GOMP_SPINCOUNT": "77"}, 77, id="chosen", marks=pytest.mark.slow),
-        pytest.param(
-            [COMMAND, "--help"], {"OMP_WAIT_POLICY": "PASSIVE"}, 0, id="chosen policy", marks=pytest.mark.slow
-        ),
-        pytest.param(["-c", "import d2l_bert, torch"], {}, 300_000, id="program", marks=pytest.mark.slow),
-    ],
+has_waits = pytest.mark.skipif(
+    not openmp.openmp_libraries() or waited_seconds() is None, reason="not GNU's OpenMP, or waits are not counted"
 )
-def test_openmp_reads_the_spin_count_of_the_command_when_it_is_loaded(program, variables, spins):
+
+
+@pytest.fixture
+def supported(monkeypatch):
+    """A machine where waits can be adapted."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(openmp, "openmp_libraries", lambda: ["/libgomp.so.1"])
+    monkeypatch.setattr(openmp, "waited_seconds", lambda: 0.0)
+    assert is_supported({}) and is_supported({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": ""})
+
+
+@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_a_users_own_choice_stays(chosen, supported, monkeypatch):
+    assert not is_supported(chosen)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    with openmp.short_waits() as waits:
+        assert waits is None
+
+
+@pytest.mark.parametrize(
+    ("part", "result"), [("openmp_libraries", []), ("waited_seconds", None), ("torch.get_num_threads", 1)]
+)
+def test_nothing_is_adapted_where_it_would_have_no_effect(part, result, supported, monkeypatch):
+    monkeypatch.setattr(f"d2l_bert.training.openmp.{part}", lambda: result)
+    assert not is_supported({})
+
+
+def test_waits_are_short_while_threads_wait_for_cores(monkeypatch):
+    teams = []
+    monkeypatch.setattr(openmp, "IdleTeam", lambda: teams.append(Team()) or teams[-1])
+    waits = Waits()
+
+    def states(*measurements):
+        return [waits.see(waiting) or waits.are_short for waiting in measurements]
+
+    middle = (FEW + MANY) / 2
+    assert states(0.0, middle, 2 * MANY) == [False, False, True]
+    assert states(2 * MANY, middle, *[0.0] * (QUIET_MEASUREMENTS - 1), middle) == [True] * (3 + QUIET_MEASUREMENTS - 1)
+    assert states(*[0.0] * QUIET_MEASUREMENTS) == [True] * (QUIET_MEASUREMENTS - 1) + [False]
+    assert states(0.0, 2 * MANY) == [False, True]
+    assert [team.ended for team in teams] == [True, False]
+
+
+class Team:
+    ended = False
+
+    def end(self):
+        self.ended = True
+
+
+def test_the_block_measures_and_leaves_no_thread(supported, monkeypatch):
+    """Each measurement finds that a thread has waited for as long as the measurement took."""
+    measured, waited = threading.Semaphore(0), iter(range(10_000))
+    monkeypatch.setattr(openmp, "IdleTeam", Team)
+    monkeypatch.setattr(openmp, "SECONDS", 0.001)
+    monkeypatch.setattr(openmp, "waited_seconds", lambda: measured.release() or float(next(waited)))
+    before = threading.active_count()
+    with openmp.short_waits() as waits:
+        for _ in range(6):  # `is_supported` and the start of the thread measure, too
+            measured.acquire(timeout=20)
+        assert waits.are_short
+    assert not waits.are_short and waits.short_seconds > 0 and threading.active_count() == before
+
+
+@has_waits
+def test_an_idle_team_makes_more_threads_than_cores_until_it_ends():
+    before, cores = threads(), len(os.sched_getaffinity(0))
+    team = IdleTeam()
+    new = threads() - before  # the owner, and the other threads of its team
+    team.end()
+    assert len(new) >= 2 and torch.get_num_threads() + len(new) - 1 > cores
+    end = time.monotonic() + 10
+    while new & threads() and time.monotonic() < end:  # the team's threads end a moment after their owner
+        time.sleep(0.01)
+    assert not new & threads()
+
+
+def threads():
+    """The numbers of the threads of this process."""
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+BESIDE_BUSY_PROGRAMS = """
+import json, time
+import torch
+from benchmarks.neighbours import busy_processes
+from d2l_bert.training.openmp import short_waits
+
+torch.set_num_threads(2)
+numbers = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
+
+def work_until(reached, seconds=20):
+    end = time.monotonic() + seconds
+    while True:
+        for _ in range(20):
+            total = torch.tanh(numbers).sum().item()
+        if reached() or time.monotonic() > end:
+            return total
+
+with short_waits() as waits:
+    totals = [work_until(lambda: False, 0.5)]
+    with busy_processes(4):
+        totals.append(work_until(lambda: waits.are_short))
+        assert waits.are_short
+totals.append(work_until(lambda: False, 0.5))
+print(json.dumps([waits.are_short, len(set(totals))]))
+"""
+
+
+@has_waits
+@pytest.mark.slow
+def test_waits_are_short_beside_other_programs_and_results_stay_the_same():
     environment = {name: value for name, value in os.environ.items() if name not in openmp.WAIT_VARIABLES}
-    environment |= {**variables, "OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, check=True)
-    read = [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)]
-    assert read and read[-1] == spins  # a launcher that loads PyTorch reads it first
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{0, 1}})\n{BESIDE_BUSY_PROGRAMS}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, 1]

@@ -10,6 +10,8 @@ import psutil
 import torch
 from accelerate import Accelerator
 
+from d2l_bert.training.openmp import is_supported
+
 
 # The power of a CPU core and of a GB of memory in "Green Algorithms" (Lannelongue, Grealey and Inouye, 2021; Advanced
 # Science 8, 2100707). 12 W is the value for a CPU of unknown type; known CPUs have 3.8 to 23.8 W per core.
@@ -28,14 +30,16 @@ def describe_machine(accelerator: Accelerator) -> dict:
     """
     The entry `machine` of run_config.json, as this process sees the machine. It has no host or user name.
 
-    `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `memory_gb` the
-    machine's memory in 10^9 bytes, and `accelerator` the name of the GPU, or None on a CPU.
+    `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `short_waits`
+    whether `openmp.short_waits` adapts OpenMP's waits to other programs, `memory_gb` the machine's memory in 10^9
+    bytes, and `accelerator` the name of the GPU, or None on a CPU.
     """
     return {
         "device": str(accelerator.device),
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
         "openmp": {name: os.environ[name] for name in OPENMP_VARIABLES if name in os.environ},
+        "short_waits": is_supported(os.environ),
         "processor": processor_name(),
         "accelerator": accelerator_name(accelerator.device),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),

@@ -26,6 +26,7 @@ from d2l_bert.training.distributed import on_main
 from d2l_bert.training.host_settings import restore_host_settings
 from d2l_bert.training.initialize import check_start, check_weights, model_class_of
 from d2l_bert.training.loop import train
+from d2l_bert.training.openmp import short_waits
 from d2l_bert.training.run_folder import RUN_FILE, check_output_folder, default_output_dir, output_folder, repository
 from d2l_bert.training.tracking import check_trackers
 
@@ -35,8 +36,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
 
-    Settings that the command makes for its whole process are left to the calling program: those of the allocator
-    (`commands.keep_freed_memory`) and of OpenMP (the module `openmp`).
+    The settings of the allocator, which the command makes for its whole process (`commands.keep_freed_memory`), are
+    left to the calling program.
 
     Args:
         architecture: the model's configuration; `vocab_size` is replaced by the size of the tokenizer. With
@@ -94,7 +95,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             make_passes(run, text)  # checks source_weights against the text, before anything is written
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
-        train(architecture, run, text, accelerator, folder, resumed)
+        with short_waits():
+            train(architecture, run, text, accelerator, folder, resumed)
     return folder
 
 

@@ -6,8 +6,8 @@ and `pipeline("fill-mask")` load it. The import also registers the task of `pipe
 
 from importlib import import_module
 
-# First: the imports below take seconds, and a signal may come; and they load OpenMP, which reads its settings then.
-from d2l_bert import early_signals, openmp  # noqa: F401
+# First: the imports below take seconds, and a signal may come.
+from d2l_bert import early_signals  # noqa: F401
 
 
 # isort: split
