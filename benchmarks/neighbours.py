@@ -7,8 +7,9 @@ A setting says how OpenMP's threads wait at barriers: `run` as in `pretrain` (se
 OpenMP decides, anything else by a comma-separated list of environment variables. For each setting, a separate process
 computes the training step of a recipe as `pretrain` does, on random tokens. The processes take short turns: in each
 round, each setting has a turn without a busy process, a turn with one, and a turn with two. The first steps of a turn
-are not timed, as `run` adapts itself within a second. A busy process runs only during a turn. It has its own session,
-like a program in another terminal, because Linux divides the cores between sessions.
+are not timed, as `run` adapts itself within a second. A busy process runs only during a turn. With `--own_sessions`
+it has its own session, like a program in another terminal: Linux divides the cores between sessions first, so that a
+training with two threads beside two such programs gets a third of each core instead of half.
 
 Other programs on the machine falsify a turn. So a turn starts when other programs use at most a tenth of a core, or
 after `--patience` seconds. A turn in which other programs use more is repeated, and the least disturbed of `--tries`
@@ -35,6 +36,7 @@ from pathlib import Path
 from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import Contestant, full_batch, write_step
 from d2l_bert import RECIPES
+from d2l_bert.openmp import wait_settings
 from d2l_bert.training.batching import micro_batch_pairs
 from d2l_bert.training.energy import OPENMP_VARIABLES
 from d2l_bert.training.other_programs import busy_seconds, own_seconds
@@ -62,6 +64,7 @@ def main() -> None:
         "--settings", type=setting, nargs="+", default=[setting(name) for name in SETTINGS], help="settings to compare"
     )
     parser.add_argument("--neighbours", type=int, nargs="*", default=[1, 2], help="numbers of busy processes (1 2)")
+    parser.add_argument("--own_sessions", action="store_true", help="each busy process has its own session")
     parser.add_argument("--repetitions", type=positive, default=9, help="number of rounds (9)")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="timed part of a turn, which has at least one step (1.0)"
@@ -89,8 +92,10 @@ def main() -> None:
 
 def setting(text: str) -> tuple[str, dict[str, str | None]]:
     """The name and the environment variables of a setting; None as a value unsets a variable."""
-    if text in ("default", "run"):
+    if text == "default":
         variables = {}
+    elif text == "run":
+        variables = wait_settings({})
     else:
         variables = dict(part.partition("=")[::2] for part in text.split(","))
         if unknown := variables.keys() - set(OPENMP_VARIABLES):
@@ -137,7 +142,7 @@ def take_turns(contestants, file, tokens, arguments) -> tuple[dict, list[float]]
             tried = []
             while not tried or (min(tried)[0] > MOST_DISTURBANCE and len(tried) < arguments.tries):
                 wait_until_quiet(arguments.patience)
-                with busy_processes(count), OtherCores() as others:
+                with busy_processes(count, arguments.own_sessions), OtherCores() as others:
                     steps, seconds = contestants[name].call("steps_for", file, arguments.seconds, UNTIMED_SECONDS)
                 tried.append((others.cores, steps * tokens / seconds))
             disturbances.append(min(tried)[0])
@@ -146,11 +151,11 @@ def take_turns(contestants, file, tokens, arguments) -> tuple[dict, list[float]]
 
 
 @contextlib.contextmanager
-def busy_processes(count: int):
-    """Within the block, `count` processes with separate sessions each keep a core busy."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
+def busy_processes(count: int, own_sessions: bool):
+    """Within the block, `count` processes each keep a core busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=own_sessions) for _ in range(count)]
     try:
-        priority = autogroup_priority()
+        priority = autogroup_priority() if own_sessions else 0
         for process in processes if priority else ():
             Path(f"/proc/{process.pid}/autogroup").write_text(str(priority))
         time.sleep(SETTLING_SECONDS * (count > 0))

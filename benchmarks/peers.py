@@ -347,6 +347,13 @@ def environment(device):
     return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
 
 
+def command_variables(name) -> dict[str, str]:
+    """For our step, the variables that the command `d2l-bert` adds to the environment; for others none."""
+    from d2l_bert.openmp import wait_settings
+
+    return wait_settings(os.environ) if name == "ours" else {}
+
+
 class Contestant:
     """A handle on a contestant's process: starts the process, calls its methods, ends it."""
 
@@ -356,12 +363,12 @@ class Contestant:
 
         Args:
             variables: environment variables of the process beside those of this one, None for a variable that must
-                not be set.
+                not be set; without it, for our step, those that the command sets.
         """
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        variables = {**environment(setup["device"]), **(variables or {})}
+        variables = {**environment(setup["device"]), **(command_variables(name) if variables is None else variables)}
         variables = {variable: value for variable, value in variables.items() if value is not None}
         self.process = subprocess.Popen([python, __file__], env=variables, **pipes)
         self.description = self._exchange({**copy.deepcopy(setup), "name": name})

@@ -16,6 +16,8 @@ import torch
 from printed import numbers
 
 from benchmarks import neighbours, peers
+from d2l_bert import openmp
+from d2l_bert.openmp import wait_settings
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +30,7 @@ class TimedContestant:
     STEPS = {False: (100, 10, 5), True: (99, 50, 31)}
 
     def __init__(self, name, task, variables):
-        assert set(variables.values()) == {None}
+        assert variables["OMP_WAIT_POLICY"] == ("ACTIVE" if task["short_waits"] else None)
         self.short_waits, self.description = task["short_waits"], "ours"
 
     def __enter__(self):
@@ -47,6 +49,7 @@ class Neighbours:
     there = []
 
     def __init__(self, command, start_new_session):
+        assert not start_new_session
         self.there.append(self)
 
     def kill(self):
@@ -103,12 +106,14 @@ def test_a_disturbed_turn_is_repeated_and_the_quietest_counts(beside):
     assert next(others, None) is None
 
 
-def test_busy_processes_work_during_a_turn_only():
-    with neighbours.busy_processes(2):
+@pytest.mark.parametrize("own_sessions", [False, True])
+def test_busy_processes_work_during_a_turn_only(own_sessions):
+    with neighbours.busy_processes(2, own_sessions):
         mine = [child for child in psutil.Process().children() if neighbours.BUSY in child.cmdline()]
         time.sleep(0.3)
         assert len(mine) == 2 and all(sum(child.cpu_times()[:2]) > 0 for child in mine)
-        assert {os.getsid(child.pid) for child in mine} == {child.pid for child in mine}
+        sessions = {os.getsid(child.pid) for child in mine}
+        assert sessions == ({child.pid for child in mine} if own_sessions else {os.getsid(0)})
     assert not any(child.is_running() for child in mine)
 
 
@@ -121,8 +126,10 @@ def test_a_kernel_without_groups_of_sessions_has_no_priority(text, priority, mon
     assert neighbours.autogroup_priority() == priority
 
 
+@pytest.mark.skipif(not wait_settings({}), reason="not GNU's OpenMP")
 def test_a_setting_names_variables_of_openmp():
-    assert set(neighbours.setting("run")[1].values()) == {None}
+    assert neighbours.setting("run")[1]["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert set(neighbours.setting("default")[1].values()) == {None}
     name, variables = neighbours.setting("GOMP_SPINCOUNT=30,OMP_NUM_THREADS=1")
     assert name == "GOMP_SPINCOUNT=30,OMP_NUM_THREADS=1" and variables["OMP_WAIT_POLICY"] is None
     assert (variables["GOMP_SPINCOUNT"], variables["OMP_NUM_THREADS"]) == ("30", "1")
@@ -148,6 +155,7 @@ def test_a_turn_lasts_some_seconds_and_its_first_steps_are_not_timed(monkeypatch
     assert peers.ContestantProcess.steps_for(worker, file, 0.0, 0.0) == (1, 0.25), "one step at least"
 
 
+@pytest.mark.skipif(not wait_settings({}), reason="not GNU's OpenMP")
 def test_a_contestant_computes_with_the_variables_of_its_setting(monkeypatch):
     environments = []
 
@@ -156,7 +164,11 @@ def test_a_contestant_computes_with_the_variables_of_its_setting(monkeypatch):
         return SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO('"ready"\n'))
 
     monkeypatch.setattr(peers.subprocess, "Popen", start)
+    for name in openmp.WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, variables in (("ours", None), ("stock", None), ("ours", {}), ("ours", {"GOMP_SPINCOUNT": "5"})):
+        assert peers.Contestant(name, {"device": "cpu"}, variables=variables).description == "ready"
     monkeypatch.setenv("GOMP_SPINCOUNT", "34")
-    for variables in (None, {"GOMP_SPINCOUNT": None}, {"GOMP_SPINCOUNT": "5"}, {}):
-        assert peers.Contestant("ours", {"device": "cpu"}, variables=variables).description == "ready"
-    assert environments == ["34", None, "5", "34"]
+    peers.Contestant("ours", {"device": "cpu"})
+    peers.Contestant("ours", {"device": "cpu"}, variables={"GOMP_SPINCOUNT": None})
+    assert environments == ["300000", None, None, "5", "34", None]

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import d2l_bert.openmp
+from d2l_bert.openmp import COMMAND_WAITS, WAIT_VARIABLES, torch_brings_gnu_openmp, wait_settings
 from d2l_bert.training import openmp
 from d2l_bert.training.openmp import FEW, MANY, QUIET_MEASUREMENTS, IdleTeam, Waits, is_supported, waited_seconds
 
@@ -20,6 +24,59 @@ has_waits = pytest.mark.skipif(
 )
 
 
+COMMAND = str(Path(sys.executable).with_name("d2l-bert"))
+LAUNCHED = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "-m", "d2l_bert"]
+has_variables = pytest.mark.skipif(not torch_brings_gnu_openmp(), reason="not GNU's OpenMP")
+
+
+@has_variables
+@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_the_command_keeps_what_a_user_has_chosen(chosen):
+    assert wait_settings(chosen) == {}
+    assert (
+        wait_settings({"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": ""}) == wait_settings(COMMAND_WAITS) == COMMAND_WAITS
+    )
+
+
+@pytest.mark.parametrize("folder", ["lib", "../torch.libs", None])
+def test_the_command_sets_nothing_for_other_kinds_of_openmp(folder, monkeypatch, tmp_path):
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    if folder is not None:
+        library = tmp_path / "torch" / folder / "libgomp-98b21ff3.so.1"
+        library.parent.mkdir(exist_ok=True)
+        library.touch()
+    spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(d2l_bert.openmp, "find_spec", lambda name: spec)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert wait_settings({}) == (COMMAND_WAITS if folder else {})
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert wait_settings({}) == {}
+
+
+@has_variables
+@pytest.mark.parametrize(
+    ("program", "variables", "spins"),
+    [
+        pytest.param(["-m", "d2l_bert", "--help"], {}, "300000 ACTIVE", id="module"),
+        pytest.param([COMMAND, "--help"], {}, "300000 ACTIVE", id="script", marks=pytest.mark.slow),
+        pytest.param([*LAUNCHED, "--help"], {}, "300000 ACTIVE", id="launched", marks=pytest.mark.slow),
+        pytest.param([COMMAND, "--help"], {"GOMP_SPINCOUNT": "77"}, "77 PASSIVE", id="count", marks=pytest.mark.slow),
+        pytest.param(
+            [COMMAND, "--help"], {"OMP_WAIT_POLICY": "PASSIVE"}, "0 PASSIVE", id="policy", marks=pytest.mark.slow
+        ),
+        pytest.param(["-c", "import d2l_bert, torch"], {}, "300000 PASSIVE", id="program", marks=pytest.mark.slow),
+    ],
+)
+def test_openmp_reads_the_variables_of_the_command_when_it_is_loaded(program, variables, spins):
+    """OpenMP prints PASSIVE if no policy is set."""
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    environment |= {**variables, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, check=True)
+    counts = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    policies = re.findall(r"OMP_WAIT_POLICY = '(\w+)'", done.stderr)
+    assert f"{counts[-1]} {policies[-1]}" == spins  # a launcher that loads PyTorch reads the variables first
+
+
 @pytest.fixture
 def supported(monkeypatch):
     """A machine where waits can be adapted."""
@@ -27,6 +84,7 @@ def supported(monkeypatch):
     monkeypatch.setattr(openmp, "openmp_libraries", lambda: ["/libgomp.so.1"])
     monkeypatch.setattr(openmp, "waited_seconds", lambda: 0.0)
     assert is_supported({}) and is_supported({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": ""})
+    assert is_supported(COMMAND_WAITS)
 
 
 @pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
@@ -120,7 +178,7 @@ def work_until(reached, seconds=20):
 
 with short_waits() as waits:
     totals = [work_until(lambda: False, 0.5)]
-    with busy_processes(4):
+    with busy_processes(4, False):
         totals.append(work_until(lambda: waits.are_short))
         assert waits.are_short
 totals.append(work_until(lambda: False, 0.5))
@@ -131,7 +189,7 @@ print(json.dumps([waits.are_short, len(set(totals))]))
 @has_waits
 @pytest.mark.slow
 def test_waits_are_short_beside_other_programs_and_results_stay_the_same():
-    environment = {name: value for name, value in os.environ.items() if name not in openmp.WAIT_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{0, 1}})\n{BESIDE_BUSY_PROGRAMS}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

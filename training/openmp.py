@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
+from d2l_bert.openmp import user_has_chosen
 
-# Variables by which users decide for themselves how long threads wait.
-WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 OWN_STATISTICS, THREADS = Path("/proc/self/schedstat"), Path("/proc/self/task")
 MAPPED_FILES = Path("/proc/self/maps")
@@ -34,16 +33,16 @@ def short_waits() -> Iterator["Waits | None"]:
 
     A thread that has nothing left to do spins: it looks at the barrier 300,000 times before it goes to sleep, some
     milliseconds. That is fast on free cores. Beside another program it keeps a core from the very thread that it waits
-    for: on two cores and beside one busy program, recipe tiny keeps 2 % of its speed. Threads that sleep after 100
-    looks keep half, but lose a third on free cores (benchmarks/LOG.md).
+    for: on two cores and beside one busy program, recipe tiny keeps 2 % of its speed. If its threads sleep after 1,000
+    looks, it keeps half, but loses a quarter on free cores (benchmarks/LOG.md).
 
-    GNU's OpenMP looks 100 times if it has more threads than cores. So when threads wait for cores, a second team of
+    GNU's OpenMP looks 1,000 times if it has more threads than cores and the command has set its variables, and else
+    100 times (`d2l_bert.openmp`). So when threads wait for cores, a second team of
     threads is started. It does nothing, and ends when the cores are free again. The team that computes stays as it is,
     with the same number of threads, so the results are the same to the bit.
 
-    Yields None, and does nothing, if a variable of `WAIT_VARIABLES` says how long threads wait, if computations have
-    one thread, if OpenMP is not GNU's, or if the system does not count how long threads wait for cores (only Linux
-    does).
+    Yields None, and does nothing, if the user has set how long threads wait, if computations have one thread, if
+    OpenMP is not GNU's, or if the system does not count how long threads wait for cores (only Linux does).
     """
     if not is_supported(os.environ):
         yield None
@@ -59,7 +58,7 @@ def short_waits() -> Iterator["Waits | None"]:
 def is_supported(environment: Mapping[str, str]) -> bool:
     """Whether `short_waits` does something in this process, with these environment variables."""
     return (
-        not any(environment.get(variable) for variable in WAIT_VARIABLES)
+        not user_has_chosen(environment)
         and torch.get_num_threads() > 1
         and bool(openmp_libraries())
         and waited_seconds() is not None
