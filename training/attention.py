@@ -1,7 +1,7 @@
 """What a model attends to, as a picture; and how far apart the vectors of one word are in two texts.
 
-The words are the book's (*Dive into Deep Learning*, chapter 11 and section 15.10): a query attends to keys by attention
-weights, which sum to 1 over the keys.
+The words are the book's (*Dive into Deep Learning*, chapter 11 and section 15.10): a query attends to keys by
+attention weights, which sum to 1 over the keys.
 """
 
 import re

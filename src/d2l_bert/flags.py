@@ -60,8 +60,10 @@ ATTENTION = """
 The picture has a panel for each head of each layer: how much each token (a row) attends to every other token (a
 column). TEXT_B becomes the second segment. --layer and --head, counted from 1, enlarge a part of the picture.
 
-With --word the command draws nothing. It reads TEXT and TEXT_B apart from each other, and prints layer by layer the
-cosine of the word's vectors in the two: d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane"""
+With --word the command draws nothing. It reads TEXT and TEXT_B apart from each other, and prints layer by layer how
+near the word's vectors in the two are, by cosine:
+
+  d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane"""
 
 CONVERT = """
 
