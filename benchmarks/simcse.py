@@ -18,6 +18,7 @@ the model before and after, for both poolings, and for words alone (cosine of to
 
 import argparse
 import functools
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from d2l_bert.training.encoder import load_encoder, longest_input
 
 FEWEST_TOKENS = 6  # in a sentence; shorter ones are headings and exclamations
 SEED = 42
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
 def main() -> None:
@@ -66,7 +68,8 @@ def main() -> None:
     vectors = functools.partial(sentence_vectors, tokenizer=tokenizer, texts=[queries, answers])
     for pooling in ("mean", "cls"):
         show(f"{Path(arguments.model).name}, {pooling}", vectors(model, pooling=pooling))
-    trained, seconds, count = train(arguments, sentences(text, arguments), tokenizer)
+    before = {name: getattr(model.config, name) for name in DROPOUTS if hasattr(model.config, name)}
+    trained, seconds, count = train(arguments, sentences(text, arguments), before)
     for pooling in ("mean", "cls"):
         show(f"after SimCSE, {pooling}", vectors(trained, pooling=pooling))
     print(
@@ -123,10 +126,13 @@ def sentence_vectors(model, tokenizer, texts, pooling):
     """The vectors (n, H) of each list of texts, given as token ids without special tokens."""
     limit = longest_input(model, tokenizer) or 512
     embedder = Embedder(model.cpu().eval(), tokenizer, pooling, limit, 4096)
-    whole = [[tokenizer.build_inputs_with_special_tokens(ids[: limit - 2].tolist()) for ids in part] for part in texts]
-    flat = [np.concatenate([np.array(ids) for ids in part]) for part in whole]
-    lengths = [np.array([len(ids) for ids in part]) for part in whole]
-    return [embedder.vectors(Encoded(ids, counts, 0)) for ids, counts in zip(flat, lengths, strict=True)]
+    first, last = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
+    vectors = []
+    for part in texts:
+        whole = [np.concatenate([first, ids[: limit - 2], last]) for ids in part]
+        lengths = np.array(list(map(len, whole)))
+        vectors.append(embedder.vectors(Encoded(np.concatenate(whole).astype(np.int64), lengths, 0)))
+    return vectors
 
 
 def show(name, vectors):
@@ -156,8 +162,15 @@ def sentences(text, arguments):
     return found
 
 
-def train(arguments, texts, tokenizer):
-    """The encoder after SimCSE, the seconds that the training took, and the number of sentences."""
+def train(arguments, texts, dropouts):
+    """
+    Args:
+        texts: the sentences.
+        dropouts: the dropout rates of the pretrained model, which the finished encoder gets back.
+
+    Returns:
+        The encoder after SimCSE, the seconds that the training took, and the number of sentences.
+    """
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -168,13 +181,14 @@ def train(arguments, texts, tokenizer):
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     torch.manual_seed(SEED)
-    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    encoder = Transformer(arguments.model, config_kwargs=dict.fromkeys(names, arguments.dropout))
+    encoder = Transformer(arguments.model, config_kwargs=dict.fromkeys(dropouts, arguments.dropout))
+    longest = encoder.max_seq_length
     encoder.max_seq_length = arguments.max_seq_length
     model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension(), "mean")])
     assert any(getattr(layer, "p", 0) == arguments.dropout for layer in model.modules()), "no dropout, no SimCSE"
+    unused = tempfile.TemporaryDirectory()
     settings = SentenceTransformerTrainingArguments(
-        output_dir=f"{arguments.output_dir or '.'}/unused",
+        output_dir=unused.name,
         max_steps=arguments.max_steps,
         per_device_train_batch_size=arguments.batch_size,
         learning_rate=arguments.learning_rate,
@@ -192,11 +206,12 @@ def train(arguments, texts, tokenizer):
         loss=MultipleNegativesRankingLoss(model, scale=1 / arguments.temperature),
     )
     start = time.perf_counter()
-    trainer.train()
+    with unused:
+        trainer.train()
     seconds = time.perf_counter() - start
-    for name in names:  # the finished encoder has no dropout to be fine-tuned with, as the model that it comes from
-        setattr(encoder.model.config, name, 0.0)
-    encoder.max_seq_length = longest_input(encoder.model, tokenizer)
+    for name, rate in dropouts.items():
+        setattr(encoder.model.config, name, rate)
+    encoder.max_seq_length = longest
     if arguments.output_dir:
         model.save(str(arguments.output_dir))
         print(f"\nthe sentence encoder is in {arguments.output_dir}\n")

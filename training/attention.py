@@ -187,7 +187,7 @@ def compare_word(name: str, word: str, first: str, second: str) -> str:
     lines.append(f"  {'':12}{'cosine similarity':>18}{'cosine distance':>18}")
     for number, cosine in enumerate(word_similarities(*words)):
         row = f"layer {number}" if number else "embeddings"
-        lines.append(f"  {row:12}{cosine:18.3f}{1 - cosine:18.3f}")
+        lines.append(f"  {row:12}{cosine:18.3f}{max(0.0, 1 - cosine):18.3f}")
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """Draws attention weights: a grid with a panel for each head of each layer, tokens at the axes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,17 @@ import numpy as np
 SEGMENT_COLOURS = ("#1f4e9c", "#b8550a")  # of the tokens of segments A and B
 SPECIAL_COLOUR = "0.45"
 
-# With more panels than this in a row, and more tokens than this, a panel is too small for all of its tokens.
-MOST_TOKENS_IN_A_GRID = 40
-MANY_PANELS = 4
+KEYS, QUERIES = "key: the token that is attended to", "query: the token that attends"
+
+# With more columns of panels than this, a panel is small; with more tokens than this, too small for all of its tokens.
+FEW_COLUMNS = 4
+MOST_TOKENS_IN_A_SMALL_PANEL = 40
 
 # Weights are written into the cells of a single panel with at most this many tokens.
-MOST_TOKENS_WITH_NUMBERS = 16
+MOST_TOKENS_WITH_NUMBERS = 20
+
+# Of a character, as a share of the font size.
+WIDTH, HEIGHT = 0.6, 1.25
 
 
 @dataclass
@@ -38,9 +44,20 @@ class Panels:
     layers: Sequence[int]
     heads: Sequence[int]
 
+    def places(self) -> list[tuple[int, int]]:
+        """The layer and the head of each panel, in the order of reading."""
+        return [(layer, head) for layer in self.layers for head in self.heads]
+
+    def columns(self) -> int:
+        """Panels in a row: a head each; if there is only one layer or head, as many as make a compact picture."""
+        count = len(self.places())
+        if min(len(self.layers), len(self.heads)) > 1 or count <= 2:
+            return len(self.heads) if len(self.heads) > 1 else count
+        return math.ceil(math.sqrt(count))
+
     def are_tokens_left_out(self) -> bool:
-        """Whether the panels are too many to write all tokens at each: then only special tokens are written."""
-        return len(self.tokens) > MOST_TOKENS_IN_A_GRID and max(len(self.layers), len(self.heads)) > MANY_PANELS
+        """Whether the panels are too small to write all tokens at each: then only special tokens are written."""
+        return len(self.tokens) > MOST_TOKENS_IN_A_SMALL_PANEL and self.columns() > FEW_COLUMNS
 
 
 def draw(panels: Panels, path: Path) -> None:
@@ -53,37 +70,52 @@ def draw(panels: Panels, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    count, rows, columns = len(panels.tokens), len(panels.layers), len(panels.heads)
-    is_single = rows == columns == 1
-    font = 11 if is_single and count <= 40 else 8 if max(rows, columns) <= MANY_PANELS else 6.5
-    cell = 1.55 * font / 72  # inches: a line of text needs some 1.2 times its font size
-    side = max(5.5 if is_single else 2.6 if max(rows, columns) <= MANY_PANELS else 1.3, cell * count)
-    if panels.are_tokens_left_out():
-        side = 1.9
-    longest = max(map(len, panels.tokens)) * 0.62 * font / 72  # inches of the longest token
-    size = (columns * (side + 0.25) + longest + 1.6, rows * (side + 0.45) + longest + 1.7)
-    figure = Figure(figsize=(max(size[0], 7.5), size[1]), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    shown = panels.weights[np.ix_(panels.layers, panels.heads)]
+    places, columns, count = panels.places(), panels.columns(), len(panels.tokens)
+    rows, is_single = math.ceil(len(places) / columns), len(places) == 1
+    font, least = (11, 5.0) if is_single else (9, 2.6) if columns <= FEW_COLUMNS else (7, 1.7)
+    font = font if count <= 24 else max(6.5, font - 2)
+    # All lengths are in inches.
+    side = 1.9 if panels.are_tokens_left_out() else max(least, HEIGHT * font / 72 * count)
+    labels = max(map(len, panels.tokens)) * WIDTH * font / 72 + 0.12
+    scale = min(3.0, max(1.0, max(columns, rows) * side / 7))  # of all words but the tokens: larger in larger pictures
+    panel_font = 0 if is_single else max(7, min(11 * scale, side * 72 / 11))
+    gap_x, gap_y = 0.04 * side + 0.1, 0.02 * side + 0.1 + 1.6 * panel_font / 72
+    left = labels + 0.5 * scale
+    right = 1.3 * scale
+    top, bottom = 1.05 * scale + 1.6 * panel_font / 72, labels + 0.5 * scale
+    width = left + columns * (side + gap_x) - gap_x + right
+    height = top + rows * (side + gap_y) - gap_y + bottom
+    figure = Figure(figsize=(width, height))
+    shown = panels.weights[np.ix_(panels.layers, panels.heads)].reshape(len(places), count, count)
     most = float(shown.max())
-    for row, layer in enumerate(panels.layers):
-        for column, head in enumerate(panels.heads):
-            panel = grid[row, column]
-            image = panel.imshow(shown[row, column], cmap="Blues", vmin=0, vmax=most, aspect="equal")
-            if not is_single:
-                panel.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=max(font, 8))
-            _write_tokens(panel, panels, font, at_left=column == 0, at_bottom=row == rows - 1)
-            if is_single and count <= MOST_TOKENS_WITH_NUMBERS:
-                _write_weights(panel, shown[row, column], most, font)
-    figure.suptitle(_title(panels), fontsize=13 if size[0] > 6 else 11)
-    figure.supxlabel("key: the token that is attended to", fontsize=10)
-    figure.supylabel("query: the token that attends", fontsize=10)
-    bar = figure.colorbar(image, ax=grid, shrink=min(1.0, 4 / size[1]), aspect=25, pad=0.02)
-    bar.set_label("attention weight (each row sums to 1)", fontsize=9)
+    for number, (layer, head) in enumerate(places):
+        row, column = divmod(number, columns)
+        x, y = left + column * (side + gap_x), height - top - row * (side + gap_y) - side
+        panel = figure.add_axes((x / width, y / height, side / width, side / height))
+        image = panel.imshow(shown[number], cmap="Blues", vmin=0, vmax=most, aspect="auto")
+        if not is_single:
+            panel.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=panel_font, pad=3)
+        _write_tokens(panel, panels, font, at_left=column == 0, at_bottom=number + columns >= len(places))
+        if is_single and count <= MOST_TOKENS_WITH_NUMBERS:
+            _write_weights(panel, shown[number], most, font)
+    title = _title(panels)
+    title_font = min(14 * scale, (width - 0.4) * 72 / WIDTH / max(map(len, title.splitlines())))
+    figure.suptitle(title, x=0.5, y=1 - 0.12 * scale / height, va="top", fontsize=title_font)
+    middle = left + (width - left - right) / 2, bottom + (height - top - bottom) / 2
+    figure.text(middle[0] / width, 0.12 * scale / height, KEYS, ha="center", va="bottom", fontsize=11 * scale)
+    across = {"ha": "left", "va": "center", "rotation": 90}
+    figure.text(0.12 * scale / width, middle[1] / height, QUERIES, fontsize=11 * scale, **across)
+    long = min(height - top - bottom, 5 * scale)
+    place = (width - right + 0.25 * scale, middle[1] - long / 2, 0.16 * scale, long)
+    bar = figure.colorbar(image, cax=figure.add_axes(np.divide(place, (width, height, width, height))))
+    bar.set_label("attention weight (each row sums to 1)", fontsize=9 * scale)
+    bar.ax.tick_params(labelsize=8 * scale)
     legend = [Patch(color=colour, label=f"segment {name}") for colour, name in zip(SEGMENT_COLOURS, "AB", strict=True)]
     legend = legend[: 1 + any(panels.segments)] + [Patch(color=SPECIAL_COLOUR, label="special tokens")]
-    figure.legend(handles=legend, loc="outside right upper", fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150 if max(size) < 40 else 100, format="png")
+    anchor = (middle[0] / width, 1 - 0.62 * scale / height)
+    options = {"ncols": 3, "fontsize": 9.5 * scale, "frameon": False, "borderpad": 0.1}
+    figure.legend(handles=legend, loc="upper center", bbox_to_anchor=anchor, **options)
+    figure.savefig(path, dpi=min(160, max(100, 3000 / max(width, height))), format="png")
 
 
 def _title(panels):

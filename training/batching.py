@@ -232,9 +232,13 @@ def most_tokens(run: PretrainConfig) -> int:
     return micro_batch_pairs(run) * run.max_seq_length
 
 
-def most_words(run: PretrainConfig, text: PreparedText, max_steps: int) -> float:
-    """The most words of text that `max_steps` steps can see: all pairs full, as many words a token as in the text."""
-    counts = text.counts()
+def most_words(run: PretrainConfig, counts: dict, max_steps: int) -> float:
+    """
+    The most words of text that `max_steps` steps can see: all pairs full, as many words a token as in the text.
+
+    Args:
+        counts: what `PreparedText.counts` returned.
+    """
     return full_length_pairs(run, max_steps) * run.max_seq_length * counts["train_words"] / counts["train_tokens"]
 
 

@@ -78,7 +78,7 @@ def train(
         words = WordSaver(learner, folder, text.tokenizer, word_marks(run.save_words), state)
     log = on_main(accelerator, start_folder, folder, record, start)
     saved_before = words.start()
-    words.warn_of_too_few(most_words(run, text, max_steps))
+    words.warn_of_too_few(most_words(run, record["data"], max_steps))
     on_main(accelerator, start_trackers, accelerator, folder, record, start, share_result=False)
     monitor = RunMonitor(run, architecture, accelerator, folder, log, state, max_steps)
     with report_errors_once():

@@ -82,7 +82,7 @@ class WordSaver:
 
     def _start(self):
         for path, words in word_folders(self.folder, unfinished=True).items():
-            if path.name.startswith(".") or words > (self.seen or 0):
+            if path.name.startswith(".") or words > (self.seen or 0) or not (path / WORDS_FILE).is_file():
                 delete(path)
         there = word_folders(self.folder)
         for mark in self.passed:
@@ -97,8 +97,8 @@ class WordSaver:
         """Log a warning if the run cannot reach the last number; `words` is the most that the run may see."""
         if self.waiting and self.waiting[-1] > words and self.learner.accelerator.is_main_process:
             logger.warning(
-                f"save_words: the run sees {words:,.0f} words at most, so {folder_name(self.waiting[-1])} will not be "
-                f"saved; give more steps, or lower numbers"
+                f"save_words: the run sees about {words:,.0f} words at most, so {folder_name(self.waiting[-1])} will "
+                f"not be saved; give more steps, or lower numbers"
             )
 
     def add(self, words: float) -> None:
