@@ -136,7 +136,15 @@ def test_the_weights_are_those_of_the_step_that_reached_the_words(books, whole, 
     assert (whole / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("lost", [(), ("chck_600",), ("chck_1k", "chck_1001"), ("chck_600", "chck_1k", "chck_1001")])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("chck_600",),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("chck_1k", "chck_1001"), marks=pytest.mark.slow),
+        pytest.param(("chck_600", "chck_1k", "chck_1001"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_saves_each_model_once_with_the_same_bytes(books, whole, tmp_path, capsys, lost):
     """Killed before its first checkpoint, with some of the models saved: the run starts again from step 0."""
     folder = tmp_path / "run"
@@ -158,21 +166,22 @@ def test_a_resumed_run_saves_each_model_once_with_the_same_bytes(books, whole, t
 def test_a_run_that_resumes_behind_a_number_keeps_its_model_and_says_what_is_missing(books, whole, tmp_path, capsys):
     # The words of the first five steps, from a run that is the same but for its numbers.
     short = tmp_path / "short"
-    run(books, short, *OPTIONS, "--save_total_limit=9", "--save_words", "1_001")
+    run(books, short, *OPTIONS, "--save_total_limit=9", "--save_words", "900")
     seen = json.loads((short / "checkpoint-5" / "training_state.json").read_text())["words_seen"]
     for path in (short / "checkpoint-10", short / "checkpoint-12"):
         shutil.rmtree(path)
     (short / "model.safetensors").unlink()
-    before = (short / "chck_1001" / "words_seen.json").stat().st_mtime_ns
+    before = (short / "chck_900" / "words_seen.json").stat().st_mtime_ns
     later = int(seen) + 200
     capsys.readouterr()
-    run(books, short, *OPTIONS, "--save_words", "500", "1_001", str(later), "--resume_from_checkpoint=latest")
-    assert seen > 1001 and saved(short).keys() == {"chck_1001", folder_name(later)}
-    assert (short / "chck_1001" / "words_seen.json").stat().st_mtime_ns == before, "kept, not saved again"
+    run(books, short, *OPTIONS, "--save_words", "500", "900", str(later), "--resume_from_checkpoint=latest")
+    assert seen > 900 and saved(short).keys() == {"chck_900", folder_name(later)}
+    assert (short / "chck_900" / "words_seen.json").stat().st_mtime_ns == before, "kept, not saved again"
     assert "chck_500 is missing, and the run has seen" in capsys.readouterr().err
     assert (short / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_new_run_in_the_folder_deletes_the_models_of_the_run_before(books, whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -189,6 +198,7 @@ def test_a_checkpoint_of_an_earlier_version_counted_no_words():
     assert words.seen is None and not words.is_due()
 
 
+@pytest.mark.slow
 def test_a_moving_average_is_what_is_saved(books, tmp_path):
     run(
         books,
@@ -208,6 +218,7 @@ def test_a_moving_average_is_what_is_saved(books, tmp_path):
     assert average.keys() >= weights.keys()
 
 
+@pytest.mark.slow
 def test_a_dry_run_saves_and_warns_of_nothing(books, tmp_path, capsys):
     arguments = [f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *OPTIONS, "--dry_run"]
     assert main(["pretrain", *arguments, "--save_words", "1", "99M"]) == 0
@@ -249,7 +260,7 @@ def test_publish_leaves_the_models_out(whole, here, books, capsys):
     assert "chck" not in listed.partition("stays here:")[0] and "chck_1k" in listed.partition("stays here:")[2]
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save"])
+@pytest.mark.parametrize("strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow)])
 def test_each_model_is_sent_to_a_branch_of_its_name(here, books, whole, tmp_path, strategy):
     out = tmp_path / "bert"
     push = ["--push_to_hub", "--license=mit", f"--hub_strategy={strategy}", "--save_words", "600", "1_001"]
@@ -267,6 +278,7 @@ def test_each_model_is_sent_to_a_branch_of_its_name(here, books, whole, tmp_path
     assert model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sends_what_was_saved_and_not_sent(here, books, tmp_path):
     out = tmp_path / "bert"
     marks, push = ["--save_words", "600", "1_001"], ["--push_to_hub", "--license=mit"]

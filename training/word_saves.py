@@ -40,7 +40,7 @@ def word_folders(folder: Path, unfinished: bool = False) -> dict[Path, int]:
         name = path.name.removeprefix(".").removesuffix(".part") if unfinished else path.name
         if path.is_dir() and (words := words_of(name)) is not None:
             found[path] = words
-    return found
+    return dict(sorted(found.items(), key=lambda entry: entry[1]))
 
 
 class WordSaver:
