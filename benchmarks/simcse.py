@@ -51,6 +51,7 @@ def main() -> None:
         "--batch_size", type=positive, default=64, help="sentences in a step; the others are wrong ones"
     )
     parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--pooling", choices=("mean", "cls"), default="mean", help="of the training")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--temperature", type=float, default=0.05, help="cosines are divided by this, as in the paper")
     parser.add_argument("--max_seq_length", type=positive, default=64, help="most tokens of a sentence in training")
@@ -184,7 +185,7 @@ def train(arguments, texts, dropouts):
     encoder = Transformer(arguments.model, config_kwargs=dict.fromkeys(dropouts, arguments.dropout))
     longest = encoder.max_seq_length
     encoder.max_seq_length = arguments.max_seq_length
-    model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension(), "mean")])
+    model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension(), arguments.pooling)])
     assert any(getattr(layer, "p", 0) == arguments.dropout for layer in model.modules()), "no dropout, no SimCSE"
     unused = tempfile.TemporaryDirectory()
     settings = SentenceTransformerTrainingArguments(
@@ -196,6 +197,7 @@ def train(arguments, texts, dropouts):
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
+        dataloader_pin_memory=False,
         disable_tqdm=True,
         seed=SEED,
     )
