@@ -119,6 +119,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         command=record.get("command") if "checkpoint_step" not in record else None,
         is_prepared=record.get("corpus_is_prepared"),
         checkpoint_step=record.get("checkpoint_step"),
+        checkpoint_words=record.get("checkpoint_words"),
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
         evaluation_rows=[
@@ -270,7 +271,7 @@ def _procedure_rows(record, metrics, config, task, start):
     }[run["lr_scheduler_type"]]
     step = record.get("checkpoint_step")
     average = ""
-    if run["ema_decay"] and not step:
+    if run["ema_decay"] and (not step or "checkpoint_words" in record):
         average = f"; the weights are a moving average with decay {run['ema_decay']}"
     rows = [
         ("objective", f"masked language model (MLM){f' and {task.name} ({task.short})' if task else ' alone'}"),

@@ -94,23 +94,41 @@ class Pusher:
                 f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier checkpoint is still being sent"
             )
             return
+        branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
+        self._send(checkpoint, branch, {"checkpoint_step": step})
+
+    def saved_by_words(self, saved: list[Path]) -> None:
+        """
+        Send models that were saved by the number of words seen, each to a branch of its name; returns at once.
+
+        They are sent with every strategy. A model that is on its branch already is not sent again.
+
+        Args:
+            saved: folders with a `words_seen.json`, from `training.word_saves`.
+        """
+        for folder in saved:
+            reached = folders.read_json(folder / "words_seen.json")
+            entries = {"checkpoint_step": reached["step"], "checkpoint_words": reached["words"]}
+            self._send(folder, folder.name, entries)
+
+    def _send(self, checkpoint, branch, entries):
+        """Queue a folder for the background thread; `entries` are added to the record of the run."""
         try:
-            staged = self._stage(checkpoint, step)
+            staged = self._stage(checkpoint, entries)
         except Exception as error:  # the run continues after any error
             self._not_sent(checkpoint.name, error)
             return
-        branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
         self.waiting.put((staged, branch, checkpoint.name))
         if self.thread is None:  # a daemon, so that a run that stops does not wait for uploads
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
 
-    def _stage(self, checkpoint, step):
+    def _stage(self, checkpoint, entries):
         """Copy the files to send into a temporary folder, as the checkpoint may be deleted before they are sent."""
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
         for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
-        record = {**self.record, "checkpoint_step": step}
+        record = {**self.record, **entries}
         folders.write_json(Path(staged.name, RUN_FILE), record)
         card = render_card(Path(staged.name), self.folder.resolve().name)
         Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")

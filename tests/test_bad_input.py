@@ -52,6 +52,8 @@ def make_texts(folder):
         "words.json": b'{"a": 1}',
         "twice.json": b'["<pad>", "<pad>"]',
         "empty.vocab": b"",
+        "there.npy": b"precious",
+        "there.png": b"precious",
         "list.jsonl": b'["a"]\n',
         "number.jsonl": b'{"text": 3}\n',
         "cut.jsonl": b'{"text": "a\n',

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization import tables
@@ -202,7 +203,7 @@ def text_paragraphs(file: Path) -> Iterator[str]:
         UserError: the file cannot be read, is cut short, is binary, or has another encoding.
     """
     unfinished = ""  # the start of a paragraph that continues in the next piece of the file
-    for text in _decoded(file):
+    for text in decoded(file):
         *paragraphs, unfinished = BLANK_LINE.split(unfinished + text)
         if len(unfinished) > READ_BYTES:  # a paragraph of a mebibyte is cut at a space, to bound the memory
             cut = unfinished.rfind(" ") + 1 or len(unfinished)
@@ -211,9 +212,17 @@ def text_paragraphs(file: Path) -> Iterator[str]:
     yield from join_lines([unfinished])
 
 
-def _decoded(file):
-    """The text of a UTF-8 file, in pieces of about `READ_BYTES`."""
-    with tables.open_unpacked(file) as stream:
+def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
+    """
+    The text of a UTF-8 file in pieces of about `READ_BYTES`, unpacked if its name ends in `.gz` or `.zst`.
+
+    Args:
+        stdin: read this stream instead of the file, whose name then only serves for messages.
+
+    Raises:
+        UserError: the file cannot be read, is cut short, is binary, or has another encoding.
+    """
+    with tables.open_unpacked(file) if stdin is None else contextlib.nullcontext(stdin) as stream:
         start, data = 0, stream.read(READ_BYTES)  # `start` is the offset of `data` in the file
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
             raise UserError(

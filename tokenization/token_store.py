@@ -272,6 +272,18 @@ class TokenizedCorpus:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_ends.before(self.document_ends.before(documents))
 
+    def words(self, starts: np.ndarray, ends: np.ndarray) -> float:
+        """
+        The words in stretches of tokens, summed: each token counts as its document's words divided by its tokens.
+
+        Args:
+            starts, ends: the numbers of the first token and of the token after the last of each stretch (n,). A
+                stretch lies in one document.
+        """
+        documents = self.document_ends.find(self.sentence_ends.find(starts))
+        words = self.document_words.at(documents) - self.document_words.before(documents)
+        return float(((ends - starts) * (words / self.sizes(documents))).sum())
+
     def at(self, places: np.ndarray) -> np.ndarray:
         """The ids of the tokens with these numbers, in an array of the same shape."""
         if len(self.stores) == 1:

@@ -29,6 +29,23 @@ TRIED_STEPS = 8
 DEFAULT_MICRO_BATCH = 64
 
 
+def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+    """
+    Check that the run's pairs fit into the model.
+
+    Raises:
+        UserError: the model has fewer than 2 segment types, or fewer positions than `max_seq_length`.
+    """
+    if architecture.type_vocab_size < 2:
+        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
+    if run.max_seq_length > architecture.max_position_embeddings:
+        raise UserError(
+            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
+            f"({architecture.max_position_embeddings}); lower it"
+            + (", or raise max_position_embeddings" if run.init_from is None else "")
+        )
+
+
 def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **cutting) -> data.PretrainingSteps:
     """
     A dataset with the micro-batches of every step of the run.
@@ -213,6 +230,16 @@ def micro_batch_pairs(run: PretrainConfig) -> int:
 def most_tokens(run: PretrainConfig) -> int:
     """The largest number of tokens in a micro-batch, padding included."""
     return micro_batch_pairs(run) * run.max_seq_length
+
+
+def most_words(run: PretrainConfig, counts: dict, max_steps: int) -> float:
+    """
+    The most words of text that `max_steps` steps can see: all pairs full, as many words a token as in the text.
+
+    Args:
+        counts: what `PreparedText.counts` returned.
+    """
+    return full_length_pairs(run, max_steps) * run.max_seq_length * counts["train_words"] / counts["train_tokens"]
 
 
 def full_length_pairs(run: PretrainConfig, max_steps: int) -> int:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import TextConfig, dataset_and_config
 from d2l_bert.training.masking import Masking
 from d2l_bert.training.optim import Optim, Schedule
+from d2l_bert.training.word_marks import word_marks
 
 
 # A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
@@ -197,6 +197,14 @@ class PretrainConfig(TextConfig):
         None, "steps between checkpoints; the default saves ten in the run", OUTPUT, identity=False
     )
     save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, identity=False)
+    save_words: list[str] = option(
+        [],
+        "also save the model, as chck_1M and so on, when the run has seen so many words of text: 1M 10M 100M (as "
+        "BabyLM asks for); with push_to_hub each goes to a branch of its name",
+        OUTPUT,
+        identity=False,
+        metavar="WORDS",
+    )
     eval_steps: int | None = option(
         None, "steps between evaluations; the default is ten in the run", OUTPUT, identity=False
     )
@@ -306,6 +314,7 @@ class PretrainConfig(TextConfig):
                 )
         if self.source_weights and not any(float(weight) for weight in self.source_weights):
             raise UserError("source_weights are all 0; give one source at least some weight")
+        word_marks(self.save_words)
         self.stages(1)
         if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler supports one optimizer
             raise UserError("optim muon cannot be used with mixed_precision fp16; give bf16, or adamw")
@@ -438,20 +447,3 @@ def _value_at(step, stages):
 HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
-
-
-def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None:
-    """
-    Check that the run's pairs fit into the model.
-
-    Raises:
-        UserError: the model has fewer than 2 segment types, or fewer positions than `max_seq_length`.
-    """
-    if architecture.type_vocab_size < 2:
-        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
-    if run.max_seq_length > architecture.max_position_embeddings:
-        raise UserError(
-            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
-            f"({architecture.max_position_embeddings}); lower it"
-            + (", or raise max_position_embeddings" if run.init_from is None else "")
-        )

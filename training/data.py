@@ -28,6 +28,13 @@ def pair_lengths(pairs: np.ndarray) -> np.ndarray:
     return a + b + np.where(b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
 
 
+def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
+    """The words in both segments of the pairs (n,), summed (`TokenizedCorpus.words`)."""
+    starts, ends = (np.concatenate([pairs[f"a_{side}"], pairs[f"b_{side}"]]) for side in ("start", "end"))
+    is_there = ends > starts  # a single segment has no B
+    return corpus.words(starts[is_there], ends[is_there])
+
+
 class BatchMaker:
     """
     Turns pairs into the model's arguments: reads their tokens, adds special tokens, masks, and pads or packs rows.
@@ -214,11 +221,14 @@ class Step(list):
     Args:
         place: where the pairs of the next step are (`EpochPairs.position`), as a dict for JSON. A run that resumes
             with the next step need not lay out earlier windows.
+        words: the words of the text in the step, over all processes (`TokenizedCorpus.words`).
     """
 
-    def __init__(self, micro_batches: Iterable[dict[str, torch.Tensor]] = (), place: dict | None = None):
+    def __init__(
+        self, micro_batches: Iterable[dict[str, torch.Tensor]] = (), place: dict | None = None, words: float = 0.0
+    ):
         super().__init__(micro_batches)
-        self.place = place
+        self.place, self.words = place, words
 
 
 class PretrainingSteps(torch.utils.data.Dataset):
@@ -243,7 +253,8 @@ class PretrainingSteps(torch.utils.data.Dataset):
         pairs, keys = phase.pairs.slice(start, end)
         share = self.share_at and self.share_at(step)
         micro_batches = batches(phase.make_batch, pairs, keys, phase.most_tokens, phase.packing, share, **self.cutting)
-        return Step(micro_batches, {"max_seq_length": phase.make_batch.max_seq_length, **phase.pairs.position(end)})
+        place = {"max_seq_length": phase.make_batch.max_seq_length, **phase.pairs.position(end)}
+        return Step(micro_batches, place, words_in(phase.make_batch.tokens, pairs))
 
     def go_on_from(self, step: int, place: dict | None) -> None:
         """

@@ -118,7 +118,7 @@ class _Worker:
     def receive(self):
         """Wait for the worker's next batch, a `Step`. Raises the worker's error, or a `UserError` if it died."""
         try:
-            arrays, place, error = self.pipe.recv()
+            arrays, place, words, error = self.pipe.recv()
         except (EOFError, OSError):  # OSError: the worker died while sending
             self.process.join()
             raise UserError(
@@ -127,7 +127,9 @@ class _Worker:
             ) from None
         if error is not None:
             raise error
-        return Step(({name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays), place)
+        return Step(
+            ({name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays), place, words
+        )
 
     def kill(self):
         self.process.kill()  # SIGKILL: the worker has nothing to save, and ignores SIGTERM
@@ -159,12 +161,12 @@ def _run_worker(connection: Connection, steps, numbers, shows_messages: bool) ->
         for number in numbers:
             step = steps[number]
             arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in step]
-            connection.send((arrays, getattr(step, "place", None), None))
+            connection.send((arrays, getattr(step, "place", None), getattr(step, "words", 0.0), None))
     except BrokenPipeError:  # the parent process has closed the pipe
         return
     except Exception as error:
         error.add_note(f"In a process that makes batches:\n{traceback.format_exc()}")
-        connection.send((None, None, _as_picklable(error)))
+        connection.send((None, None, None, _as_picklable(error)))
 
 
 def _as_picklable(error):

@@ -12,7 +12,7 @@ from d2l_bert.model_cards.push import Pusher
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.training.batching import how_to_cut, make_held_out, make_steps, warn_of_unbalanced_labels
+from d2l_bert.training.batching import how_to_cut, make_held_out, make_steps, most_words, warn_of_unbalanced_labels
 from d2l_bert.training.checkpoint import Checkpoint, Saver
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, report_errors_once, shut_down
@@ -27,6 +27,8 @@ from d2l_bert.training.run_folder import finish_folder, make_record, repository,
 from d2l_bert.training.schedule import RunSchedule
 from d2l_bert.training.tracking import start_trackers
 from d2l_bert.training.trials import choose_max_steps, choose_micro_batch_size, choose_torch_compile
+from d2l_bert.training.word_marks import word_marks
+from d2l_bert.training.word_saves import WordSaver
 
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,11 @@ def train(
     start, max_steps = state["step"], state["max_steps"]
     schedule = RunSchedule(run, max_steps)
     record = make_record(run, max_steps, architecture, text, accelerator)
+    with report_errors_once():
+        words = WordSaver(learner, folder, text.tokenizer, word_marks(run.save_words), state)
     log = on_main(accelerator, start_folder, folder, record, start)
+    saved_before = words.start()
+    words.warn_of_too_few(most_words(run, record["data"], max_steps))
     on_main(accelerator, start_trackers, accelerator, folder, record, start, share_result=False)
     monitor = RunMonitor(run, architecture, accelerator, folder, log, state, max_steps)
     with report_errors_once():
@@ -81,6 +87,8 @@ def train(
         steps.go_on_from(start, place)
     on_main(accelerator, warn_of_unbalanced_labels, steps)
     pusher = on_main(accelerator, make_pusher, run, folder, record, share_result=False)
+    if pusher:
+        pusher.saved_by_words(saved_before)  # the run may have been killed before they were sent
     chosen = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile, "max_steps": max_steps}
     saver = Saver(learner, folder, text.tokenizer, {**chosen, "identity": identity}, resumed)
     # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
@@ -97,22 +105,28 @@ def train(
                 if stop.should_stop():
                     break
                 rate, place = schedule.learning_rate(step), micro_batches.place
+                words.add(micro_batches.words)
                 monitor.add_step(step, learner.step(step, micro_batches, rate), rate)
                 if schedule.should_log(step):
                     monitor.write_row()
                 if schedule.should_evaluate(step):
                     write_evaluation(learner, held_out, stop, monitor)
+                if is_words_due := words.is_due() and monitor.last_step_was_taken():
+                    saved = words.save(step)
+                    if pusher and not stop.agreed_signal:
+                        pusher.saved_by_words(saved)
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
                 if (schedule.should_save(step) and monitor.last_step_was_taken()) or step == max_steps:
-                    saver.save(step, {**monitor.state(), "data_position": place})
+                    saver.save(step, state_of(monitor, words, place))
                     if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
                         pusher.saved(saver.path, step)
-                if schedule.should_evaluate(step) or schedule.should_save(step):
+                if schedule.should_evaluate(step) or schedule.should_save(step) or is_words_due:
                     monitor.resume_clock()
         if stop.should_stop():
             monitor.write_row()
-            saver.save(monitor.step, {**monitor.state(), "data_position": place})
+            saver.save(monitor.step, state_of(monitor, words, place))
             exit_after_signal(accelerator, stop, saver.path)
+    words.report_missing()
     published, metrics = learner.full_model(averaged=True), monitor.run_metrics()
     if accelerator.is_main_process:
         metrics |= train_energy(record["machine"], metrics)
@@ -127,6 +141,11 @@ def make_pusher(run: PretrainConfig, folder: Path, record: dict) -> Pusher | Non
     if not run.push_to_hub:
         return None
     return Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
+
+
+def state_of(monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
+    """What a checkpoint keeps, beside model and optimizer: totals, words seen, and where the next pairs are."""
+    return {**monitor.state(), "words_seen": words.seen, "data_position": place}
 
 
 def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: RunMonitor) -> None:

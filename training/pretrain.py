@@ -18,9 +18,9 @@ from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.training import distributed, interruption
-from d2l_bert.training.batching import check_source_weights, full_length_pairs, make_passes
+from d2l_bert.training.batching import check_architecture, check_source_weights, full_length_pairs, make_passes
 from d2l_bert.training.checkpoint import find_checkpoint
-from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, check_architecture
+from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.device import check_device, faster_attention, resolve_num_workers
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.host_settings import restore_host_settings
@@ -132,6 +132,7 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
             **{name: getattr(PretrainConfig, name) for name in HUB_OPTIONS},
             output_dir=f"{folder}/{output_dir.name}",
             overwrite_output_dir=False,
+            save_words=[],
             report_to=[],
             # One step for each length. 0.99 instead of 1: the rounded shares must not add up to more than their steps.
             length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in lengths[:-1]],

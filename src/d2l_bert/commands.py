@@ -156,6 +156,34 @@ def next_sentence_command(arguments) -> None:
         print(f"  {share:6.1%}  {label:<20} {_bar(share)}".rstrip())
 
 
+def embed_command(arguments) -> None:
+    """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
+    from d2l_bert.training.embed import embed
+    from d2l_bert.training.usage_config import EmbedConfig
+
+    config = _options_of(EmbedConfig, arguments)
+    done = embed(arguments.model, arguments.file, config)
+    if config.output is not None:
+        print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
+    width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
+    for cosine, number, text in done.nearest:
+        print(f"  {cosine:6.3f}  line {number:>{width},}  {_shortened(text)}")
+
+
+def attention_command(arguments) -> None:
+    """Draw a model's attention for a text or a pair, or print how far apart a word's vectors are in two texts."""
+    from d2l_bert.training.usage_config import AttentionConfig
+
+    config = _options_of(AttentionConfig, arguments)
+    config.check(arguments.second is not None)
+    from d2l_bert.training.attention import compare_word, draw_attention
+
+    if config.word is None:
+        print(draw_attention(arguments.model, arguments.first, arguments.second, config))
+    else:
+        print(compare_word(arguments.model, config.word, arguments.first, arguments.second))
+
+
 def convert_command(arguments) -> None:
     """Convert a checkpoint of d2l (the book's model) or of stock BERT to a d2l-bert model, or the other way round."""
     from transformers.utils import logging
@@ -254,9 +282,17 @@ def publish_command(arguments) -> None:
     from d2l_bert.model_cards.publish import publish
 
     logging.disable_progress_bar()
+    print(publish(Path(arguments.folder), arguments.repo_id, _options_of(PublishConfig, arguments)))
+
+
+def _options_of(config_class, arguments):
+    """The option dataclass with the values of the flags that were given."""
     given = vars(arguments)
-    config = PublishConfig(**{f.name: given[f.name] for f in dataclasses.fields(PublishConfig) if f.name in given})
-    print(publish(Path(arguments.folder), arguments.repo_id, config))
+    return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
+
+
+def _shortened(text, most=160):
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _model_summary(model, name=None):

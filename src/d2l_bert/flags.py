@@ -10,7 +10,9 @@ import types
 import typing
 
 from d2l_bert.commands import (
+    attention_command,
     convert_command,
+    embed_command,
     fill_mask_command,
     next_sentence_command,
     prepare_command,
@@ -28,6 +30,8 @@ Raw text in, a BERT out.
   d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
+  d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"
+  d2l-bert attention out "A crane is flying."         a picture of each head's attention
   d2l-bert convert google-bert/bert-base-uncased out --from bert
   d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
 
@@ -44,6 +48,22 @@ PREPARE = """
 The output folder DIR then holds a tokenizer and the token ids in memory-mapped files. Any number of runs can train on
 DIR, also on a copy on another machine: d2l-bert pretrain --corpus DIR. Several machines can prepare a corpus in parts,
 each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trains on all of them."""
+
+EMBED = """
+
+FILE has a text in each line: UTF-8, packed as .gz or .zst or not, or - for the standard input. In a .jsonl, .csv, .tsv
+or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty. Vectors
+are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder."""
+
+ATTENTION = """
+
+The picture has a panel for each head of each layer: how much each token (a row) attends to every other token (a
+column). TEXT_B becomes the second segment. --layer and --head, counted from 1, enlarge a part of the picture.
+
+With --word the command draws nothing. It reads TEXT and TEXT_B apart from each other, and prints layer by layer how
+near the word's vectors in the two are, by cosine:
+
+  d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane"""
 
 CONVERT = """
 
@@ -108,6 +128,7 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
 
     from d2l_bert.model_cards.config import PublishConfig
     from d2l_bert.tokenization.config import TextConfig
+    from d2l_bert.training.usage_config import AttentionConfig, EmbedConfig
 
     prepare = command(
         "prepare",
@@ -132,6 +153,23 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     follow.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
     follow.add_argument("first", type=_sentence, metavar="A", help="a sentence")
     follow.add_argument("second", type=_sentence, metavar="B", help="the sentence that may follow it")
+    usage = "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]"
+    embed = command("embed", embed_command, "turn each line of a file into a vector", usage, EMBED)
+    embed.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
+    embed.add_argument("file", type=_string, metavar="FILE", help="a file with a text in each line; - for stdin")
+    _add_options(embed, EmbedConfig())
+    usage = "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD"
+    attention = command(
+        "attention",
+        attention_command,
+        "draw the attention of each head, or compare a word's vectors",
+        usage,
+        ATTENTION,
+    )
+    attention.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
+    attention.add_argument("first", type=_sentence, metavar="TEXT", help="a text")
+    attention.add_argument("second", type=_sentence, metavar="TEXT_B", nargs="?", help="a second text")
+    _add_options(attention, AttentionConfig())
     usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
     convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
     convert.add_argument(

@@ -1,4 +1,4 @@
-"""Folders and JSON files written atomically: complete or not at all; JSON files read; names of folders checked."""
+"""Folders and files written atomically: complete or not at all; JSON files read; names of folders checked."""
 
 import contextlib
 import json
@@ -44,6 +44,41 @@ def new_folder(folder: Path):
         raise UserError(f"{folder}: {why_unwritable(error, ', or name another folder')}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(path: Path):
+    """
+    Give the block a temporary path with the suffix of `path` to write to, and rename the file to `path` when the block
+    ends. A block that raises leaves no file.
+
+    Raises:
+        UserError: `path` exists, its folder does not, or the file cannot be written.
+    """
+    path = path.absolute()
+    check_new_file(path)
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.stem[:100]}.", suffix=path.suffix, dir=path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
+    os.close(descriptor)
+    partial = Path(partial)
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())  # mkstemp gives permissions to the owner only
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_new_file(path: Path) -> None:
+    """Raise `UserError` if a file of this name exists, or its folder does not."""
+    if path.is_symlink() or path.exists():
+        raise UserError(f"{path}: exists already; name another file, or delete this one")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make the folder, or name another file")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,11 @@ report = logging.getLogger(f"{PACKAGE}.report")
 
 
 def with_progress(
-    items: Iterable, label: str, total: int | None = None, documents_in: Callable[[object], int] | None = None
+    items: Iterable,
+    label: str,
+    total: int | None = None,
+    documents_in: Callable[[object], int] | None = None,
+    unit: str = "documents",
 ) -> Iterator:
     """
     Yield the items, with a progress bar if stderr is a terminal; then log the number of documents and the time.
@@ -31,16 +35,17 @@ def with_progress(
         label: what is done with the items, such as "reading books".
         total: number of documents, if it is known.
         documents_in: returns the number of documents in an item; without it an item is a document.
+        unit: what the documents are called, such as "lines".
     """
     start, count = time.monotonic(), 0
-    bar = tqdm(total=total, desc=label, unit=" documents", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
     with bar:
         for item in items:
             yield item
             done = documents_in(item) if documents_in else 1
             count += done
             bar.update(done)
-    logger.info(f"{label}: {count:,} documents in {time.monotonic() - start:.0f} s")
+    logger.info(f"{label}: {count:,} {unit} in {time.monotonic() - start:.0f} s")
 
 
 class _ReportHandler(logging.StreamHandler):

@@ -1,0 +1,198 @@
+"""What a model attends to, as a picture; and how far apart the vectors of one word are in two texts.
+
+The words are the book's (*Dive into Deep Learning*, chapter 11 and section 15.10): a query attends to keys by
+attention weights, which sum to 1 over the keys.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from d2l_bert import folders
+from d2l_bert.errors import UserError
+from d2l_bert.training.attention_picture import Panels, draw
+from d2l_bert.training.encoder import load_encoder, longest_input
+from d2l_bert.training.usage_config import DEFAULT_PICTURE, AttentionConfig
+
+
+@dataclass
+class Attention:
+    """
+    The attention of all heads to all tokens of an input.
+
+    Args:
+        tokens: the tokens, special tokens included (T).
+        segments: the segment of each token, 0 or 1 (T).
+        weights: attention weights of query q on key k (layers, heads, q, k); they sum to 1 over the keys.
+    """
+
+    tokens: list[str]
+    segments: list[int]
+    weights: np.ndarray
+
+
+def draw_attention(name: str, first: str, second: str | None, config: AttentionConfig) -> str:
+    """
+    Draw the attention weights of a model for a text, or for a pair of texts, into a new PNG file.
+
+    Args:
+        name: the model, a folder or an id on the Hub; any encoder of Transformers whose attention can be read.
+        first, second: the text of segment A and, for a pair, that of segment B.
+
+    Returns:
+        A message: what was drawn, and where the picture is.
+
+    Raises:
+        UserError: an option, the model or the output is refused; the model has no such layer or head; a text has more
+            tokens than the model reads.
+    """
+    config.check(second is not None)
+    output = Path(config.output or DEFAULT_PICTURE)
+    folders.check_new_file(output.absolute())
+    model, tokenizer = load_encoder(name, attn_implementation="eager")
+    attention = attention_of(name, model, tokenizer, first, second)
+    layers, heads = attention.weights.shape[:2]
+    for option, value, count in (("layer", config.layer, layers), ("head", config.head, heads)):
+        if value is not None and value > count:
+            raise UserError(f"{option} {value}: {name} has {count} {option}s; give one from 1 to {count}")
+    panels = Panels(
+        model=folders.base_name(name) if Path(name).exists() else name,
+        tokens=attention.tokens,
+        segments=attention.segments,
+        weights=attention.weights,
+        layers=range(layers) if config.layer is None else [config.layer - 1],
+        heads=range(heads) if config.head is None else [config.head - 1],
+    )
+    with folders.new_file(output) as partial:
+        draw(panels, partial)
+    shown = len(panels.layers) * len(panels.heads)
+    line = f"{output}: attention of {shown} of {layers * heads} heads over {len(attention.tokens)} tokens"
+    if panels.are_tokens_left_out():
+        line += "; too many tokens to write at every panel: --layer and --head enlarge a part"
+    return line
+
+
+def attention_of(name: str, model, tokenizer, first: str, second: str | None = None) -> Attention:
+    """
+    The attention weights of an encoder for [CLS] A [SEP], or for [CLS] A [SEP] B [SEP].
+
+    Args:
+        name: the model's name, for messages.
+        model: loaded with `attn_implementation="eager"`.
+
+    Raises:
+        UserError: too many tokens for the model, or the model gives no attention weights.
+    """
+    encoded = _encoded(name, model, tokenizer, first, second)
+    with torch.inference_mode():
+        outputs = model(**encoded, output_attentions=True)
+    weights = [layer for layer in outputs.get("attentions") or () if layer is not None]
+    if not weights or len({layer.shape for layer in weights}) > 1:
+        kind = model.config.model_type
+        raise UserError(f"{name}: a {kind} model gives no attention weights of all tokens; give another encoder")
+    segments = encoded.get("token_type_ids", torch.zeros_like(encoded["input_ids"]))[0].tolist()
+    if second is not None and not any(segments):  # RoBERTa and others number no segments
+        is_second = [number == 1 for number in encoded.sequence_ids(0)]
+        segments = [int(any(is_second[: place + 1])) for place in range(len(is_second))]
+    tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
+    return Attention(tokens, segments, torch.cat(weights).numpy())
+
+
+def _encoded(name, model, tokenizer, first, second=None):
+    encoded = tokenizer(first, second, return_tensors="pt")
+    count, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
+    kinds = encoded.get("token_type_ids")
+    if kinds is not None and int(kinds.max()) >= getattr(model.config, "type_vocab_size", 2):
+        kinds.zero_()  # the model has one segment embedding, and its tokenizer numbers two segments
+    if limit is not None and count > limit:
+        what = "the text has" if second is None else "the two texts have"
+        raise UserError(f"{name}: {what} {count} tokens, {count - limit} more than the model reads ({limit}); shorten")
+    return encoded
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A word in two texts
+
+
+@dataclass
+class WordInText:
+    """
+    The vectors of a word in a text.
+
+    Args:
+        pieces: the tokens that the word is cut into.
+        vectors: the mean of the pieces' vectors, after the embeddings and after each layer (layers + 1, H).
+        shown: the text with the word in brackets.
+    """
+
+    pieces: list[str]
+    vectors: torch.Tensor
+    shown: str
+
+
+def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInText:
+    """
+    The contextual vectors of a word, at its first place in a text; upper and lower case are the same.
+
+    Args:
+        name: the model's name, for messages.
+
+    Raises:
+        UserError: the word is not in the text, the tokenizer gives it no token, or the text is too long.
+    """
+    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+    if found is None:
+        raise UserError(f"word {word!r}: is not in {_short(text)!r}; give a word of both texts, as it stands there")
+    encoded = _encoded(name, model, tokenizer, text)
+    if not encoded.is_fast:
+        raise UserError(f"{name}: its tokenizer ({type(tokenizer).__name__}) does not say where a word is")
+    of_characters = {encoded.char_to_token(place) for place in range(*found.span())} - {None}
+    if not of_characters:
+        raise UserError(f"word {word!r}: the tokenizer of {name} makes no token of it; give another word")
+    places = sorted(of_characters)
+    with torch.inference_mode():
+        hidden = model(**encoded, output_hidden_states=True).hidden_states
+    vectors = torch.stack([layer[0, places].mean(0) for layer in hidden])
+    pieces = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0, places].tolist())
+    shown = f"{text[: found.start()]}[{found.group()}]{text[found.end() :]}"
+    return WordInText(pieces, vectors, shown)
+
+
+def word_similarities(first: WordInText, second: WordInText) -> list[float]:
+    """The cosine of the word's vectors in two texts, after the embeddings and after each layer (layers + 1)."""
+    return F.cosine_similarity(first.vectors.double(), second.vectors.double(), dim=-1).tolist()
+
+
+def compare_word(name: str, word: str, first: str, second: str) -> str:
+    """
+    How far apart the vectors of a word are in two texts, layer by layer (the book's "crane", section 15.10).
+
+    Args:
+        name: the model, a folder or an id on the Hub; any encoder of Transformers.
+
+    Returns:
+        A table: for each layer the cosine similarity, and the cosine distance, which is 1 minus the similarity.
+
+    Raises:
+        UserError: the model is refused, the word is not in both texts, or a text is too long.
+    """
+    model, tokenizer = load_encoder(name)
+    words = [word_in_text(name, model, tokenizer, word, text) for text in (first, second)]
+    lines = [f"{word!r} in two texts, by its vectors in {name}"]
+    for letter, found in zip("AB", words, strict=True):
+        lines.append(f"  {letter}  {' '.join(found.shown.split())}    tokens: {' '.join(found.pieces)}")
+        if tokenizer.unk_token in found.pieces:
+            lines.append(f"     {tokenizer.unk_token} stands for any word that the tokenizer does not know")
+    lines.append(f"  {'':12}{'cosine similarity':>18}{'cosine distance':>18}")
+    for number, cosine in enumerate(word_similarities(*words)):
+        row = f"layer {number}" if number else "embeddings"
+        lines.append(f"  {row:12}{cosine:18.3f}{max(0.0, 1 - cosine):18.3f}")
+    return "\n".join(lines)
+
+
+def _short(text):
+    return text if len(text) <= 60 else f"{text[:57]}..."

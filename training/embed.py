@@ -1,0 +1,316 @@
+"""Lines of text -> one vector each: written to .npy or Parquet, and compared with the vector of another text."""
+
+import contextlib
+import heapq
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from d2l_bert import folders
+from d2l_bert.errors import UserError
+from d2l_bert.progress import with_progress
+from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
+from d2l_bert.training.encoder import best_device, load_encoder, longest_input
+from d2l_bert.training.usage_config import EmbedConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+# Lines are sorted by length within a window of this many lines, or of this many characters if that is less: the
+# longer the window, the less padding. A window's vectors are in memory: 50 MB with 768 numbers a vector.
+WINDOW_LINES = 2**14
+WINDOW_CHARACTERS = 2**22
+
+# `EmbedConfig.batch_tokens` without a value.
+BATCH_TOKENS = {"cpu": 4096}
+BATCH_TOKENS_OF_A_GPU = 65_536
+
+
+@dataclass
+class Encoded:
+    """
+    The token ids of some lines.
+
+    Args:
+        ids: the ids of all lines, one line after the other, special tokens included (tokens,).
+        lengths: the number of tokens of each line (n,).
+        cut: how many of the lines had more tokens than the encoder takes.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    cut: int
+
+
+class Embedder:
+    """
+    Turns texts into vectors, as sentence-transformers does with the same pooling.
+
+    Args:
+        model: an encoder whose output has a `last_hidden_state`.
+        pooling: `mean` over all tokens, [CLS] and [SEP] included (Reimers and Gurevych, 2019), or `cls`, the first.
+        max_seq_length: most tokens of a text; None for no limit.
+        batch_tokens: most tokens computed at once, padding included; a longer text is computed alone.
+
+    Raises:
+        UserError: the tokenizer gives the tokens of a single text segments other than 0, or there is none in Rust.
+    """
+
+    def __init__(self, model, tokenizer, pooling: str, max_seq_length: int | None, batch_tokens: int):
+        self.model, self.tokenizer, self.pooling, self.batch_tokens = model, tokenizer, pooling, batch_tokens
+        self.pad, self.size = tokenizer.pad_token_id, model.config.hidden_size
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self.backend is None:
+            raise UserError(f"its tokenizer ({type(tokenizer).__name__}) is written in Python; give a fast tokenizer")
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.limit = max_seq_length
+        if max_seq_length is not None:
+            self.backend.enable_truncation(max_seq_length, direction=tokenizer.truncation_side)
+        if any(self.backend.encode("a").type_ids):
+            raise UserError(f"its tokenizer ({type(tokenizer).__name__}) has other segments than BERT's; give a BERT")
+
+    def encode(self, texts: list[str]) -> Encoded:
+        """The token ids of some texts."""
+        encodings = self.backend.encode_batch_fast(texts)
+        ids = [encoding.ids for encoding in encodings]
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        flat = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=int(lengths.sum()))
+        full = np.flatnonzero(lengths == self.limit) if self.limit else ()
+        return Encoded(flat, lengths, sum(bool(encodings[line].overflowing) for line in full))
+
+    @torch.inference_mode()
+    def vectors(self, encoded: Encoded) -> np.ndarray:
+        """The vectors (n, H) of the encoded texts, float32, in their order."""
+        lengths, device = encoded.lengths, self.model.device
+        starts = np.cumsum(lengths) - lengths
+        order = np.argsort(-lengths, kind="stable")  # the longest first: out of memory shows at once
+        vectors = torch.empty(len(order), self.size, device=device)
+        first = 0
+        while first < len(order):
+            longest = int(lengths[order[first]])
+            lines = order[first : first + max(1, self.batch_tokens // max(1, longest))]
+            first += len(lines)
+            column, sizes = np.arange(longest), lengths[lines, None]
+            is_real = column < sizes  # (B, T)
+            places = np.minimum(starts[lines, None] + column, len(encoded.ids) - 1)
+            ids = torch.from_numpy(np.where(is_real, encoded.ids[places], self.pad)).to(device)
+            mask = None if is_real.all() else torch.from_numpy(is_real.astype(np.int64)).to(device)
+            vectors[torch.from_numpy(lines).to(device)] = self._pooled(ids, mask)
+        return vectors.cpu().numpy()
+
+    def _pooled(self, ids, mask):
+        """The vectors (B, H) of a batch of ids (B, T); `mask` (B, T) is 0 at padding, and None without padding."""
+        hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, T, H)
+        if self.pooling == "cls":
+            return hidden[:, 0]
+        if mask is None:
+            return hidden.mean(1)
+        weights = mask / mask.sum(1, keepdim=True)
+        return (weights[:, None].to(hidden.dtype) @ hidden)[:, 0]
+
+
+def windows(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of consecutive lines, each of `WINDOW_LINES` lines or `WINDOW_CHARACTERS` characters at least."""
+    window, characters = [], 0
+    for line in lines:
+        window.append(line)
+        characters += len(line)
+        if len(window) >= WINDOW_LINES or characters >= WINDOW_CHARACTERS:
+            yield window
+            window, characters = [], 0
+    if window:
+        yield window
+
+
+def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[str], Encoded, np.ndarray]]:
+    """
+    Yield windows of lines with their token ids and vectors (n, H), in order.
+
+    A thread reads and tokenizes a window while the model computes the window before.
+    """
+    ahead = windows(lines)
+
+    def read_next():
+        window = next(ahead, None)
+        return window and (window, embedder.encode(window))
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(read_next)
+        while read := waiting.result():
+            waiting = thread.submit(read_next)
+            yield *read, embedder.vectors(read[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What becomes of the vectors
+
+
+class NpyWriter:
+    """Appends vectors to a `.npy` file (lines, H) in float32, so that the array need not fit into memory."""
+
+    def __init__(self, path: Path, size: int):
+        self.file, self.size, self.count = path.open("wb"), size, 0
+        self._write_header()
+
+    def _write_header(self):  # NumPy pads the header: a header with a larger count has the same size
+        header = {"descr": "<f4", "fortran_order": False, "shape": (self.count, self.size)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def append(self, texts: list[str], vectors: np.ndarray) -> None:
+        """Append vectors (n, H); the texts are not written."""
+        self.file.write(np.ascontiguousarray(vectors, dtype="<f4").data)
+        self.count += len(vectors)
+
+    def close(self) -> None:
+        """Write the number of vectors into the file's header, and close the file."""
+        with self.file:
+            self.file.seek(0)
+            self._write_header()
+
+
+class ParquetWriter:
+    """Appends texts and vectors to a Parquet file with the columns `text` and `vector` (H numbers in float32)."""
+
+    def __init__(self, path: Path, size: int):
+        fields = [("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))]
+        self.schema, self.size = pa.schema(fields), size
+        self.file = pq.ParquetWriter(path, self.schema, compression="zstd")
+
+    def append(self, texts: list[str], vectors: np.ndarray) -> None:
+        """Append texts (n,) and vectors (n, H) as a row group."""
+        values = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
+        columns = [pa.array(texts, self.schema.types[0]), pa.FixedSizeListArray.from_arrays(values, self.size)]
+        self.file.write_table(pa.table(columns, schema=self.schema))
+
+    def close(self) -> None:
+        """Write the end of the file, and close the file."""
+        self.file.close()
+
+
+class Nearest:
+    """
+    The lines whose vectors have the largest cosine with a vector; of equal cosines, the earlier lines.
+
+    Args:
+        vector: the vector to compare with (H,).
+        top_k: how many lines to keep.
+    """
+
+    def __init__(self, vector: np.ndarray, top_k: int):
+        self.vector, self.top_k, self.best = unit(vector), top_k, []
+
+    def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
+        """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
+        passed over."""
+        cosines = unit(vectors) @ self.vector
+        for index in np.argsort(-cosines, kind="stable"):
+            if not texts[index].strip():
+                continue
+            entry = (float(cosines[index]), -(first_line + int(index)), texts[index])
+            if len(self.best) < self.top_k:
+                heapq.heappush(self.best, entry)
+            elif entry[:2] > self.best[0][:2]:
+                heapq.heapreplace(self.best, entry)
+            else:
+                break
+
+    def lines(self) -> list[tuple[float, int, str]]:
+        """The nearest lines, nearest first: (cosine, number of the line from 1, text)."""
+        return [(cosine, -number, text) for cosine, number, text in sorted(self.best, reverse=True)]
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """The vectors (..., H), scaled to length 1; a vector of zeros stays."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths > 0, lengths, 1)
+
+
+@dataclass
+class Embedded:
+    """
+    What `embed` did.
+
+    Args:
+        lines: the number of lines.
+        size: the numbers in a vector.
+        nearest: the nearest lines, nearest first: (cosine, number of the line from 1, text).
+    """
+
+    lines: int
+    size: int
+    nearest: list[tuple[float, int, str]]
+
+
+def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
+    """
+    Compute a vector for each line of a file; write the vectors, or find the lines nearest to a text, or both.
+
+    Line i of the file is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP].
+    Lines with more tokens than `max_seq_length` are cut. Empty and cut lines are counted and logged.
+
+    Args:
+        name: the model, a folder or an id on the Hub; any encoder of Transformers.
+        file: as in `tokenization.lines.text_lines`.
+
+    Raises:
+        UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
+    """
+    config.check()
+    check_lines_file(file)
+    output = config.output and Path(config.output).absolute()
+    if output:
+        folders.check_new_file(output)
+    model, tokenizer = load_encoder(name)
+    limit, device = longest_input(model, tokenizer), best_device()
+    if config.max_seq_length is not None and limit is not None and config.max_seq_length > limit:
+        raise UserError(f"max_seq_length {config.max_seq_length}: the model reads {limit} tokens at most; lower it")
+    batch_tokens = config.batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_OF_A_GPU)
+    try:
+        embedder = Embedder(model.to(device), tokenizer, config.pooling, config.max_seq_length or limit, batch_tokens)
+    except UserError as error:
+        raise UserError(f"{name}: cannot embed: {error}") from None
+    nearest = config.nearest is not None and Nearest(_query(embedder, config.nearest), config.top_k)
+    lines = cut = empty = 0
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if output:
+            partial = stack.enter_context(folders.new_file(output))
+            kind = NpyWriter if output.suffix == ".npy" else ParquetWriter
+            writer = stack.enter_context(contextlib.closing(kind(partial, embedder.size)))
+        shown = "standard input" if file == STDIN else file
+        parts = embedded(embedder, text_lines(file, config.text_column))
+        for texts, encoded, vectors in with_progress(
+            parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="lines"
+        ):
+            if writer:
+                writer.append(texts, vectors)
+            if nearest:
+                nearest.add(lines + 1, texts, vectors)
+            lines += len(texts)
+            cut += encoded.cut
+            empty += sum(not text.strip() for text in texts)
+        if lines == empty:
+            raise UserError(f"{shown}: {f'{empty:,} empty lines and no text' if lines else 'no line'}; give texts")
+    if cut:
+        logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {lines:,} lines")
+    if empty:
+        left_out = ", and is none of the nearest lines" if nearest else ""
+        logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
+    return Embedded(lines, embedder.size, nearest.lines() if nearest else [])
+
+
+def _query(embedder, text):
+    encoded = embedder.encode([text])
+    if encoded.cut:
+        logger.warning(f"nearest: the text is cut off after {embedder.limit:,} tokens")
+    return embedder.vectors(encoded)[0]

@@ -1,0 +1,72 @@
+"""Loads any encoder that Transformers has, ours or a stock one, with its tokenizer, to look at its hidden states."""
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, logging
+
+from d2l_bert.errors import UserError, reading_model, reading_tokenizer
+from d2l_bert.modeling import conversion
+from d2l_bert.tokenization.existing import stock_tokenizer
+
+
+# A tokenizer has at least one of these files, by its kind.
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+
+
+def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    The encoder of a model, without heads, in float32 and in evaluation mode; and its tokenizer.
+
+    Args:
+        name: a folder or an id on the Hub. Code that stands beside the model is not run.
+        options: further arguments of `AutoModel.from_pretrained`.
+
+    Raises:
+        UserError: the model or its tokenizer cannot be loaded, weights are missing, the model is no encoder, or the
+            tokenizer has more tokens than the model.
+    """
+    logging.disable_progress_bar()  # Transformers shows a bar for the weights
+    with reading_model(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+            raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
+        if not any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARIES):
+            # Refused here: Transformers would silently make a tokenizer without words.
+            raise UserError(f"it has no tokenizer: no {VOCABULARIES[0]} and no vocab.txt; save one there, or copy it")
+        with reading_tokenizer(name):
+            tokenizer = stock_tokenizer(name)
+        if tokenizer.pad_token_id is None:
+            raise UserError(
+                f"its tokenizer has no padding token ({config.model_type}); give an encoder, such as a BERT"
+            )
+        model, missing, _ = conversion.load_and_compare(AutoModel, name, trust_remote_code=False, **options)
+        if missing := sorted(weight for weight in missing if "pooler" not in weight):  # the pooler is not used
+            raise UserError(f"it has no weights for {missing[0]}; save the model there again with save_pretrained")
+        if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
+            raise UserError(
+                f"its tokenizer has {len(tokenizer)} tokens and the model {known}; put back the tokenizer that the "
+                f"model was trained with"
+            )
+    return model.float().eval(), tokenizer
+
+
+def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The most tokens that a model can read, special tokens included; None if there is no limit."""
+    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 2**31 else []
+    if positions := getattr(model.config, "max_position_embeddings", None):
+        table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)
+        limits.append(positions if padding is None else positions - padding - 1)  # RoBERTa counts from padding + 1
+    return min(map(int, limits), default=None)
+
+
+def best_device() -> torch.device:
+    """The accelerator of this machine if PyTorch sees one, else the CPU."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -1,0 +1,108 @@
+"""The options of the commands that look into a model: `d2l-bert embed` and `d2l-bert attention`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from d2l_bert.errors import UserError
+from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, check_strings, option
+
+
+VECTOR_SUFFIXES = (".npy", ".parquet")
+DEFAULT_PICTURE = "attention.png"
+
+
+@dataclass(kw_only=True)
+class EmbedConfig(Options):
+    """
+    How the lines of a file become vectors. Every field is an option of `d2l-bert embed`.
+
+    Raises:
+        UserError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    output: str | None = option(
+        None,
+        "new file for the vectors: .npy (an array, a row for each line) or .parquet (columns text and vector)",
+        OUTPUT,
+        metavar="FILE",
+    )
+    nearest: str | None = option(
+        None, "show the lines whose vectors are nearest to that of this text, by cosine", OUTPUT, metavar="TEXT"
+    )
+    top_k: int = option(10, "how many nearest lines to show", OUTPUT, largest=1_000_000)
+    pooling: Literal["mean", "cls"] = option(
+        "mean", "the vector of a line: the mean over its tokens, [CLS] and [SEP] included, or that of [CLS]", TEXT
+    )
+    max_seq_length: int | None = option(
+        None, "most tokens of a line, the rest is cut off; the default is what the model can read", TEXT
+    )
+    text_column: str = option("text", "column of text in a .jsonl, .csv, .tsv or .parquet file", TEXT)
+    batch_tokens: int | None = option(
+        None, "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU", MACHINE
+    )
+
+    def check(self) -> None:
+        """Check the values of all options, before anything is read or written."""
+        check_strings(self)
+        self.check_types()
+        _check_utf8("nearest", self.nearest)
+        for name in ("top_k", "batch_tokens"):
+            self._check_range(name, 1)
+        self._check_range("max_seq_length", 3)  # [CLS], a token, [SEP]
+        if self.output is None and self.nearest is None:
+            raise UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
+        if self.nearest is None and self.top_k != EmbedConfig.top_k:
+            raise UserError("top_k is for nearest; give --nearest TEXT too, or leave top_k out")
+        if self.output is not None and Path(self.output).suffix not in VECTOR_SUFFIXES:
+            raise UserError(f"output {self.output}: give a name that ends in {' or '.join(VECTOR_SUFFIXES)}")
+
+
+@dataclass(kw_only=True)
+class AttentionConfig(Options):
+    """
+    What is shown of a model's attention. Every field is an option of `d2l-bert attention`.
+
+    Raises:
+        UserError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    output: str | None = option(
+        None, f"new file for the picture; the default is {DEFAULT_PICTURE} here", OUTPUT, metavar="FILE.png"
+    )
+    layer: int | None = option(None, "show this layer only, counted from 1", OUTPUT)
+    head: int | None = option(None, "show this head only, counted from 1", OUTPUT)
+    word: str | None = option(
+        None,
+        "instead of a picture, print how far apart the vectors of this word are in TEXT and TEXT_B, layer by layer",
+        OUTPUT,
+    )
+
+    def check(self, has_second_text: bool) -> None:
+        """
+        Check the values of all options, before anything is read or written.
+
+        Args:
+            has_second_text: whether TEXT_B is given.
+        """
+        check_strings(self)
+        self.check_types()
+        _check_utf8("word", self.word)
+        for name in ("layer", "head"):
+            self._check_range(name, 1)
+        if self.word is not None:
+            for name in ("output", "layer", "head"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{name} is for the picture, and word prints numbers; leave {name} or word out")
+            if not has_second_text:
+                raise UserError(f"word {self.word!r} is compared in two texts; give TEXT_B too")
+        elif Path(self.output or DEFAULT_PICTURE).suffix != ".png":
+            raise UserError(f"output {self.output}: give a name that ends in .png")
+
+
+def _check_utf8(name, text):
+    """Refuse a text that no tokenizer can read: bytes of another encoding from the command line."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} {ascii(text)}: is not UTF-8; write it in UTF-8") from None

@@ -1,0 +1,170 @@
+"""Models saved on the way by the number of words that the run has seen (`--save_words`), as BabyLM asks for.
+
+**Words seen** are the words of the text in all pairs so far, repetitions in later epochs included. A pair is made of
+parts of documents, so words are counted by tokens: each token counts as its document's words divided by its document's
+tokens. A document that was seen whole counts with all its words; special tokens count as nothing.
+
+A folder `chck_1M` holds the model, its code and its tokenizer, as `from_pretrained` reads them, and no state to resume
+from. It is no checkpoint of the run, and is never deleted for a later one.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from d2l_bert import folders
+from d2l_bert.errors import GO_ON, UserError, why_unwritable
+from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.checkpoint import delete
+from d2l_bert.training.distributed import on_main
+from d2l_bert.training.word_marks import folder_name, words_of
+
+
+logger = logging.getLogger(__name__)
+
+
+WORDS_FILE = "words_seen.json"
+
+
+def word_folders(folder: Path, unfinished: bool = False) -> dict[Path, int]:
+    """
+    The saved models in a run's output folder, each with the number in its name.
+
+    Args:
+        unfinished: include hidden folders whose writing or deletion was interrupted.
+    """
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name = path.name.removeprefix(".").removesuffix(".part") if unfinished else path.name
+        if path.is_dir() and (words := words_of(name)) is not None:
+            found[path] = words
+    return dict(sorted(found.items(), key=lambda entry: entry[1]))
+
+
+class WordSaver:
+    """
+    Counts the words that a run has seen, and saves the model when they reach a number of `--save_words`.
+
+    Every process must call each method at the same point of the run.
+
+    Args:
+        learner: the run's `Learner`.
+        folder: the run's output folder.
+        tokenizer: saved with every model.
+        marks: the numbers of words, ascending.
+        state: the state in a checkpoint to resume from; a dict with only `step` at the start of a run.
+
+    Raises:
+        UserError: the run resumes from a checkpoint of an earlier version, which counted no words.
+    """
+
+    def __init__(self, learner, folder: Path, tokenizer, marks: list[int], state: dict):
+        self.learner, self.folder, self.tokenizer = learner, folder, tokenizer
+        self.seen = state.get("words_seen", None if state["step"] else 0.0)
+        if self.seen is None and marks:
+            raise UserError(
+                "save_words: the checkpoint is of an earlier version of d2l-bert, which counted no words; leave "
+                "save_words out, or start a new run in another output_dir"
+            )
+        self.waiting = [mark for mark in marks if mark > (self.seen or 0)]
+        self.passed = [mark for mark in marks if mark <= (self.seen or 0)]
+
+    def start(self) -> list[Path]:
+        """
+        Delete saved models that the run will save again, or that are of an earlier run.
+
+        Returns:
+            In the main process, the models that were saved before the checkpoint to resume from; else None.
+        """
+        return on_main(self.learner.accelerator, self._start, share_result=False)
+
+    def _start(self):
+        for path, words in word_folders(self.folder, unfinished=True).items():
+            if path.name.startswith(".") or words > (self.seen or 0) or not (path / WORDS_FILE).is_file():
+                delete(path)
+        there = word_folders(self.folder)
+        for mark in self.passed:
+            if mark not in there.values():
+                logger.warning(
+                    f"save_words: {self.folder / folder_name(mark)} is missing, and the run has seen "
+                    f"{self.seen:,.0f} words already; only a new run can save it"
+                )
+        return [path for path, words in there.items() if words in self.passed]
+
+    def warn_of_too_few(self, words: float) -> None:
+        """Log a warning if the run cannot reach the last number; `words` is the most that the run may see."""
+        if self.waiting and self.waiting[-1] > words and self.learner.accelerator.is_main_process:
+            logger.warning(
+                f"save_words: the run sees about {words:,.0f} words at most, so {folder_name(self.waiting[-1])} will "
+                f"not be saved; give more steps, or lower numbers"
+            )
+
+    def add(self, words: float) -> None:
+        """Count the words of a step."""
+        if self.seen is not None:
+            self.seen += words
+
+    def is_due(self) -> bool:
+        """Whether the words seen have reached a number that is not saved yet."""
+        return bool(self.waiting) and self.seen >= self.waiting[0]
+
+    def save(self, step: int) -> list[Path]:
+        """
+        Save the model under the name of every number that is reached, with the moving average of the weights if the
+        run keeps one: the weights that the run evaluates and publishes.
+
+        Returns:
+            The new folders.
+
+        Raises:
+            UserError: a folder cannot be written.
+        """
+        reached = [mark for mark in self.waiting if mark <= self.seen]
+        self.waiting = self.waiting[len(reached) :]
+        model = self.learner.full_model(averaged=True)
+        arguments = (self.folder, model, self.tokenizer, reached, {"step": step, "words_seen": self.seen})
+        return on_main(self.learner.accelerator, write_models, *arguments)
+
+    def report_missing(self) -> None:
+        """Log a warning for the numbers that the finished run has not reached."""
+        if self.waiting and self.learner.accelerator.is_main_process:
+            names = ", ".join(map(folder_name, self.waiting))
+            logger.warning(f"save_words: the run has seen {self.seen:,.0f} words, so it has not saved {names}")
+
+
+def write_models(folder: Path, model, tokenizer, marks: list[int], reached: dict) -> list[Path]:
+    """
+    Write the model once for each number of words. A folder appears when all of it is on the disk.
+
+    Args:
+        model: an unsharded model on the CPU.
+        reached: the step, and the words seen after it: the content of `words_seen.json`.
+
+    Raises:
+        UserError: a folder cannot be written. Checkpoints are unchanged.
+    """
+    paths = []
+    for mark in marks:
+        final = folder / folder_name(mark)
+        partial = final.with_name(f".{final.name}.part")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            with folders.os_errors():
+                save_with_code(model, partial)
+                save_tokenizer(tokenizer, partial)
+            (partial / WORDS_FILE).write_text(json.dumps({"words": mark, **reached}, indent=2) + "\n")
+            for path in (*partial.iterdir(), partial):
+                folders.sync(path)
+            partial.rename(final)
+            folders.sync(folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"{final}: {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are unchanged"
+            ) from None
+        logger.info(f"{final}: saved after {reached['words_seen']:,.0f} words (step {reached['step']:,})")
+        paths.append(final)
+    return paths
