@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 from judged_models import read_pairs, save_models, write_pairs
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training.blimp import Paradigm, blimp_results, read_blimp
+from d2l_bert.training.evaluation_plot import plot_phenomena
 from d2l_bert.training.masked_models import load_masked_model
 from d2l_bert.training.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
 
@@ -125,7 +128,7 @@ def test_the_command_gives_the_accuracies_of_a_plain_loop(models, pairs, tmp_pat
     output, names = tmp_path / "figures.json", ["ours", "bert", "roberta"]
     folders = [str(models[name]) for name in names]
     assert main(["evaluate", *folders, f"--blimp={pairs}", f"--output={output}"]) == 0
-    content, rows = json.loads(output.read_text()), read_pairs(pairs)
+    content, rows, printed = json.loads(output.read_text()), read_pairs(pairs), capsys.readouterr().out
     for name, figures in zip(names, content["models"], strict=True):
         good, bad = (plain_scores(models[name], [row[key] for row in rows], "pll") for key in rows[0] if "sent" in key)
         right = {}
@@ -137,14 +140,28 @@ def test_the_command_gives_the_accuracies_of_a_plain_loop(models, pairs, tmp_pat
         assert found["accuracy"] == pytest.approx(np.mean(list(accuracies.values())))
         expected = np.mean([accuracies["made_up_1"], accuracies["made_up_2"]])
         assert found["phenomena"]["articles"]["accuracy"] == pytest.approx(expected)
-        assert f"{100 * found['accuracy']:.1f} ± {100 * found['standard_error']:.1f} %" in capsys_text(capsys, output)
+        assert f"{100 * found['accuracy']:.1f} ± {100 * found['standard_error']:.1f} %" in printed
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
-def capsys_text(capsys, output, seen={}):  # noqa: B006
-    """What the command has printed so far: `readouterr` empties the buffer."""
-    seen[output] = seen.get(output, "") + capsys.readouterr().out
-    return seen[output]
+def test_the_picture_has_a_bar_for_each_model_and_phenomenon(monkeypatch, tmp_path):
+    paradigms = [Paradigm("a", "verbs", ["g"] * 4, ["b"] * 4), Paradigm("b", "nouns", ["g"] * 4, ["b"] * 4)]
+    right, wrong = [2, 1], [1, 2]
+    results = []
+    for name, pairs in {"one": [right] * 7 + [wrong], "two": [right] * 2 + [wrong] * 6}.items():
+        results.append((name, {"score": "pll", **blimp_results(paradigms, np.array(pairs, dtype=float).ravel())}))
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **b: (drawn.append(self), save(self, *a, **b)))
+    plot_phenomena(results, tmp_path / "bars.png")
+    (panel,) = drawn[0].axes
+    bars = [[bar.get_width() for bar in bars] for bars in panel.containers if isinstance(bars, BarContainer)]
+    assert bars == [[87.5, 75.0, 100.0], [25.0, 0.0, 50.0]]  # all paradigms, nouns, verbs
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert labels == ["all paradigms (2)", "nouns (1)", "verbs (1)"]
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "chance (50 %)"] == [50]
+    assert "8 pairs, scored by pseudo-log-likelihood" in drawn[0].get_suptitle()
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["chance (50 %)", "one", "two"]
+    assert (tmp_path / "bars.png").stat().st_size > 5000
 
 
 def test_the_hubs_copy_is_read_by_configuration(monkeypatch):

@@ -18,6 +18,7 @@ from d2l_bert.training.blimp import Paradigm, blimp_results, read_blimp, sentenc
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.evaluation_config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation_plot import plot_phenomena
+from d2l_bert.training.evaluation_table import short_names
 from d2l_bert.training.evaluation_text import (
     check_model_for_text,
     evaluate_text,
@@ -147,7 +148,9 @@ def _write(content, config: EvaluateConfig) -> None:
             write_json(Path(config.output), content)
             logger.info(f"wrote {config.output}")
         if (picture := config.picture()) is not None:
-            plot_phenomena([(figures["model"], figures["blimp"]) for figures in content["models"]], picture)
+            names = short_names([figures["model"] for figures in content["models"]])
+            results = [figures["blimp"] for figures in content["models"]]
+            plot_phenomena(list(zip(names, results, strict=True)), picture)
             logger.info(f"wrote {picture}")
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be written ({error.strerror}); name another file") from None

@@ -104,7 +104,7 @@ class EvaluateConfig(Options):
         MINIMAL_PAIRS,
     )
 
-    batch_tokens: int = option(8192, "about the most tokens in a batch", MACHINE, largest=2**24)
+    batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, largest=2**24)
 
     output: str | None = option(
         None, "write all figures into this JSON file, and BLiMP's picture beside it", OUTPUT, metavar="FILE.json"

@@ -34,7 +34,14 @@ def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
         panel.barh(places, accuracies, 0.9 * BAR_INCHES, label=textwrap.shorten(name, 60), color=f"C{number}")
         panel.errorbar(accuracies, places, xerr=errors, fmt="none", ecolor="0.2", elinewidth=1, capsize=2)
         for place, accuracy, error in zip(places, accuracies, errors, strict=True):
-            panel.text(accuracy + error + 0.8, place, f"{accuracy:.1f}", fontsize=7, verticalalignment="center")
+            panel.text(
+                accuracy + error + 0.8,
+                place,
+                f"{accuracy:.1f}",
+                fontsize=7,
+                verticalalignment="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # covers the line of chance
+            )
     panel.axvline(50, color="0.2", linestyle="--", linewidth=1, label="chance (50 %)")
     panel.axhline(group - GAP_INCHES / 2, color="0.6", linewidth=0.8)
     counts = [first["paradigm_count"], *(first["phenomena"][name]["paradigm_count"] for name in phenomena[1:])]
@@ -45,12 +52,12 @@ def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
     panel.set_xticks(range(0, 101, 10))
     panel.set_xlabel("accuracy (%); the error bars are one standard error")
     panel.set_ylabel("phenomenon (number of paradigms)")
-    panel.set_title(
+    figure.suptitle(
         "BLiMP: how often a model prefers the grammatical sentence of a minimal pair\n"
         f"{first['pairs']:,} pairs, scored by {SCORES[first['score']]}",
         fontsize=10,
-        loc="left",
-        x=0,
+        x=0.01,
+        horizontalalignment="left",
     )
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)

@@ -15,10 +15,7 @@ def evaluation_table(content: dict) -> str:
         content: what `evaluation.evaluate` returned.
     """
     models = content["models"]
-    names = [model["model"].rstrip("/") for model in models]
-    short = [name.rsplit("/", 1)[-1] for name in names]
-    if len(set(short)) < len(short):
-        short = names
+    short = short_names([model["model"] for model in models])
     rows = [("", short), ("parameters", [f"{model['parameters']:,}" for model in models])]
     if content["text"] is not None:
         rows += [None, (f"Text: {content['text']}", []), *_text_rows([model["text"] for model in models])]
@@ -30,6 +27,13 @@ def evaluation_table(content: dict) -> str:
         for row in rows
     ]
     return "\n".join(lines + _notes(content))
+
+
+def short_names(names: list[str]) -> list[str]:
+    """The last parts of folders and Hub ids; the whole names if two last parts are the same."""
+    names = [name.rstrip("/") for name in names]
+    short = [name.rsplit("/", 1)[-1] for name in names]
+    return short if len(set(short)) == len(short) else names
 
 
 def _text_rows(texts):

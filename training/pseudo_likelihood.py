@@ -130,7 +130,7 @@ def pseudo_log_likelihoods(
     model: MaskedModel,
     sentences: EncodedSentences,
     score: Score = "pll",
-    batch_tokens: int = 8192,
+    batch_tokens: int = 4096,
     world_size: int = 1,
     rank: int = 0,
     done: Callable[[int], object] = lambda tokens: None,
