@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
@@ -15,8 +14,9 @@ from safetensors import safe_open
 from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
+from d2l_bert.model_cards.figures import evaluation_section, finite_metrics, formatted, reported_metrics
 from d2l_bert.model_cards.metadata import read_metadata, split_card
-from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
+from d2l_bert.pair_tasks import PAIR_TASKS, unit
 
 
 CARD_FILE = "README.md"
@@ -93,7 +93,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         datasets=data.get("hub_datasets") or None,
         model_name=name,
         base_model=base_model,
-        eval_results=_eval_results(metrics, data) or None,
+        eval_results=eval_results(metrics, data) or None,
         widget=metrics.get("predictions") or None,
     )
     card = ModelCard.from_template(
@@ -123,8 +123,11 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
         evaluation_rows=[
-            (metric.name, formatted(metrics[metric.key], metric.unit)) for metric in reported_metrics(metrics)
+            (metric.name, formatted(metrics[metric.key], metric.unit))
+            for metric in reported_metrics(metrics)
+            if metric.text is None
         ],
+        further_evaluation=evaluation_section(metrics),
         machine_rows=_machine_rows(record, metrics, task),
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
@@ -345,51 +348,6 @@ def _machine_rows(record, metrics, task):
     return [(name, cell(text)) for name, text in rows if text]
 
 
-class ReportedMetric(NamedTuple):
-    """
-    A metric that the card shows.
-
-    Args:
-        name: in the card.
-        key: in metrics.json.
-        unit: `nats`, `%` or nothing.
-        task_type, task_name: the Hub's task, and the task's name in the card's metadata.
-        metric_type: the kind of the metric in the card's metadata.
-    """
-
-    name: str
-    key: str
-    unit: str
-    task_type: str
-    task_name: str
-    metric_type: str
-
-
-def reported_metrics(metrics: dict) -> list[ReportedMetric]:
-    """The metrics that the card shows, as far as `metrics` (the content of metrics.json) has them."""
-    task = pair_task(metrics)
-    mlm = ("fill-mask", "Masked language modeling")
-    known = [
-        ReportedMetric("MLM loss", "eval_mlm_loss", "nats", *mlm, "loss"),
-        ReportedMetric("MLM perplexity", "eval_perplexity", "", *mlm, "perplexity"),
-        ReportedMetric("MLM accuracy", "eval_mlm_accuracy", "%", *mlm, "accuracy"),
-    ]
-    if task:
-        pair = ("text-classification", task.name.capitalize())
-        known += [
-            ReportedMetric(f"{task.short} loss", f"eval_{task.key}_loss", "nats", *pair, "loss"),
-            ReportedMetric(f"{task.short} accuracy", f"eval_{task.key}_accuracy", "%", *pair, "accuracy"),
-        ]
-    blimp = ("text-classification", "Minimal pairs")
-    known.append(ReportedMetric("BLiMP accuracy", "eval_blimp_accuracy", "%", *blimp, "accuracy"))
-    return [metric for metric in known if metric.key in metrics]
-
-
-def formatted(value: float, unit: str) -> str:
-    """The value of a metric as the card's text shows it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(unit, f"{value:.1f}")
-
-
 def _guess(label, score):
     return f"{cell(label) if '`' in label else f'`{cell(label)}`'} ({score:.2f})"
 
@@ -410,24 +368,38 @@ def _percent(share):
     return f"{100 * float(share):.3g} %"
 
 
-def _eval_results(metrics, data):
+def eval_results(metrics: dict, data: dict) -> list[EvalResult]:
+    """
+    The figures of a model for the card's metadata.
+
+    Args:
+        metrics: the content of metrics.json.
+        data: the entry `data` of run_config.json; without it, a run's own figures are left out.
+    """
     validation = data.get("validation")
     corpus = (validation or data).get("corpus_name")
     part = "validation text" if validation else "held-out documents"
-    # The Hub's dataset type is the id of one data set or an invented name: a corpus of several gets an invented name.
-    if (corpus_type := corpus) not in data.get("hub_datasets", []):
-        corpus_type = re.sub(r"[^\w.-]+", "-", corpus or "", flags=re.ASCII).strip("-") or "text"
-    datasets = {"BLiMP accuracy": ("nyu-mll/blimp", "BLiMP")}
     return [
         EvalResult(
             task_type=metric.task_type,
             task_name=metric.task_name,
-            dataset_type=datasets.get(metric.name, (corpus_type,))[0],
-            dataset_name=datasets.get(metric.name, (None, f"{corpus}, {part}"))[1],
+            dataset_type=_dataset_type(metric.text or corpus, data.get("hub_datasets", [])),
+            dataset_name=metric.text or f"{corpus}, {part}",
+            # Keeps the figures of `d2l-bert evaluate` apart from the run's own on a corpus of the same name.
+            dataset_split="evaluation" if metric.text else None,
             metric_type=metric.metric_type,
             metric_name=metric.name,
             metric_value=round(metrics[metric.key], 4),
         )
-        for metric in reported_metrics(metrics)
-        if corpus and math.isfinite(metrics[metric.key])
+        for metric in finite_metrics(metrics)
+        if metric.text or corpus
     ]
+
+
+def _dataset_type(text, hub_datasets):
+    """The id of a text in the card's metadata: that of one data set on the Hub, or an invented name."""
+    if text.startswith("BLiMP"):
+        return "nyu-mll/blimp"
+    if text in hub_datasets:
+        return text
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-") or "text"

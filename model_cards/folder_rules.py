@@ -16,10 +16,9 @@ from d2l_bert.model_cards.card import (
     METRICS_FILE,
     PIPELINE_TAGS,
     RUN_FILE,
-    formatted,
     read_card,
-    reported_metrics,
 )
+from d2l_bert.model_cards.figures import formatted, reported_metrics
 from d2l_bert.model_cards.metadata import check_metadata
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig

@@ -65,8 +65,19 @@ def make_texts(folder):
         "cut.txt.zst": b"abc",
         "cut.txt.gz": b"abc",
         "broken.params": b"PK nonsense",
+        "blank.txt": b" \n",
     }.items():
         (folder / name).write_bytes(content)
+    pair = {"sentence_good": "Anna left.", "sentence_bad": "Anna leave."}
+    for name, lines in {
+        "pairs": [json.dumps(pair)],
+        "halves": [json.dumps(pair), json.dumps({**pair, "sentence_bad": 1})],
+        "torn-pairs": [json.dumps(pair)[:-1]],
+        "hollow-pairs": [""],
+        "long-pairs": [json.dumps({**pair, "sentence_good": "Anna left. " * 40})],
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
     torch.save({"a": torch.zeros(2)}, folder / "other.params")
     torch.save([1, 2], folder / "list.params")
 
@@ -98,6 +109,11 @@ def make_models(folder):
             save_tokenizer(tokenizer, folder / name)
         else:
             model.save_pretrained(folder / name)
+    for name, settings in {"unmasked": {"mask_token": None}, "wordy": {}}.items():
+        shutil.copytree("mlm", name)
+        odd_tokenizer = AutoTokenizer.from_pretrained("mlm", **settings)
+        odd_tokenizer.add_tokens([] if settings else ["onemore"])
+        odd_tokenizer.save_pretrained(name)
     for name, source, file, damage in [
         ("cut", "run", "model.safetensors", lambda content: content[:-100]),
         ("weightless", "run", "model.safetensors", None),

@@ -220,11 +220,8 @@ def _from_text(run, has_validation):
     folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes())
     tokens = TokenizedCorpus(folder)
     report = describe_tokenizer(tokenizer, SentenceSample(text, held_out)) if not has_validation else {}
-    # The token store leaves out documents without tokens, so that later documents have smaller numbers there.
-    empty = tokens.stores[0].empty_documents
-    held_out = held_out[~np.isin(held_out, empty)]
-    held_out -= np.searchsorted(empty, held_out)
-    source_ends = np.array(text.source_ends) - np.searchsorted(empty, text.source_ends)
+    held_out = documents_with_tokens(held_out, tokens)
+    source_ends = np.array(text.source_ends) - np.searchsorted(tokens.stores[0].empty_documents, text.source_ends)
     if len(tokens) - len(held_out) < 2 or (len(held_out) < 2 and not has_validation):
         raise UserError(f"{corpus_name}: too few documents hold a token that the tokenizer knows; give more text")
     return PreparedText(
@@ -240,6 +237,20 @@ def _from_text(run, has_validation):
         held_out=held_out,
         text_hashes=[text.text_hashes],
     )
+
+
+def documents_with_tokens(documents: np.ndarray, tokens: TokenizedCorpus) -> np.ndarray:
+    """
+    The numbers that documents of a text store have in the token store that was written of it.
+
+    The token store leaves out documents without tokens, so that later documents have smaller numbers there.
+
+    Args:
+        documents: numbers in the text store, ascending (n,). Those without tokens are left out.
+    """
+    empty = tokens.stores[0].empty_documents
+    documents = documents[~np.isin(documents, empty)]
+    return documents - np.searchsorted(empty, documents)
 
 
 def _from_prepared_folders(paths, has_validation):

@@ -82,6 +82,20 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
 
 
 def _json_rows(file, column):
+    for number, row in json_lines(file):
+        if isinstance(row, dict):
+            check_column(f"{file}, line {number}", column, row)
+            row = row[column]
+        yield number, row
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, object]]:
+    """
+    The number and the JSON value of each line of a JSONL file, from 1; empty lines are left out.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not JSON or not UTF-8.
+    """
     with open_unpacked(file) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -92,9 +106,6 @@ def _json_rows(file, column):
                 raise UserError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
             except (ValueError, RecursionError):
                 raise UserError(f"{file}, line {number}: not JSON; repair the line or take it out") from None
-            if isinstance(row, dict):
-                check_column(f"{file}, line {number}", column, row)
-                row = row[column]
             yield number, row
 
 

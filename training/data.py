@@ -35,6 +35,20 @@ def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
     return corpus.words(starts[is_there], ends[is_there])
 
 
+def ordinary_ids(tokenizer) -> tuple[int, int]:
+    """
+    The ids that random replacements are drawn from: the longest range of ids without a special token.
+
+    In BERT's vocabularies that is every id after the special tokens. RoBERTa's mask token has the last id.
+
+    Returns:
+        The first id of the range, and the id after its last.
+    """
+    special = np.array([-1, *sorted(set(tokenizer.all_special_ids)), len(tokenizer)])
+    longest = int(np.diff(special).argmax())
+    return int(special[longest]) + 1, int(special[longest + 1])
+
+
 class BatchMaker:
     """
     Turns pairs into the model's arguments: reads their tokens, adds special tokens, masks, and pads or packs rows.
@@ -59,13 +73,12 @@ class BatchMaker:
         self.tokens = tokens
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
         self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
-        self.vocab_size = len(tokenizer)
-        self.first_ordinary_id = max(tokenizer.all_special_ids) + 1
+        self.first_ordinary_id, self.ordinary_end = ordinary_ids(tokenizer)
         self.mlm_probability = mlm_probability
         self.max_seq_length = max_seq_length
         self.masking_kind = masking_kind
         self.has_labels = objective != "none"
-        pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
+        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
 
     def __call__(
@@ -141,7 +154,7 @@ class BatchMaker:
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
         ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
-        rules = (self.mask, self.first_ordinary_id, self.vocab_size, share, self.masking_kind, self.is_continuation)
+        rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.masking_kind, self.is_continuation)
         masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules)
         token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
         return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen

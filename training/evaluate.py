@@ -31,7 +31,7 @@ SUMS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct",
 
 
 @torch.no_grad()
-def held_out_counts(model, batches, device) -> torch.Tensor:
+def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor:
     """
     Losses, correct predictions and counts, summed over the batches of this process.
 
@@ -39,22 +39,27 @@ def held_out_counts(model, batches, device) -> torch.Tensor:
         model: a `D2lBertForPreTraining` or `D2lBertForMaskedLM`, or a wrapper of one.
         batches: dicts of the model's arguments, with `masked_positions`, `labels` and, for `D2lBertForPreTraining`,
             `next_sentence_label`.
+        top_5: whether to count the masked tokens that are among the model's five likeliest, too.
 
     Returns:
         The sums in the order of `SUMS` (6,), float64, to be added up over all processes. If the batches have no
-        `next_sentence_label`, `pair_loss` and `pair_correct` are 0.
+        `next_sentence_label`, `pair_loss` and `pair_correct` are 0. With `top_5` one more, the count of those masked
+        tokens (7,).
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(SUMS) + top_5, dtype=torch.float64, device=device)
     for batch in batches:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         outputs = model(**batch)
-        batch_sums = [*_loss_correct_count(_mlm_logits(outputs), batch["labels"])]
+        logits = _mlm_logits(outputs)
+        batch_sums = [*_loss_correct_count(logits, batch["labels"])]
         if "next_sentence_label" in batch:
             batch_sums += _loss_correct_count(outputs.seq_relationship_logits, batch["next_sentence_label"])
         else:
             batch_sums += [*sums.new_zeros(2), count_examples(batch)]
+        if top_5:
+            batch_sums.append(_count_in_top_5(logits, batch["labels"]))
         sums += torch.stack([value.double() for value in batch_sums])
     model.train(was_training)
     return sums
@@ -71,6 +76,13 @@ def _loss_correct_count(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), is_labelled.sum()
 
 
+def _count_in_top_5(logits, labels):
+    """At how many labels that are not -100 fewer than five tokens have a higher score than the label."""
+    is_labelled = labels != -100
+    logits, labels = logits[is_labelled], labels[is_labelled]
+    return ((logits > logits.gather(1, labels[:, None])).sum(1) < 5).sum()
+
+
 def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:
     """
     The held-out metrics, by their names in metrics.json.
@@ -82,14 +94,17 @@ def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, flo
     Returns:
         `eval_mlm_loss` (nats per masked token), `eval_perplexity`, `eval_mlm_accuracy` and `eval_masked_tokens`. With
         the pair task NSP also `eval_nsp_loss` (nats per pair), `eval_nsp_accuracy` and `eval_pairs`, with SOP
-        accordingly; without a pair task `eval_sequences`.
+        accordingly; without a pair task `eval_sequences`. With seven sums `eval_mlm_top_5_accuracy`, the share of
+        masked tokens that are among the five likeliest.
     """
-    mlm_loss, mlm_correct, tokens, pair_loss, pair_correct, examples = sums.tolist()
+    mlm_loss, mlm_correct, tokens, pair_loss, pair_correct, examples, *in_top_5 = sums.tolist()
     metrics = {
         "eval_mlm_loss": mlm_loss / tokens,
         "eval_perplexity": math.exp(loss) if (loss := mlm_loss / tokens) < MAX_LOSS else math.inf,
         "eval_mlm_accuracy": mlm_correct / tokens,
     }
+    if in_top_5:
+        metrics["eval_mlm_top_5_accuracy"] = in_top_5[0] / tokens
     if task:
         metrics[f"eval_{task.key}_loss"] = pair_loss / examples
         metrics[f"eval_{task.key}_accuracy"] = pair_correct / examples

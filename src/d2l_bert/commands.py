@@ -127,6 +127,19 @@ def _architecture_of_init_from(given):
     return read_architecture(given["init_from"])
 
 
+def evaluate_command(arguments) -> None:
+    """Evaluate models on a text and on minimal pairs; print a table with the models side by side."""
+    from d2l_bert.training.evaluation import evaluate
+    from d2l_bert.training.evaluation_config import EvaluateConfig
+    from d2l_bert.training.evaluation_table import evaluation_table
+
+    given = vars(arguments)
+    config = EvaluateConfig(**{f.name: given[f.name] for f in dataclasses.fields(EvaluateConfig) if f.name in given})
+    figures = evaluate(arguments.model, config)
+    if figures is not None:  # the other processes of a run print nothing
+        print(evaluation_table(figures))
+
+
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
     from d2l_bert import D2lBertForMaskedLM

@@ -13,6 +13,7 @@ from d2l_bert.commands import (
     attention_command,
     convert_command,
     embed_command,
+    evaluate_command,
     fill_mask_command,
     next_sentence_command,
     prepare_command,
@@ -28,6 +29,7 @@ Raw text in, a BERT out.
   d2l-bert pretrain                                   train a small BERT on Python's documentation, in a few minutes
   d2l-bert pretrain --corpus books/ --output_dir out  train a BERT on your own text files
   d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
+  d2l-bert evaluate out --corpus test.txt --blimp hub    losses and accuracies on a text and on minimal pairs
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"
@@ -64,6 +66,14 @@ With --word the command draws nothing. It reads TEXT and TEXT_B apart from each 
 near the word's vectors in the two are, by cosine:
 
   d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane"""
+
+
+EVALUATE = """
+
+MODEL is any masked language model that AutoModelForMaskedLM loads, a folder or an id on the Hub: a d2l-bert model, a
+stock BERT, a RoBERTa, ... A text gives the MLM loss, perplexity and accuracies, those of NSP or SOP for a model with
+that head, and the pseudo-perplexity of a word; --blimp gives accuracies on minimal pairs. docs/evaluate.md defines
+every figure."""
 
 CONVERT = """
 
@@ -129,6 +139,7 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     from d2l_bert.model_cards.config import PublishConfig
     from d2l_bert.tokenization.config import TextConfig
     from d2l_bert.training.usage_config import AttentionConfig, EmbedConfig
+    from d2l_bert.training.evaluation_config import EvaluateConfig
 
     prepare = command(
         "prepare",
@@ -145,6 +156,17 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     _add_pretrain_options(
         command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
     )
+    evaluate = command(
+        "evaluate",
+        evaluate_command,
+        "measure models on a text and on minimal pairs",
+        "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
+        EVALUATE,
+    )
+    evaluate.add_argument(
+        "model", type=_string, metavar="MODEL", nargs="+", help="a model folder, or an id on the Hub"
+    )
+    _add_options(evaluate, EvaluateConfig())
     fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
     fill.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
     fill.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')

@@ -21,6 +21,7 @@ OPTIMIZER = "optimizer"
 MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
+MINIMAL_PAIRS = "minimal pairs"
 
 # The largest value of an option that is a whole number: NumPy and PyTorch store it in 64 bits.
 LARGEST_WHOLE = 2**63 - 1

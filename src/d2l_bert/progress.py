@@ -48,6 +48,18 @@ def with_progress(
     logger.info(f"{label}: {count:,} {unit} in {time.monotonic() - start:.0f} s")
 
 
+def progress_bar(label: str, total: int, unit: str) -> tqdm:
+    """
+    A progress bar to call `update` on, in a `with` block; not shown unless stderr is a terminal.
+
+    Args:
+        label: what is done.
+        total: how many units there are.
+        unit: what is counted, such as "pairs".
+    """
+    return tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
+
+
 class _ReportHandler(logging.StreamHandler):
     """Writes a run's report to stdout. An error of writing is raised: `logging` would only print a traceback."""
 

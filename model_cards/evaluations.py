@@ -1,0 +1,111 @@
+"""Writes the figures of `d2l-bert evaluate` into a model's folder: into metrics.json and the card."""
+
+import json
+import re
+from pathlib import Path
+
+from huggingface_hub.repocard_data import eval_results_to_model_index
+from huggingface_hub.utils import yaml_dump
+
+from d2l_bert.errors import UserError, why_unwritable
+from d2l_bert.folders import read_json, write_json
+from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, eval_results, read_card, render_card
+from d2l_bert.model_cards.figures import (
+    SECTION_END,
+    SECTION_START,
+    evaluated_metrics,
+    evaluation_section,
+    replaced,
+)
+from d2l_bert.model_cards.metadata import split_card
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+
+
+# In a card that has no figures of an evaluation yet, their section goes before the first of these headings.
+HEADINGS_AFTER = ("## Machine, speed and energy", "## Bias, risks and limitations", "## Reproduce it", "## Citation")
+
+
+def check_updatable(name: str) -> None:
+    """
+    Refuse a model whose metrics.json and card cannot be updated, before it is evaluated.
+
+    Args:
+        name: the folder of a model; an id on the Hub is refused.
+
+    Raises:
+        UserError: there is no such folder, it cannot be written, or its metrics.json or card cannot be read.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"update_card: {name} is no folder here; leave update_card out, or give a model's folder")
+    read_json(folder / METRICS_FILE)
+    if (folder / CARD_FILE).exists():
+        read_card(folder)
+
+
+def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: dict | None) -> None:
+    """
+    Write figures into metrics.json and README.md. They replace earlier ones on the same text, or of BLiMP.
+
+    Of an existing card, only the section of these figures and the metadata's `model-index` change. A folder without a
+    card gets one: a d2l-bert model's from its own files, any other model's with these figures alone.
+
+    Args:
+        text, figures, blimp: as in `figures.metrics_of_evaluation`.
+
+    Raises:
+        UserError: the card cannot be read, or the folder cannot be written.
+    """
+    before = read_json(folder / METRICS_FILE)
+    metrics = replaced(before, text, figures, blimp)
+    path = folder / CARD_FILE
+    has_card = path.is_file()
+    is_ours = read_json(folder / "config.json").get("model_type") == D2lBertConfig.model_type
+    try:
+        write_json(folder / METRICS_FILE, metrics)
+        if not has_card and is_ours:
+            card = render_card(folder)
+        else:
+            content, metadata = read_card(folder) if has_card else (f"# {folder.resolve().name}\n", _new_metadata())
+            body = split_card(content)[1] if has_card else content
+            names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
+            found = eval_results(metrics, read_json(folder / RUN_FILE).get("data", {}))
+            found = [result for result in found if result.metric_name in names]
+            metadata = _with_results(metadata, names, found, folder)
+            card = (
+                f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{_with_section(body, evaluation_section(metrics))}"
+            )
+        partial = path.with_name(f".{path.name}.part")
+        partial.write_text(card, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {why_unwritable(error, '')}") from None
+
+
+def _new_metadata():
+    return {"library_name": "transformers", "pipeline_tag": "fill-mask"}
+
+
+def _with_results(metadata, names, results, folder):
+    """The metadata with these results in `model-index`, instead of earlier figures with these names."""
+    entries = metadata.get("model-index") or [{"name": folder.resolve().name, "results": []}]
+    first = entries[0]
+    kept = []
+    for result in first.get("results") or []:
+        others = [metric for metric in result["metrics"] if metric.get("name") not in names]
+        if others:
+            kept.append({**result, "metrics": others})
+    added = eval_results_to_model_index(first["name"], results)[0]["results"] if results else []
+    first = {**first, "results": kept + json.loads(json.dumps(added))}
+    return {**metadata, "model-index": [first, *entries[1:]]}
+
+
+def _with_section(body, section):
+    """The card's text with this section instead of the earlier one."""
+    there = re.compile(rf"{re.escape(SECTION_START)}.*?{re.escape(SECTION_END)}", re.DOTALL)
+    if there.search(body):
+        return there.sub(lambda _: section, body, count=1)
+    places = [body.index(f"\n{heading}\n") + 1 for heading in HEADINGS_AFTER if f"\n{heading}\n" in body]
+    if places:
+        return f"{body[: min(places)]}{section}\n\n{body[min(places) :]}"
+    return f"{body.rstrip()}\n\n{section}\n"

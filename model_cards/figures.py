@@ -1,0 +1,193 @@
+"""The figures that a card may show: their names and units, and where metrics.json has them."""
+
+import math
+import re
+from typing import NamedTuple
+
+from d2l_bert.pair_tasks import pair_task
+
+
+# Figures of `d2l-bert evaluate` in metrics.json: those on a text have keys such as "eval/wikitext-2/mlm_loss".
+OF_A_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
+
+BLIMP = "eval_blimp_accuracy"
+
+# BLiMP's accuracy on one phenomenon, such as "eval_blimp_accuracy/island_effects".
+BLIMP_PHENOMENON = f"{BLIMP}/"
+
+# For each score of a sentence: how it is computed.
+SCORES = {
+    "pll": "pseudo-log-likelihood, each token masked alone",
+    "within_word_l2r": "pseudo-log-likelihood, each token masked with the tokens behind it in its word",
+}
+
+
+class ReportedMetric(NamedTuple):
+    """
+    A metric that the card shows.
+
+    Args:
+        name: in the card.
+        key: in metrics.json.
+        unit: `nats`, `%` or nothing.
+        task_type, task_name: the Hub's task, and the task's name in the card's metadata.
+        metric_type: the kind of the metric in the card's metadata.
+        text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; else None.
+        in_metadata: whether the card's metadata has it, too.
+    """
+
+    name: str
+    key: str
+    unit: str
+    task_type: str
+    task_name: str
+    metric_type: str
+    text: str | None = None
+    in_metadata: bool = True
+
+
+def reported_metrics(metrics: dict) -> list[ReportedMetric]:
+    """The metrics that the card shows, as far as `metrics` (the content of metrics.json) has them."""
+    known = [
+        ReportedMetric(metric.name, f"eval_{key}", *metric[2:])
+        for key, metric in _of_text_figures(pair_task(metrics)).items()
+        if key not in ("mlm_top_5_accuracy", "pseudo_perplexity")
+    ]
+    return [metric for metric in known if metric.key in metrics] + evaluated_metrics(metrics)
+
+
+def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
+    """As `reported_metrics`, but only the figures that `d2l-bert evaluate` has added to a run's own."""
+    found = []
+    for key in metrics:
+        if match := OF_A_TEXT.fullmatch(key):
+            task = pair_task([match["figure"]])
+            if metric := _of_text_figures(task).get(match["figure"]):
+                found.append(metric._replace(name=f"{metric.name} on {match['text']}", key=key, text=match["text"]))
+    if BLIMP in metrics:
+        paradigms = metrics.get("eval_blimp_paradigms")
+        of = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
+        shared = ("text-classification", "Minimal pairs", "accuracy", of)
+        found.append(ReportedMetric("BLiMP accuracy", BLIMP, "%", *shared))
+        if (key := "eval_blimp_standard_error") in metrics:
+            found.append(ReportedMetric("BLiMP standard error", key, "%", *shared, in_metadata=False))
+        for key in metrics:
+            if key.startswith(BLIMP_PHENOMENON):
+                name = f"BLiMP: {key.removeprefix(BLIMP_PHENOMENON).replace('_', ' ')}"
+                found.append(ReportedMetric(name, key, "%", *shared, in_metadata=False))
+    return found
+
+
+def _of_text_figures(task):
+    """The metrics of a text by their keys in metrics.json without `eval_`; `task` is the pair task or None."""
+    mlm = ("fill-mask", "Masked language modeling")
+    known = {
+        "mlm_loss": ReportedMetric("MLM loss", "", "nats", *mlm, "loss"),
+        "perplexity": ReportedMetric("MLM perplexity", "", "", *mlm, "perplexity"),
+        "mlm_accuracy": ReportedMetric("MLM accuracy", "", "%", *mlm, "accuracy"),
+        "mlm_top_5_accuracy": ReportedMetric("MLM top-5 accuracy", "", "%", *mlm, "accuracy"),
+    }
+    if task:
+        pair = ("text-classification", task.name.capitalize())
+        known[f"{task.key}_loss"] = ReportedMetric(f"{task.short} loss", "", "nats", *pair, "loss")
+        known[f"{task.key}_accuracy"] = ReportedMetric(f"{task.short} accuracy", "", "%", *pair, "accuracy")
+    known["pseudo_perplexity"] = ReportedMetric("pseudo-perplexity of a word", "", "", *mlm, "perplexity")
+    return known
+
+
+def formatted(value: float, unit: str) -> str:
+    """The value of a metric as the card's text shows it."""
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(unit, f"{value:.1f}")
+
+
+def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | None) -> dict:
+    """
+    The entries of metrics.json for the figures of one evaluation.
+
+    Args:
+        text: the name of the text; None without one.
+        figures: the figures on the text, by their names; None without one.
+        blimp: the results on BLiMP (`training.blimp.blimp_results`, with `score`); None without them.
+    """
+    entries = {}
+    if figures is not None:
+        entries |= {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+    if blimp is not None:
+        entries |= {
+            BLIMP: blimp["accuracy"],
+            "eval_blimp_standard_error": blimp["standard_error"],
+            "eval_blimp_paradigms": blimp["paradigm_count"],
+            "eval_blimp_pairs": blimp["pairs"],
+            "eval_blimp_score": blimp["score"],
+            **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
+        }
+    return entries
+
+
+def replaced(metrics: dict, text: str | None, figures: dict | None, blimp: dict | None) -> dict:
+    """`metrics` with the figures of an evaluation instead of earlier ones on the same text, or of BLiMP."""
+    kept = {
+        key: value
+        for key, value in metrics.items()
+        if not (figures is not None and key.startswith(f"eval/{text}/") and "/" not in key[len(f"eval/{text}/") :])
+        and not (blimp is not None and key.startswith("eval_blimp_"))
+    }
+    return {**kept, **metrics_of_evaluation(text, figures, blimp)}
+
+
+# The card's section of these figures stands between two comments, by which later figures find it.
+SECTION_START, SECTION_END = (
+    "<!-- figures of d2l-bert evaluate -->",
+    "<!-- end of the figures of d2l-bert evaluate -->",
+)
+
+
+def evaluation_section(metrics: dict) -> str:
+    """The card's section with the figures of `d2l-bert evaluate`; an empty string without such figures."""
+    found = evaluated_metrics(metrics)
+    if not found:
+        return ""
+    blocks = []
+    for text in dict.fromkeys(metric.text for metric in found):
+        rows = [metric for metric in found if metric.text == text]
+        lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
+        table = [f"| {_cell(row.name)} | {formatted(metrics[row.key], row.unit)} |" for row in rows]
+        blocks.append("\n".join([lead, "", "| figure | value |", "|---|---|", *table]))
+    return "\n\n".join([SECTION_START, "## Further evaluation", *blocks, SECTION_END])
+
+
+def _text_lead(metrics, text):
+    def count(name):
+        return metrics.get(f"eval/{text}/{name}")
+
+    units = "pairs" if count("pairs") else "sequences"
+    lead = f"On {text}"
+    if count(units) and count("masked_tokens"):
+        lead += f", {count(units):,} {units} with {count('masked_tokens'):,} masked tokens, always the same"
+    if count("pppl_sentences"):
+        lead += (
+            f"; the pseudo-perplexity (Salazar et al., 2020) on {count('pppl_sentences'):,} of its sentences, "
+            f"{count('pppl_words'):,} words"
+        )
+    return f"{lead} (`d2l-bert evaluate`):"
+
+
+def _blimp_lead(metrics):
+    paradigms, pairs = metrics.get("eval_blimp_paradigms"), metrics.get("eval_blimp_pairs")
+    size = f", {pairs:,} minimal pairs in {paradigms} of its 67 paradigms" if pairs and paradigms else ""
+    score = SCORES.get(metrics.get("eval_blimp_score"))
+    return (
+        f"On [BLiMP](https://arxiv.org/abs/1912.00582){size}{f', scored by {score}' if score else ''}: how often the "
+        f"grammatical sentence of a pair scores higher; chance is 50 %:"
+    )
+
+
+def _cell(text):
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def finite_metrics(metrics: dict) -> list[ReportedMetric]:
+    """Those of `reported_metrics` that the card's metadata takes."""
+    return [
+        metric for metric in reported_metrics(metrics) if metric.in_metadata and math.isfinite(metrics[metric.key])
+    ]

@@ -1,0 +1,100 @@
+"""`evaluate --update_card`: figures in metrics.json and the card, by the rules of `publish`; later ones replace."""
+
+import json
+
+import pytest
+from conftest import write_books
+from huggingface_hub import ModelCard
+from judged_models import save_models, write_pairs
+
+from d2l_bert.cli import main
+from d2l_bert.errors import UserError
+from d2l_bert.folders import read_json
+from d2l_bert.model_cards.card import render_card
+from d2l_bert.model_cards.evaluations import update_folder
+from d2l_bert.model_cards.figures import SECTION_START, replaced
+from d2l_bert.model_cards.folder_rules import check_folder
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = {"mlm_loss": 3.21, "perplexity": 24.8, "mlm_accuracy": 0.25, "masked_tokens": 1234, "pairs": 99}
+TEXT |= {"nsp_loss": 0.5, "nsp_accuracy": 0.75, "pair_task": "nsp", "pseudo_perplexity": 321.5}
+BLIMP = {"accuracy": 0.6, "standard_error": 0.01, "paradigm_count": 2, "pairs": 2000, "score": "pll"}
+BLIMP |= {"phenomena": {"island_effects": {"accuracy": 0.55}, "binding": {"accuracy": 0.65}}}
+
+
+def card_figures(folder):
+    """The figures in the card's metadata, by name; and the rows of its tables."""
+    card = ModelCard.load(folder / "README.md")
+    rows = dict(line.strip("| ").split(" | ") for line in card.text.splitlines() if line.count(" | ") == 1)
+    return {result.metric_name: result.metric_value for result in card.data.eval_results or []}, rows
+
+
+def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_path):
+    texts, pairs = write_books(tmp_path / "others", count=3, seed=5), write_pairs(tmp_path / "pairs")
+    own = read_json(folder / "metrics.json")
+    options = [f"--corpus={texts}", "--pppl_sentences=4", f"--blimp={pairs}", "--update_card"]
+    output = tmp_path / "figures.json"
+    assert main(["evaluate", str(folder), *options, f"--output={output}"]) == 0
+    figures, metrics = json.loads(output.read_text())["models"][0], read_json(folder / "metrics.json")
+    assert own.items() <= metrics.items()
+    assert metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
+    assert metrics["eval_blimp_accuracy"] == figures["blimp"]["accuracy"]
+    check_folder(folder)
+    assert (folder / "README.md").read_text() == render_card(folder)
+    in_metadata, rows = card_figures(folder)
+    assert in_metadata["MLM loss on others"] == round(figures["text"]["mlm_loss"], 4)
+    assert in_metadata["MLM loss"] == round(own["eval_mlm_loss"], 4)
+    assert rows["pseudo-perplexity of a word on others"] == f"{figures['text']['pseudo_perplexity']:.1f}"
+    assert rows["BLiMP: verbs"] == f"{100 * figures['blimp']['phenomena']['verbs']['accuracy']:.1f} %"
+
+
+def test_later_figures_replace_those_of_the_same_text_alone(folder):
+    update_folder(folder, "books", TEXT, BLIMP)
+    update_folder(folder, "books two", TEXT, None)
+    sop = {name.replace("nsp", "sop"): value for name, value in TEXT.items()}
+    update_folder(folder, "books", {**sop, "mlm_loss": 2.5, "pair_task": "sop"}, None)
+    metrics, (in_metadata, rows) = read_json(folder / "metrics.json"), card_figures(folder)
+    assert metrics["eval/books/mlm_loss"] == 2.5 and "eval/books/nsp_loss" not in metrics
+    assert metrics["eval/books two/mlm_loss"] == 3.21 and metrics["eval_blimp_accuracy"] == 0.6
+    assert in_metadata["MLM loss on books"] == 2.5 and "NSP loss on books" not in in_metadata
+    assert in_metadata["SOP loss on books"] == 0.5 and in_metadata["NSP loss on books two"] == 0.5
+    assert rows["MLM loss on books"] == "2.500 nats" and "NSP loss on books" not in rows
+    assert rows["BLiMP accuracy"] == "60.0 %" and rows["BLiMP: island effects"] == "55.0 %"
+    update_folder(folder, None, None, {**BLIMP, "phenomena": {"binding": {"accuracy": 0.7}}})
+    assert "BLiMP: island effects" not in card_figures(folder)[1]
+    assert (folder / "README.md").read_text() == render_card(folder)
+    check_folder(folder)
+
+
+def test_a_card_that_was_edited_keeps_its_words(folder):
+    path = folder / "README.md"
+    path.write_text(path.read_text().replace("## Uses", "My own words.\n\n## Uses"))
+    update_folder(folder, "books", TEXT, None)
+    update_folder(folder, None, None, BLIMP)
+    text = path.read_text()
+    assert "My own words." in text and text.count(SECTION_START) == 1 and text.count("## Further evaluation") == 1
+    assert text.index("## Further evaluation") < text.index("## Machine, speed and energy")
+    check_folder(folder)
+
+
+def test_a_figure_of_the_card_that_is_not_in_metrics_is_refused(folder):
+    update_folder(folder, "books", TEXT, BLIMP)
+    path = folder / "README.md"
+    path.write_text(path.read_text().replace("| BLiMP: binding | 65.0 % |", "| BLiMP: binding | 66.0 % |"))
+    with pytest.raises(UserError, match="says BLiMP: binding 66.0 %, and metrics.json says 65.0 %"):
+        check_folder(folder)
+
+
+def test_a_stock_model_without_a_card_gets_one(trained, books, tmp_path):
+    folder = save_models(trained, books, tmp_path)["bert"]
+    update_folder(folder, "books", TEXT, BLIMP)
+    in_metadata, rows = card_figures(folder)
+    assert in_metadata["MLM accuracy on books"] == 0.25 and rows["BLiMP standard error"] == "1.0 %"
+    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "fill-mask"
+
+
+def test_one_texts_name_may_begin_with_anothers():
+    before = replaced({}, "a/b", {"mlm_loss": 1.0}, None)
+    assert replaced(before, "a", {"mlm_loss": 2.0}, None) == {"eval/a/b/mlm_loss": 1.0, "eval/a/mlm_loss": 2.0}

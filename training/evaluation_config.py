@@ -1,0 +1,177 @@
+"""`EvaluateConfig`: the options of `d2l-bert evaluate`, and their checks."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from d2l_bert.errors import UserError
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option
+from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.training.masking import Masking
+
+
+# How a sentence is scored, see `pseudo_likelihood`.
+Score = Literal["pll", "within_word_l2r"]
+
+# The length of rows unless a model has fewer positions: the default of pretraining.
+DEFAULT_LENGTH = 128
+
+# These say how a text is evaluated; without a text they would do nothing.
+OPTIONS_OF_TEXT = (
+    *("dataset_config", "dataset_split", "streaming", "text_column", "max_documents", "language", "held_out"),
+    *("preprocessing_num_workers", "max_seq_length", "objective", "pairing", "mlm_probability", "masking"),
+    *("max_eval_pairs", "pppl_sentences"),
+)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(Options):
+    """
+    What to evaluate models on, and where to write the figures. Every field is an option of `d2l-bert evaluate`.
+
+    The options of text and masks have the names, the meaning and the defaults that they have in `pretrain`.
+
+    Raises:
+        UserError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    corpus: list[str] = option(
+        [],
+        "text to evaluate on: text files and folders of text files (.txt, .md, .jsonl, .csv, .tsv, .parquet, also "
+        "packed as .gz or .zst), or python-docs",
+        TEXT,
+        metavar="PATH",
+    )
+    dataset: list[str] = option(
+        [],
+        "datasets to evaluate on: Hub ids, or folders (also of save_to_disk); a configuration follows a colon: "
+        "Salesforce/wikitext:wikitext-2-raw-v1",
+        TEXT,
+        metavar="ID[:CONFIG]",
+    )
+    dataset_config: str | None = option(
+        None, "configuration of the dataset, if only one is given", TEXT, metavar="NAME"
+    )
+    dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
+    streaming: bool = option(False, "read datasets row by row, without a full download", TEXT)
+    text_column: str = option("text", "column that holds the text in datasets and tables", TEXT, metavar="NAME")
+    max_documents: int | None = option(None, "most text files and rows to read from each path and dataset", TEXT)
+    language: str = option("en", "language of the text, for finding the ends of sentences", TEXT, metavar="CODE")
+    held_out: bool = option(
+        False,
+        "evaluate only on the documents that pretrain, by its default options, holds out of this text; without it the "
+        "text is read whole",
+        TEXT,
+    )
+    preprocessing_num_workers: int | None = option(
+        None,
+        "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
+        TEXT,
+    )
+
+    max_seq_length: int | None = option(
+        None, "most tokens in a row; the default is 128, or fewer if a model has fewer positions", BATCHES
+    )
+    objective: Literal["auto", "nsp", "sop", "none"] = option(
+        "auto",
+        "what rows hold: pairs of segments for NSP or SOP, or single segments (none); auto follows each model's head",
+        BATCHES,
+    )
+    pairing: Literal["segments", "sentences"] = option(
+        "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
+    )
+    mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES)
+    masking: Masking = option("token", "mask single tokens, whole words, or spans of words", BATCHES)
+    max_eval_pairs: int | None = option(
+        None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES
+    )
+    pppl_sentences: int = option(
+        200, "sentences in the sample for pseudo-perplexity, which needs a row for each token; 0 for none", BATCHES
+    )
+
+    blimp: str | None = option(
+        None,
+        "BLiMP's minimal pairs: a folder with its JSONL files, or hub for nyu-mll/blimp",
+        MINIMAL_PAIRS,
+        metavar="DIR|hub",
+    )
+    score: Score = option(
+        "pll",
+        "score of a sentence, in BLiMP and in pseudo-perplexity: each token masked alone (Salazar et al., 2020), or "
+        "with the rest of its word (Kauf and Ivanova, 2023)",
+        MINIMAL_PAIRS,
+    )
+
+    batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, largest=2**24)
+
+    output: str | None = option(
+        None, "write all figures into this JSON file, and BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
+    )
+    plot: str | None = option(None, "draw BLiMP's accuracies by phenomenon into this file", OUTPUT, metavar="FILE.png")
+    update_card: bool = option(
+        False, "write the figures into metrics.json and the card (README.md) of the models' folders", OUTPUT
+    )
+
+    def check(self) -> None:
+        """Refuse wrong and contradicting options, before anything is read."""
+        check_strings(self)
+        self.check_types()
+        if not self.has_text() and self.blimp is None:
+            raise UserError(
+                "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp"
+            )
+        for name in ("corpus", "dataset"):
+            for path in (paths := getattr(self, name)):
+                if paths.count(path) > 1:
+                    raise UserError(f"{name} {path}: given {paths.count(path)} times; give it once")
+        for field in dataclasses.fields(self):
+            if not self.has_text() and field.name in OPTIONS_OF_TEXT and getattr(self, field.name) != field.default:
+                raise UserError(f"{field.name} is for a text, and none is given; leave it out, or give --corpus")
+        if self.dataset_config is not None and len(self.dataset) != 1:
+            raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
+        if self.streaming and not self.dataset:
+            raise UserError("streaming is for datasets, and none is given; leave it out")
+        for name, config in self.named_datasets():
+            if not name or config == "":
+                raise UserError(f"dataset takes ID or ID:CONFIG, got {name}:{config}")
+        for name, least in {"max_seq_length": 8, "max_documents": 1, "max_eval_pairs": 1, "batch_tokens": 1}.items():
+            self._check_range(name, least)
+        self._check_range("pppl_sentences", 0)
+        self._check_range("mlm_probability", 0, above=True, most=1)
+        self._check_processes("preprocessing_num_workers", 1)
+        if self.score != "pll" and self.blimp is None and not self.pppl_sentences:
+            raise UserError("score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out")
+        if self.plot is not None and self.blimp is None:
+            raise UserError("plot draws BLiMP's accuracies, and no blimp is given; give it, or leave plot out")
+        for name, suffix in {"output": ".json", "plot": ".png"}.items():
+            if (path := getattr(self, name)) is not None:
+                _check_file(name, Path(path), suffix)
+
+    def has_text(self) -> bool:
+        """Whether there is a text to evaluate on."""
+        return bool(self.corpus or self.dataset)
+
+    def named_datasets(self) -> list[tuple[str, str | None]]:
+        """The Hub id or folder of each dataset, and its configuration or None."""
+        return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
+
+    def picture(self) -> Path | None:
+        """The file of BLiMP's picture: `plot`, or beside `output`; None for no picture."""
+        if self.plot is not None:
+            return Path(self.plot)
+        return Path(self.output).with_suffix(".png") if self.output and self.blimp else None
+
+
+def _check_file(name, path, suffix):
+    """Refuse a file that cannot be written, or whose name does not end as its content asks for."""
+    if path.suffix.lower() != suffix:
+        raise UserError(f"{name} {path}: give a name that ends in {suffix}")
+    if not path.parent.is_dir():
+        raise UserError(f"{name} {path}: no folder {path.parent}; make it, or name a file in another folder")
+    if path.is_dir():
+        raise UserError(f"{name} {path}: a folder; name a file")
+    existing = path if path.exists() else path.parent
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{name} {path}: cannot be written (Permission denied); name a file in another folder")

@@ -1,0 +1,102 @@
+"""The table of `d2l-bert evaluate`: figures in rows, models side by side."""
+
+from d2l_bert.pair_tasks import PAIR_TASKS
+
+
+LABEL_WIDTH = 38
+NOTHING = "-"
+
+
+def evaluation_table(content: dict) -> str:
+    """
+    The figures as text for the terminal.
+
+    Args:
+        content: what `evaluation.evaluate` returned.
+    """
+    models = content["models"]
+    short = short_names([model["model"] for model in models])
+    rows = [("", short), ("parameters", [f"{model['parameters']:,}" for model in models])]
+    if content["text"] is not None:
+        rows += [None, (f"Text: {content['text']}", []), *_text_rows([model["text"] for model in models])]
+    if "blimp" in models[0]:
+        rows += [None, *_blimp_rows([model["blimp"] for model in models])]
+    width = max(14, *(len(cell) for row in rows if row for cell in row[1]))
+    lines = [
+        "" if row is None else (f"{row[0]:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in row[1])).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines + _notes(content))
+
+
+def short_names(names: list[str]) -> list[str]:
+    """The last parts of folders and Hub ids; the whole names if two last parts are the same."""
+    names = [name.rstrip("/") for name in names]
+    short = [name.rsplit("/", 1)[-1] for name in names]
+    return short if len(set(short)) == len(short) else names
+
+
+def _text_rows(texts):
+    def row(label, key, form):
+        return label, [format(text[key], form) if text.get(key) is not None else NOTHING for text in texts]
+
+    rows = [
+        row("  MLM loss (nats a token)", "mlm_loss", ".3f"),
+        row("  MLM perplexity", "perplexity", ".1f"),
+        row("  MLM accuracy", "mlm_accuracy", ".1%"),
+        row("  MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
+        row("  masked tokens", "masked_tokens", ",d"),
+    ]
+    for key in dict.fromkeys(text["pair_task"] for text in texts):
+        if key is None:
+            continue
+        short = PAIR_TASKS[key].short
+        for figure, form in ((f"{key}_loss", ".3f"), (f"{key}_accuracy", ".1%")):
+            label = f"  {short} {figure.removeprefix(key + '_')}"
+            rows.append((label, [format(t[figure], form) if figure in t else _why_no_pairs(t, short) for t in texts]))
+    if all(text["pair_task"] is None for text in texts):
+        rows.append(("  NSP or SOP", [_why_no_pairs(text, "NSP or SOP") for text in texts]))
+    rows.append(("  pairs, or single segments", [f"{text.get('pairs', text.get('sequences')):,}" for text in texts]))
+    if "pseudo_perplexity" in texts[0]:
+        rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ".1f"))
+        rows.append(row("    its sentences", "pppl_sentences", ",d"))
+        rows.append(row("    their tokens", "pppl_tokens", ",d"))
+        rows.append(row("    of them unknown to the tokenizer", "pppl_unknown_tokens", ",d"))
+    return rows
+
+
+def _why_no_pairs(text, short):
+    return "not asked for" if text["pair_head"] else f"no {short} head"
+
+
+def _blimp_rows(results):
+    first = results[0]
+    paradigms, pairs = first["paradigm_count"], first["pairs"]
+    rows = [(f"BLiMP, score {first['score']}: {pairs:,} pairs in {paradigms} of 67 paradigms", [])]
+    rows.append(("  accuracy", [_with_error(blimp) for blimp in results]))
+    rows += [
+        (f"    {name.replace('_', ' ')}", [_with_error(blimp["phenomena"][name]) for blimp in results])
+        for name in first["phenomena"]
+    ]
+    return rows
+
+
+def _with_error(figures):
+    return f"{100 * figures['accuracy']:.1f} ± {100 * figures['standard_error']:.1f} %"
+
+
+def _notes(content):
+    notes, models = [], content["models"]
+    if content["text"] is not None:
+        inputs = {model["text"]["pair_task"] for model in models}
+        if len(inputs) > 1:
+            notes.append(
+                "The models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
+                "--objective none all MLM figures are on single segments."
+            )
+        if len({model["text"]["tokens"] for model in models}) > 1:
+            notes.append(
+                "The models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses "
+                "and perplexities of tokens."
+            )
+    return ["", *notes] if notes else []

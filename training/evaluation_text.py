@@ -1,0 +1,255 @@
+"""The text of `d2l-bert evaluate`: read once, tokenized for each model; MLM and pair figures; pseudo-perplexity."""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from d2l_bert.errors import UserError
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.progress import progress_bar
+from d2l_bert.tokenization.cache import cache_folder
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.encoding import prepare_tokens
+from d2l_bert.tokenization.prepare import (
+    default_processes,
+    documents_with_tokens,
+    open_sources,
+    reading_report,
+)
+from d2l_bert.tokenization.sentences import Cleaning
+from d2l_bert.tokenization.split import HELD_OUT_SEED, AllBut, Only, held_out_documents
+from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
+from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.training.data import BatchMaker, HeldOutPairs
+from d2l_bert.training.distributed import on_main
+from d2l_bert.training.epochs import Selection
+from d2l_bert.training.evaluate import MAX_LOSS, held_out_counts, held_out_metrics
+from d2l_bert.training.evaluation_config import EvaluateConfig
+from d2l_bert.training.masked_models import MaskedModel
+from d2l_bert.training.pseudo_likelihood import encode, pseudo_log_likelihoods
+
+
+logger = logging.getLogger(__name__)
+
+# The sample for pseudo-perplexity is drawn from evenly spread stretches of the text of this many characters in all.
+SAMPLED_CHARACTERS = 2_000_000
+
+
+@dataclass
+class EvaluationText:
+    """
+    A text to evaluate on.
+
+    Args:
+        name: the names of its sources.
+        store: its sentences.
+        documents: the numbers of the documents to evaluate on, ascending; None for all.
+    """
+
+    name: str
+    store: TextStore
+    documents: np.ndarray | None = None
+
+    def sentences(self, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
+        """
+        A sample of sentences, the same for all models, drawn by `HELD_OUT_SEED`.
+
+        A sentence that has no token, or more tokens than `max_seq_length`, for one of the models is left out.
+        """
+        documents = np.arange(len(self.store)) if self.documents is None else self.documents
+        sample = list(SentenceSample(self.store, documents, most_characters=SAMPLED_CHARACTERS))
+        order = np.random.default_rng(HELD_OUT_SEED).permutation(len(sample)).tolist()
+        chosen = []
+        for first in range(0, len(order), most):
+            tried = [sample[number] for number in order[first : first + most]]
+            fits = np.ones(len(tried), dtype=bool)
+            for model in models:
+                encoded = encode(model, tried)
+                fits &= (encoded.scored_tokens() > 0) & (encoded.lengths() <= max_seq_length)
+            chosen += [sentence for sentence, fit in zip(tried, fits, strict=True) if fit]
+            if len(chosen) >= most:
+                break
+        return chosen[:most]
+
+
+def read_text(config: EvaluateConfig) -> EvaluationText:
+    """
+    Read the text, or find it in the cache.
+
+    Raises:
+        UserError: a source cannot be read, or there is too little text.
+    """
+    sources = open_sources(config.corpus, config.named_datasets(), config.dataset_split, config, config.max_documents)
+    name = ", ".join(source.name for source in sources)
+    store = TextStore(prepare_text(sources, config.language, Cleaning("none", 0, False), cache_folder()))
+    for line in reading_report(store.reading):
+        logger.info(line)
+    if not len(store):
+        raise UserError(f"{name}: holds no sentence; give more text")
+    if not config.held_out:
+        return EvaluationText(name, store)
+    usual = TextConfig()
+    try:
+        documents = held_out_documents(
+            store.document_characters, usual.validation_fraction, usual.max_validation_characters
+        )
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    return EvaluationText(f"{name}, held out", store, documents)
+
+
+def check_model_for_text(model: MaskedModel, config: EvaluateConfig) -> None:
+    """
+    Refuse a model that cannot be evaluated on a text with these options.
+
+    Raises:
+        UserError: the tokenizer lacks a special token, or the model has no head for `objective`, or `masking` needs
+            the pieces of words that this tokenizer does not mark.
+    """
+    tokenizer = model.tokenizer
+    for token in ("cls", "sep", "pad"):
+        if getattr(tokenizer, f"{token}_token_id") is None:
+            raise UserError(
+                f"{model.name}: its tokenizer has no {token} token, which rows of text need; use --blimp alone"
+            )
+    if config.objective in PAIR_TASKS and (model.task is None or model.task.key != config.objective):
+        found = "no head for pairs" if model.task is None else f"a head for {model.task.short}"
+        raise UserError(
+            f"objective {config.objective}: {model.name} has {found}; leave objective out, or give --objective none"
+        )
+    if config.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
+        raise UserError(
+            f"masking {config.masking}: {model.name} has no WordPiece tokenizer, whose pieces say where a word goes "
+            f"on; give --masking token"
+        )
+
+
+def evaluate_text(
+    model: MaskedModel, text: EvaluationText, config: EvaluateConfig, max_seq_length: int, accelerator: Accelerator
+) -> dict:
+    """
+    Losses and accuracies of a model on a text, over the pairs and masks that every evaluation of the text has.
+
+    Returns:
+        The names of `evaluate.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
+        without a head for pairs or with the objective `none`; `pair_head`, the task of the model's head or None;
+        `tokens` and `documents` of the text. Every process gets the same figures.
+
+    Raises:
+        UserError: the text has no pair of segments for this model.
+    """
+    task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
+    tokens, documents = _tokens(model, text, config, accelerator)
+    if accelerator.is_main_process:
+        _warn_of_training_text(model, text, tokens)
+    if task is not None and task.key == "nsp" and len(documents) < 2:
+        raise UserError(
+            f"{text.name}: {len(documents)} document, and random second segments need two; give more text, or "
+            f"--objective none"
+        )
+    make_batch = BatchMaker(
+        tokens, model.tokenizer, config.mlm_probability, max_seq_length, config.masking, task.key if task else "none"
+    )
+    entries = model.model.config.vocab_size
+    held_out = HeldOutPairs(
+        Selection(tokens, documents, [len(tokens)], is_one_chunk=isinstance(documents, Only)),
+        {"pairing": config.pairing, "max_seq_length": max_seq_length, "objective": task.key if task else "none"},
+        make_batch,
+        # All logits of a batch are in memory at a time.
+        max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / config.mlm_probability))),
+        config.max_eval_pairs,
+        world_size=accelerator.num_processes,
+        rank=accelerator.process_index,
+    )
+    pairs = sum(len(pairs) for pairs, _ in held_out.parts())
+    if not pairs:
+        raise UserError(f"{text.name}: no {'pair of segments' if task else 'segment'} in this text; give more text")
+
+    def shown(bar):
+        for batch in held_out:
+            yield batch
+            bar.update(len(batch["input_ids"]) * accelerator.num_processes)
+
+    unit = "pairs" if task else "segments"
+    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar:
+        counts = held_out_counts(model, shown(bar), accelerator.device, top_5=True)
+    metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task)
+    return {
+        **{name.removeprefix("eval_"): value for name, value in metrics.items()},
+        "pair_task": task.key if task else None,
+        "pair_head": model.task.key if model.task else None,
+        "tokens": int(tokens.sizes(documents.nth(np.arange(len(documents)))).sum()),
+        "documents": len(documents),
+    }
+
+
+def _tokens(model, text, config, accelerator):
+    """The tokenized text, and the selection of its documents."""
+    processes = config.preprocessing_num_workers or default_processes()
+    arguments = (text.store, model.sentence_tokenizer(), cache_folder(), processes)
+    path = on_main(accelerator, prepare_tokens, *arguments, share_result=False)
+    if path is None:  # the main process wrote the tokens into this cache, or into that of another machine
+        path = prepare_tokens(*arguments)
+    tokens = TokenizedCorpus(path)
+    if text.documents is None:
+        documents = AllBut(len(tokens), np.zeros(0, dtype=np.int64))
+    else:
+        documents = Only(documents_with_tokens(text.documents, tokens))
+    if not len(documents):
+        raise UserError(f"{text.name}: no document holds a token that the tokenizer of {model.name} knows")
+    return tokens, documents
+
+
+def _warn_of_training_text(model, text, tokens):
+    """Log a warning if the text is the one that the model was trained on, as its run_config.json says."""
+    data = model.record.get("data", {})
+    if text.documents is None and data.get("corpus_fingerprint") == tokens.fingerprint():
+        held_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
+        logger.warning(f"{model.name} was trained on this very text, {text.name}{held_out}")
+
+
+def pseudo_perplexity(
+    model: MaskedModel, sentences: list[str], config: EvaluateConfig, accelerator: Accelerator
+) -> dict[str, float | int]:
+    """
+    The pseudo-perplexity of a word: exp(-sum of the sentences' pseudo-log-likelihoods / number of words).
+
+    Salazar et al. (2020, section 2.3) divide by tokens; words, separated by white space, are the same for every
+    tokenizer.
+
+    Returns:
+        `pseudo_perplexity` (of a word), `pppl_log_likelihood` (nats), and the counts `pppl_sentences`, `pppl_words`,
+        `pppl_tokens` and `pppl_unknown_tokens`, those of the unknown token. Every process gets the same figures.
+    """
+    encoded = encode(model, sentences, config.score)
+    tokens, words = int(encoded.scored_tokens().sum()), sum(len(sentence.split()) for sentence in sentences)
+    unknown = sum(int((encoded.ids[n] == model.tokenizer.unk_token_id).sum()) for n in encoded.numbers)
+    with progress_bar(f"{model.name}: pseudo-perplexity", tokens, "tokens") as bar:
+        scores = pseudo_log_likelihoods(
+            model,
+            encoded,
+            config.score,
+            config.batch_tokens,
+            accelerator.num_processes,
+            accelerator.process_index,
+            bar.update,
+        )
+    total = float(summed(scores, accelerator).sum())
+    return {
+        "pseudo_perplexity": math.exp(-total / words) if -total / words < MAX_LOSS else math.inf,
+        "pppl_log_likelihood": total,
+        "pppl_sentences": len(sentences),
+        "pppl_words": words,
+        "pppl_tokens": tokens,
+        "pppl_unknown_tokens": unknown,
+    }
+
+
+def summed(scores: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    """The sum of the scores of all processes, float64 on the CPU; each score is computed by one process."""
+    return accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
