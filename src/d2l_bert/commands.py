@@ -127,6 +127,16 @@ def _architecture_of_init_from(given):
     return read_architecture(given["init_from"])
 
 
+def finetune_command(arguments) -> None:
+    """Fine-tune a model for a task, and print the table of its figures."""
+    from d2l_bert.training.finetuning.config import FinetuneConfig
+    from d2l_bert.training.finetuning.run import finetune
+
+    given = vars(arguments)
+    keep_freed_memory()
+    finetune(FinetuneConfig(**{f.name: given[f.name] for f in dataclasses.fields(FinetuneConfig) if f.name in given}))
+
+
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
     from d2l_bert import D2lBertForMaskedLM
