@@ -15,6 +15,7 @@ from safetensors import safe_open
 from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
+from d2l_bert.model_cards.finetuned import cell, finetuned_card, finetuned_metrics
 from d2l_bert.model_cards.metadata import read_metadata, split_card
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 
@@ -73,6 +74,9 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         metrics: the content of metrics.json; empty if there is no such file.
         has_curves: whether there is a training_curves.png.
     """
+    if "finetune" in record:
+        tag = PIPELINE_TAGS.get(_head(config), record["pipeline_task"])
+        return finetuned_card(name, config, parameters, record, metrics, auto_class(config), tag, formatted)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
     start, language = run.get("init_from"), run.get("language")
@@ -170,7 +174,7 @@ def auto_class(config: dict) -> str:
 
 def _head(config):
     """The name of the model class without the prefix D2lBert, such as `ForMaskedLM`."""
-    return config["architectures"][0].removeprefix("D2lBert")
+    return re.sub("^(D2lBert|Bert)", "", config["architectures"][0])
 
 
 def count_parameters(folder: Path) -> int:
@@ -185,11 +189,6 @@ def count_parameters(folder: Path) -> int:
 def quoted(text: str) -> str:
     """Text as a string literal of Python and JSON."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def cell(text: str) -> str:
-    """Text for a cell of a Markdown table: in one line, with | escaped."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ class ReportedMetric(NamedTuple):
     Args:
         name: in the card.
         key: in metrics.json.
-        unit: `nats`, `%` or nothing.
+        unit: `nats`, `%`, `1` (a number with four decimals) or nothing.
         task_type, task_name: the Hub's task, and the task's name in the card's metadata.
         metric_type: the kind of the metric in the card's metadata.
     """
@@ -381,12 +380,16 @@ def reported_metrics(metrics: dict) -> list[ReportedMetric]:
         ]
     blimp = ("text-classification", "Minimal pairs")
     known.append(ReportedMetric("BLiMP accuracy", "eval_blimp_accuracy", "%", *blimp, "accuracy"))
+    known += [
+        ReportedMetric(name, key, unit, "", "", metric_type)
+        for name, key, unit, metric_type in finetuned_metrics(metrics)
+    ]
     return [metric for metric in known if metric.key in metrics]
 
 
 def formatted(value: float, unit: str) -> str:
     """The value of a metric as the card's text shows it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(unit, f"{value:.1f}")
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:.1f}")
 
 
 def _guess(label, score):

@@ -79,8 +79,8 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
             if len(tables[split]) == 0:
                 raise UserError(f"{table.label}: no row is left; give another split")
     train, validation, test = tables.values()
-    kind.check(train)
     kind.learn(train)
+    kind.check(train)
     for table, option in ((validation, "validation"), (test, "test")):
         if table is None:
             continue

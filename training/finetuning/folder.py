@@ -17,7 +17,9 @@ from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
+from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
+from d2l_bert.training.finetuning.trainer import batch_size, warmup
 
 
 LOCK_FILE = ".lock"
@@ -166,7 +168,9 @@ def _go_back_to(folder, checkpoint):
             shutil.rmtree(later)
 
 
-def make_record(config: FinetuneConfig, data: Data, start: Start, rates: list[float], processes: int) -> dict:
+def make_record(
+    config: FinetuneConfig, kind: Kind, data: Data, start: Start, rates: list[float], processes: int
+) -> dict:
     """The content of `run_config.json`: options, rows, base model, versions, and the command that repeats the run."""
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     paths = [config.train_file, config.validation_file, config.test_file, config.output_dir]
@@ -180,14 +184,24 @@ def make_record(config: FinetuneConfig, data: Data, start: Start, rates: list[fl
     }
     of_files[config.model] = start.fingerprint
     identity = {**config.identity(), "learning_rates": rates, "processes": processes}
+    rows_per_step = batch_size(config, processes) * processes * config.gradient_accumulation_steps
+    dataset = config.dataset_name()
     return {
+        "kind": config.kind_name(),
+        "pipeline_task": kind.pipeline_task,
+        "rows_per_step": rows_per_step,
+        "warmup": f"{warmup(config):,} steps" if config.warmup_steps else f"{100 * warmup(config):.3g} % of the steps",
         "finetune": dataclasses.asdict(config),
         "identity": identity,
         "learning_rates": rates,
         "max_seq_length": start.max_seq_length,
         "dropout": start.dropout,
         "base_model": start.record(),
-        "data": data.record(),
+        "data": {
+            **data.record(),
+            "hub_dataset": dataset.partition(":")[0] if data.train.is_on_hub else None,
+            **kind.data_record(),
+        },
         "local_paths": {
             path: {"name": folders.base_name(path), "fingerprint": of_files.get(path)} for path in filter(None, paths)
         },

@@ -113,9 +113,9 @@ class Kind:
         """
         return {}
 
-    def example(self, table: Table) -> object:
-        """A first row of a table as the pipeline takes it, for the example in the card."""
-        raise NotImplementedError
+    def data_record(self) -> dict:
+        """What the run's record says about the task: `labels`, the names of the classes; `has_pairs`."""
+        return {}
 
 
 # Metrics that are best when they are small.

@@ -87,7 +87,7 @@ def _run(config, kind, metric, data, start, state):
     rates = config.learning_rates() or [default_rate(getattr(start.config, "hidden_size", 768))]
     with contextlib.ExitStack() as stack:
         folder = on_main(state, lambda: stack.enter_context(output.output_folder(config)))
-        record = output.make_record(config, data, start, rates, state.num_processes)
+        record = output.make_record(config, kind, data, start, rates, state.num_processes)
         on_main(state, output.start_folder, config, folder, record)
         if state.is_main_process:
             for note in data.notes:
@@ -211,8 +211,7 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
             "shared_with_training": data.shared,
             "pictures": {CURVES_FILE: "Loss and metric over the steps", **pictures},
         }
-        example = kind.example(data.train)
-        folders.write_json(partial / METRICS_FILE, {**metrics, "example": example})
+        folders.write_json(partial / METRICS_FILE, metrics)
         folders.write_json(partial / RUN_FILE, record)
         card = render_card(partial, folder.resolve().name)
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
@@ -255,7 +254,6 @@ def _predict(work, model, partial, folder):
 
 def _outputs(model, rows, collator, arguments, label_names):
     """The outputs of a model for features: NumPy arrays, as Trainer's `predict` gives them, in one process."""
-    import numpy as np
     import torch
 
     device = arguments.device
@@ -267,8 +265,19 @@ def _outputs(model, rows, collator, arguments, label_names):
             batch = {name: value.to(device) for name, value in batch.items() if name not in label_names}
             outputs = model(**batch).to_tuple()
             found.append(tuple(value.float().cpu().numpy() for value in outputs if torch.is_tensor(value)))
-    joined = tuple(np.concatenate(values) for values in zip(*found, strict=True))
+    joined = tuple(_joined(values) for values in zip(*found, strict=True))
     return joined[0] if len(joined) == 1 else joined
+
+
+def _joined(parts):
+    """Arrays (B, T, ...) as one array; shorter ones are padded with -100 at the end of T, as Trainer does."""
+    import numpy as np
+
+    if parts[0].ndim > 1:
+        longest = max(part.shape[1] for part in parts)
+        widths = [[(0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2)] for part in parts]
+        parts = [np.pad(part, width, constant_values=-100) for part, width in zip(parts, widths, strict=True)]
+    return np.concatenate(parts)
 
 
 def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: list[dict], kept: int) -> dict:

@@ -137,9 +137,8 @@ class TextKind(Kind):
     def collator(self, tokenizer):
         return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
 
-    def example(self, table):
-        texts = self.texts(table)[0]
-        return texts[0] if len(texts) == 1 else {"text": texts[0], "text_pair": texts[1]}
+    def data_record(self):
+        return {"labels": getattr(self, "classes", None), "has_pairs": self.text_pair is not None}
 
 
 class Classification(TextKind):

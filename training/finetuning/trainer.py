@@ -37,6 +37,18 @@ def default_rate(hidden_size: int) -> float:
     return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
 
 
+def batch_size(config: FinetuneConfig, processes: int) -> int:
+    """The rows of a process at once: `per_device_train_batch_size`, or `BATCH_SIZE` divided by the processes."""
+    return config.per_device_train_batch_size or max(1, BATCH_SIZE // processes)
+
+
+def warmup(config: FinetuneConfig) -> float:
+    """Steps of the warm-up, or, below 1, their share of all steps: Trainer's `warmup_steps`."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
+
+
 def make_arguments(
     config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, rows: int, labels
 ) -> TrainingArguments:
@@ -51,14 +63,10 @@ def make_arguments(
         rows: how many training rows there are.
         labels: the names of labels in a batch.
     """
-    batch = config.per_device_train_batch_size or max(1, BATCH_SIZE // processes)
+    batch = batch_size(config, processes)
     a_step = batch * processes * config.gradient_accumulation_steps
     epochs = EPOCHS if config.num_train_epochs is None else config.num_train_epochs
     steps = config.max_steps or max(1, round(epochs * rows / a_step))
-    if config.warmup_steps is not None:
-        warmup = config.warmup_steps
-    else:
-        warmup = WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
     validates, by_steps = config.validates(), config.eval_strategy == "steps"
     evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
     if by_steps:
@@ -81,7 +89,7 @@ def make_arguments(
         max_steps=config.max_steps or -1,
         learning_rate=rate,
         weight_decay=config.weight_decay,
-        warmup_steps=warmup,  # below 1, a share of the steps
+        warmup_steps=warmup(config),
         lr_scheduler_type=config.lr_scheduler_type,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
