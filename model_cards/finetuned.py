@@ -19,6 +19,7 @@ METRICS = {
     "exact_match": ("exact_match", "%"),
     "precision": ("precision", "%"),
     "recall": ("recall", "%"),
+    "strict_f1": ("f1", "%"),
     "matthews_correlation": ("matthews_correlation", "1"),
     "pearson": ("pearsonr", "1"),
     "spearman": ("spearmanr", "1"),
@@ -32,6 +33,9 @@ KINDS = {
     "classification": "the classification of {texts} into {classes} classes",
     "multilabel": "the choice of any of {classes} labels for {texts}",
     "regression": "the prediction of a number for {texts}",
+    "tags": "the choice of one of {classes} tags for each word of a text",
+    "answers": "answers to questions, as spans of a context",
+    "multiple_choice": "the choice of the right one of several texts",
 }
 
 
@@ -110,6 +114,7 @@ def finetuned_card(
         name=name,
         quoted_name=json.dumps(name, ensure_ascii=False),
         is_ours=is_ours,
+        kind=kind,
         base_sentence=base_sentence,
         task_sentence=KINDS.get(kind, kind.replace("_", " ")).format(texts=texts, classes=classes),
         pipeline_task=record["pipeline_task"],
@@ -137,6 +142,8 @@ def cell(text: object) -> str:
 def _how_to_read(kind):
     if kind == "regression":
         return 'The number is in the units of the training labels: call the pipeline with `function_to_apply="none"`.'
+    if kind == "tags":
+        return 'Call the pipeline with `aggregation_strategy="first"` for whole words, entities of BIO tags joined.'
     if kind == "multilabel":
         return "Call the pipeline with `top_k=None`: every label with a score above 0.5 is predicted."
     return ""

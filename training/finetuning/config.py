@@ -17,6 +17,19 @@ MODEL = "model"
 
 LARGEST_RATE = 100.0
 
+# The kinds of tasks of options that other kinds do not use.
+KINDS_OF_OPTIONS = {
+    "text_column": ("classification", "multilabel", "regression", "tags"),
+    "text_pair_column": ("classification", "multilabel", "regression"),
+    "context_column": ("answers", "multiple_choice"),
+    "question_column": ("answers", "multiple_choice"),
+    "choices_column": ("multiple_choice",),
+    "doc_stride": ("answers",),
+    "max_answer_length": ("answers",),
+    "n_best_size": ("answers",),
+    "null_score_diff_threshold": ("answers",),
+}
+
 
 @dataclass(kw_only=True)
 class FinetuneConfig(Options):
@@ -40,7 +53,7 @@ class FinetuneConfig(Options):
         metavar="KIND",
     )
     train_file: str | None = option(
-        None, "rows to train on: .csv, .tsv, .jsonl or .parquet", DATA, identity=False, metavar="FILE"
+        None, "rows to train on: .csv, .tsv, .jsonl, .parquet, .json or .conll", DATA, identity=False, metavar="FILE"
     )
     validation_file: str | None = option(
         None, "rows that choose the best checkpoint, rate and seed", DATA, identity=False, metavar="FILE"
@@ -59,7 +72,10 @@ class FinetuneConfig(Options):
         None, "split of the dataset to predict; default: test, if the dataset has it", DATA, metavar="NAME"
     )
     text_column: str | None = option(
-        None, "column of texts; default: the named data set's, or text", DATA, metavar="NAME"
+        None,
+        "column of texts; default: the named data set's, or text; for tags the column of words: tokens or words",
+        DATA,
+        metavar="NAME",
     )
     text_pair_column: str | None = option(
         None,
@@ -68,7 +84,30 @@ class FinetuneConfig(Options):
         metavar="NAME",
     )
     label_column: list[str] = option(
-        [], "column of labels; several columns of 0 and 1 for multilabel; default: label", DATA, metavar="NAME"
+        [],
+        "column of labels; several columns of 0 and 1 for multilabel; default: label; for tags ner_tags or tags, for "
+        "answers answers",
+        DATA,
+        metavar="NAME",
+    )
+    context_column: str | None = option(
+        None,
+        "column of contexts, for answers and multiple_choice; default: context, or SWAG's sent1",
+        DATA,
+        metavar="NAME",
+    )
+    question_column: str | None = option(
+        None,
+        "column of questions, for answers and multiple_choice; default: question, or SWAG's sent2",
+        DATA,
+        metavar="NAME",
+    )
+    choices_column: list[str] = option(
+        [],
+        "for multiple_choice: a column of lists, or a column for each choice; default: choices, or SWAG's ending0, "
+        "ending1, ...",
+        DATA,
+        metavar="NAME",
     )
     label_separator: str = option(
         ",",
@@ -84,7 +123,22 @@ class FinetuneConfig(Options):
     )
     max_train_samples: int | None = option(None, "train on so many rows only, drawn by the seed", DATA)
     max_seq_length: int | None = option(
-        None, "tokens of a row at most; longer texts are truncated; default: 128, or the model's positions", DATA
+        None,
+        "tokens of a row at most; longer texts are truncated, or for tags and answers cut into windows; default: 128 "
+        "(answers: 384), or the model's positions",
+        DATA,
+    )
+    doc_stride: int | None = option(
+        None,
+        "for answers: tokens that two windows of a long context share; default: 128, or a third of max_seq_length",
+        DATA,
+    )
+    max_answer_length: int = option(30, "for answers: most tokens of a predicted answer", DATA)
+    n_best_size: int = option(20, "for answers: how many of the best spans the table of predictions lists", DATA)
+    null_score_diff_threshold: float = option(
+        0.0,
+        "for answers: predict no answer if its score is larger by more than this than that of the best span",
+        DATA,
     )
 
     from_scratch: bool = option(False, "start from fresh weights of the same architecture, as a baseline", MODEL)
@@ -212,6 +266,11 @@ class FinetuneConfig(Options):
         if len(self.label_column) > 1 and self.kind_name() != "multilabel":
             raise UserError("label_column: several columns are for --task multilabel; name one")
 
+        for name, kinds in KINDS_OF_OPTIONS.items():
+            default = [] if name == "choices_column" else type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.kind_name() not in kinds:
+                raise UserError(f"{name} is for --task {' and '.join(kinds)}; leave {name} out")
+
     def _check_numbers(self):
         if self.validation_share is not None:
             self._check_range("validation_share", 0, below=1)
@@ -222,6 +281,10 @@ class FinetuneConfig(Options):
         for name in ("eval_steps", "save_steps", "logging_steps"):
             self._check_range(name, 1)
         self._check_range("max_seq_length", 8)
+        self._check_range("doc_stride", 0)
+        for name in ("max_answer_length", "n_best_size"):
+            self._check_range(name, 1)
+        self._check_range("null_score_diff_threshold", -math.inf)
         self._check_range("num_train_epochs", 0, above=True)
         for name in ("weight_decay", "early_stopping_threshold"):
             self._check_range(name, 0)

@@ -18,11 +18,16 @@ class Features:
             model's argument names.
         truncated: how many rows of the table lost text to `max_seq_length`.
         sources: the row of the table that each feature is made from; None if feature n is made from row n.
+        details: for each feature, what the kind needs to read the model's outputs, such as the places of tokens in the
+            text; None if it needs nothing.
+        note: what the user should know about the lengths, if a table has rows with several features.
     """
 
     rows: list[dict]
     truncated: int
     sources: list[int] | None = None
+    details: list | None = None
+    note: str = ""
 
 
 class Kind:
@@ -35,17 +40,20 @@ class Kind:
 
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
-        pipeline_task: the task of `transformers.pipeline` that the finished folder serves.
+        pipeline_task: the task of `transformers.pipeline` that the finished folder serves; None if Transformers 5 has
+            no pipeline for it.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
         metrics_shown: the metrics in the order of the tables. Metrics in `LOWER_IS_BETTER` are best when small.
         label_names: the names of labels in a batch, as in `TrainingArguments.label_names`.
+        default_length: the default of `max_seq_length`.
     """
 
     auto_class: ClassVar[str]
-    pipeline_task: ClassVar[str]
+    pipeline_task: ClassVar[str | None]
     main_metric: ClassVar[str]
     metrics_shown: ClassVar[tuple[str, ...]]
     label_names: ClassVar[tuple[str, ...]] = ("labels",)
+    default_length: ClassVar[int] = 128
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
@@ -80,6 +88,9 @@ class Kind:
     def model_settings(self) -> dict:
         """The fields of the model's configuration that the task decides: `num_labels`, `id2label`, ..."""
         return {}
+
+    def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
+        """Refuse a tokenizer or a length that the features cannot be made with, before anything is written."""
 
     def features(self, table: Table, tokenizer, max_seq_length: int) -> Features:
         """The model's inputs, with labels if the table has labels."""

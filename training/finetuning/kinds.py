@@ -1,13 +1,23 @@
 """The classes of the kinds of tasks, by their names; the metric that chooses."""
 
 from d2l_bert.errors import UserError
+from d2l_bert.training.finetuning.answers_kind import Answers
+from d2l_bert.training.finetuning.choice_kind import MultipleChoice
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
+from d2l_bert.training.finetuning.tags_kind import Tags
 from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, Regression
 
 
 # A line for each name in `tasks.KINDS`.
-CLASSES = {"classification": Classification, "multilabel": Multilabel, "regression": Regression}
+CLASSES = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "tags": Tags,
+    "answers": Answers,
+    "multiple_choice": MultipleChoice,
+}
 
 
 def make_kind(config: FinetuneConfig) -> Kind:

@@ -12,7 +12,7 @@ NUMBERED_CLASSES = 30
 LABEL_CHARACTERS = 24
 
 
-def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Path) -> None:
+def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Path, unit: str = "rows") -> None:
     """
     Draw a confusion matrix: true classes in rows, predicted classes in columns, counts written into the cells.
 
@@ -21,6 +21,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     Args:
         true, predicted: numbers of classes (N,).
         rows_name: the name of the data, for the title.
+        unit: what is counted, in the plural.
     """
     from matplotlib.figure import Figure
 
@@ -34,7 +35,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     figure = Figure(figsize=(size + 2.2 + 0.08 * longest, size + 1.4 + 0.08 * longest), layout="constrained")
     panel = figure.subplots()
     image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    bar = figure.colorbar(image, ax=panel, shrink=0.8, label="share of the true class's rows")
+    bar = figure.colorbar(image, ax=panel, shrink=0.8, label=f"share of the true class's {unit}")
     bar.ax.yaxis.set_major_formatter("{x:.0%}")
     turned = longest > 4 and len(classes) > 2
     panel.set_xticks(range(len(classes)), names, rotation=90 if turned else 0)
@@ -42,7 +43,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
         range(len(classes)), [f"{name} ({total:,})" for name, total in zip(names, totals[:, 0], strict=True)]
     )
     panel.set_xlabel("predicted class")
-    panel.set_ylabel("true class (rows)")
+    panel.set_ylabel(f"true class ({unit})")
     if len(classes) <= NUMBERED_CLASSES:
         small = 7 if len(classes) > 8 else 9
         for row, column in np.ndindex(counts.shape):
@@ -57,7 +58,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
                 color="white" if shares[row, column] > 0.55 else "0.15",
             )
     accuracy = np.trace(counts) / max(counts.sum(), 1)
-    title = f"Confusion matrix on {rows_name}: {counts.sum():,} rows, accuracy {accuracy:.1%}"
+    title = f"Confusion matrix on {rows_name}: {counts.sum():,} {unit}, accuracy {accuracy:.1%}"
     panel.set_title("\n".join(textwrap.wrap(title, max(32, int(11 * size)))), fontsize=10)
     figure.savefig(path, dpi=120)
 

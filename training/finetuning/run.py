@@ -70,9 +70,10 @@ def finetune(config: FinetuneConfig) -> Path:
         AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
         with report_errors_once():
             kind = make_kind(config)
-            metric = best_metric(config, kind)
             data = load_data(config, kind)
+            metric = best_metric(config, kind)
             start = read_start(config, kind)
+            kind.check_tokenizer(start.tokenizer, start.max_seq_length)
             make_model(start, kind)  # weights that cannot be loaded are refused here, before anything is written
         license = config.license or license_of(config.model)
         config.license = license
@@ -167,6 +168,7 @@ def _say_sizes(config, data, features, start, rates, processes):
             if cut
             else f"; none is longer than {start.max_seq_length} tokens"
         )
+        truncated = f"; {features[split].note}" if features[split].note else truncated
         logger.info(f"{split}: {len(table):,} rows of {table.name}{labels}{truncated}")
     logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
     if processes > 1:

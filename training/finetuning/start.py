@@ -33,8 +33,6 @@ DROPOUT_FIELDS = {
     "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "classifier_dropout_prob"),
 }
 
-DEFAULT_LENGTH = 128
-
 
 @dataclass
 class Start:
@@ -99,7 +97,7 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
         revision=None if is_folder else revision,
         fingerprint=folder_fingerprint(Path(name)) if is_folder else None,
         dropout=_set_dropout(config, model_config),
-        max_seq_length=_length(config, model_config, tokenizer),
+        max_seq_length=_length(config, kind.default_length, model_config, tokenizer),
         config=model_config,
     )
 
@@ -129,14 +127,14 @@ def _set_dropout(config, model_config):
     return rates
 
 
-def _length(config, model_config, tokenizer):
+def _length(config, default, model_config, tokenizer):
     positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and model_config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= model_config.pad_token_id + 1  # positions count from behind the id of padding there
     most = min(number for number in (positions, tokenizer.model_max_length) if number is not None)
     if config.max_seq_length is not None and config.max_seq_length > most:
         raise UserError(f"max_seq_length ({config.max_seq_length}) is beyond the model's positions ({most}); lower it")
-    return config.max_seq_length or min(DEFAULT_LENGTH, most)
+    return config.max_seq_length or min(default, most)
 
 
 def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[PreTrainedModel, list[str]]:

@@ -1,4 +1,4 @@
-"""`Table`: named columns in memory; reads one from a CSV, TSV, JSONL or Parquet file, or from a dataset."""
+"""`Table`: named columns in memory; reads one from a file (CSV, JSONL, Parquet, ...), or from a dataset."""
 
 import csv
 import dataclasses
@@ -16,6 +16,10 @@ from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.tokenization.sources import dataset_mend, load_failure, quiet_datasets
 from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked
+from d2l_bert.training.finetuning.formats import read_conll, read_json
+
+
+SUFFIXES = (*TABLE_SUFFIXES, ".json", ".conll")
 
 
 @dataclass(kw_only=True)
@@ -27,16 +31,17 @@ class Table:
         label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
         name: the file's base name, or the dataset's id with its configuration and split.
         columns: the values of each column; all columns are equally long.
-        lines: the line of the file that each row ends in, from 1; None for a table without lines.
+        lines: the line of the file that each row ends in, from 1, or words such as `question 'id'`; None for a table
+            without lines.
         fingerprint: a hash of the content of the file or dataset.
-        class_names: for columns of the kind `ClassLabel` of a dataset, the names of the classes.
+        class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
         is_on_hub: whether the rows come from the Hub.
     """
 
     label: str
     name: str
     columns: dict[str, list]
-    lines: list[int] | None = None
+    lines: list[int | str] | None = None
     fingerprint: str = ""
     class_names: dict[str, list[str]] = field(default_factory=dict)
     is_on_hub: bool = False
@@ -46,7 +51,10 @@ class Table:
 
     def place(self, row: int) -> str:
         """Where a row stands, for messages. `row` counts from 0."""
-        return f"{self.label}, line {self.lines[row]}" if self.lines else f"{self.label}, row {row + 1:,}"
+        if not self.lines:
+            return f"{self.label}, row {row + 1:,}"
+        place = self.lines[row]
+        return f"{self.label}, {place if isinstance(place, str) else f'line {place}'}"
 
     def select(self, rows) -> "Table":
         """A table of some of the rows, given by their numbers from 0."""
@@ -85,13 +93,14 @@ def read_file(path: str, option: str) -> Table:
     """
     file, label = Path(path), f"{option} {base_name(path)}"
     if not file.exists():
-        raise UserError(f"{option} {path}: no such file; give a table: {', '.join(TABLE_SUFFIXES)}")
+        raise UserError(f"{option} {path}: no such file; give a table: {', '.join(SUFFIXES)}")
     if not file.is_file():
-        raise UserError(f"{option} {path}: not a file; give a table: {', '.join(TABLE_SUFFIXES)}")
+        raise UserError(f"{option} {path}: not a file; give a table: {', '.join(SUFFIXES)}")
     suffix = suffix_unpacked(file)
     readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": _read_parquet}
+    readers |= {".json": read_json, ".conll": read_conll}
     if suffix not in readers:
-        raise UserError(f"{label}: a table is one of {', '.join(TABLE_SUFFIXES)}; convert the file")
+        raise UserError(f"{label}: a table is one of {', '.join(SUFFIXES)}; convert the file")
     columns, lines = readers[suffix](file, label)
     table = Table(label=label, name=base_name(path), columns=columns, lines=lines, fingerprint=content_hash(file)[:16])
     if len(table) == 0:
@@ -207,7 +216,7 @@ def read_dataset(name: str) -> dict[str, Table]:
             fingerprint=fingerprint(repr(columns[split])),
             class_names={
                 column: list(kind.names)
-                for column, kind in rows.features.items()
+                for column, kind in ((name, getattr(kind, "feature", kind)) for name, kind in rows.features.items())
                 if isinstance(kind, datasets.ClassLabel)
             },
             is_on_hub=is_on_hub,
