@@ -1,4 +1,4 @@
-"""Small tasks that a test makes itself: tags, answers and multiple choice about the books' people, places and things."""
+"""Small tasks that a test makes itself: tags, answers and multiple choice about people, places and things."""
 
 import json
 import random

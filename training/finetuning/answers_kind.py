@@ -124,7 +124,7 @@ class Answers(Kind):
         return any(value is True for value in impossible) or any(self.answers(table, row) for row in range(len(table)))
 
     def usable(self, table):
-        if not table.is_on_hub:
+        if not table.is_dataset:
             return table, {}
         counts, kept = Counter(), []
         contexts, questions = (

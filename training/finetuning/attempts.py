@@ -1,7 +1,9 @@
 """One model of a fine-tuning run, for one rate and one seed: trains or resumes it, measures it, keeps its result."""
 
+import contextlib
 import json
 import logging
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -81,21 +83,22 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     callbacks = [MarkComplete(), Progress(folder.name, work.metric)]
     if config.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
-    trainer = FinetuneTrainer(
-        model,
-        arguments,
-        data_collator=kind.collator(work.start.tokenizer),
-        train_dataset=work.features["train"].rows,
-        eval_dataset=work.features["validation"].rows if work.data.validation is not None else None,
-        compute_metrics=lambda output: measure(work, "validation", output.predictions),
-        callbacks=callbacks,
-        layerwise_decay=config.layerwise_decay,
-    )
+    with _tensorboard_folder(work.folder.parent / "runs" / folder.name):
+        trainer = FinetuneTrainer(
+            model,
+            arguments,
+            data_collator=kind.collator(work.start.tokenizer),
+            train_dataset=work.features["train"].rows,
+            eval_dataset=work.features["validation"].rows if work.data.validation is not None else None,
+            compute_metrics=lambda output: measure(work, "validation", output.predictions),
+            callbacks=callbacks,
+            layerwise_decay=config.layerwise_decay,
+        )
     resumed = last_checkpoint(folder)
     if resumed is not None and work.state.is_main_process:
         logger.info(f"{folder.name}: goes on from {resumed.name}")
     began = time.monotonic()
-    trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+    trainer.train() if resumed is None else trainer.go_on(resumed)
     seconds = time.monotonic() - began
     state = trainer.state
     result = {
@@ -121,6 +124,20 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
             shutil.rmtree(checkpoint)
     work.state.wait_for_everyone()
     return json.loads(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _tensorboard_folder(folder):
+    """Let a `Trainer` that is made in the block write TensorBoard's files there; by default they would be deleted."""
+    name = "TENSORBOARD_LOGGING_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def measure(work: Work, split: str, outputs) -> dict[str, float]:

@@ -15,9 +15,9 @@ MOST_GROUPS = 20
 COLORS = ("#9ecae1", "#fdae6b", "#08519c")
 
 
-def draw_entity_bars(counts: dict[str, Counter], rows_name: str, path: Path) -> None:
+def draw_entity_bars(counts: dict[str, Counter], rows_name: str, path: Path):
     """
-    Draw precision, recall and F1 of each type of entity, the most frequent first, and of all.
+    Draw precision, recall and F1 of each type of entity, the most frequent first, and of all; returns the figure.
 
     Args:
         counts: as of `span_metrics.entity_counts`.
@@ -34,12 +34,12 @@ def draw_entity_bars(counts: dict[str, Counter], rows_name: str, path: Path) -> 
         groups[f"{len(rest)} other types ({totals[2]:,})"] = totals
     figures = [precision_recall_f1(*totals) for totals in groups.values()]
     title = f"Entities on {rows_name}: precision, recall and F1 by type (number of true entities)"
-    _draw(list(groups), np.array(figures).T, ("precision", "recall", "F1"), title, path)
+    return _draw(list(groups), np.array(figures).T, ("precision", "recall", "F1"), title, path)
 
 
-def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: str, path: Path) -> None:
+def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: str, path: Path):
     """
-    Draw exact match and F1 of groups of questions, the largest group first, and of all.
+    Draw exact match and F1 of groups of questions, the largest group first, and of all; returns the figure.
 
     Args:
         scores: exact match and F1 of each question of a group, by the group's name.
@@ -51,7 +51,7 @@ def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: st
     names = [f"{name} ({len(pairs):,})" for name, pairs in shown.items()]
     figures = np.array([np.mean(pairs, axis=0) for pairs in shown.values()]).T
     title = f"Answers on {rows_name}: exact match and F1 by kind of question (number of questions)"
-    _draw(names, figures, ("exact match", "F1"), title, path)
+    return _draw(names, figures, ("exact match", "F1"), title, path)
 
 
 def _draw(names, figures, figure_names, title, path):
@@ -73,11 +73,13 @@ def _draw(names, figures, figure_names, title, path):
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_choice_probabilities(probabilities, is_right, choices: int, rows_name: str, path: Path) -> None:
+def draw_choice_probabilities(probabilities, is_right, choices: int, rows_name: str, path: Path):
     """
-    Draw how often the model gave the true choice which probability; rows with a right prediction are set apart.
+    Draw how often the model gave the true choice which probability; rows with a right prediction are set apart;
+    returns the figure.
 
     Args:
         probabilities: of the true choice of each row (N,).
@@ -108,3 +110,4 @@ def draw_choice_probabilities(probabilities, is_right, choices: int, rows_name: 
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)
+    return figure

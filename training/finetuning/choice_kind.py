@@ -85,7 +85,7 @@ class MultipleChoice(Kind):
         return any(_is_given(table, value) for value in table.columns.get(self.label[0], []))
 
     def usable(self, table):
-        if not table.is_on_hub:
+        if not table.is_dataset:
             return table, {}
         labels = table.columns.get(self.label[0], [])
         sizes = [len(self._choices(table, row)[0]) for row in range(len(table))]
@@ -235,8 +235,8 @@ class MultipleChoice(Kind):
 
 
 def _is_given(table, value):
-    """Whether a label is given; on the Hub, -1 stands for none, as in SWAG's test rows."""
-    return value is not None and str(value).strip() not in (("", "-1") if table.is_on_hub else ("",))
+    """Whether a label is given; in a dataset, -1 stands for none, as in SWAG's test rows."""
+    return value is not None and str(value).strip() not in (("", "-1") if table.is_dataset else ("",))
 
 
 def _has_text(value):

@@ -167,9 +167,14 @@ def hold_out(train: Table, kind: Kind, share: float, seed: int) -> tuple[Table, 
             f"--validation_share 0"
         )
     drawn = np.random.default_rng(seed).permutation(len(different))[:number]
-    chosen = {different[row] for row in drawn}
+    chosen = kind.holdable(train, [different[row] for row in drawn])
     kept = [row for row, text in enumerate(texts) if text not in chosen]
     held = [row for row, text in enumerate(texts) if text in chosen]
+    if not held:
+        raise UserError(
+            f"{train.label}: has too few rows of each class to hold out some for validation; give "
+            f"--validation_file, or --validation_share 0"
+        )
     validation = train.select(held)
     validation.label, validation.name = f"{train.label}, rows held out", f"rows held out of {train.name}"
     return train.select(kept), validation

@@ -76,7 +76,7 @@ class Kind:
 
     def usable(self, table: Table) -> tuple[Table, dict[str, int]]:
         """
-        The rows of a dataset of the Hub without those that its publishers left incomplete, and counts of the rows left
+        The rows of a dataset without those that its publishers left incomplete, and counts of the rows left
         out, by the reason. A file's rows are all kept: `check` refuses the incomplete ones.
         """
         return table, {}
@@ -84,6 +84,10 @@ class Kind:
     def texts(self, table: Table) -> list[tuple[str, ...]]:
         """The texts of each row, by which equal rows of two tables are found."""
         raise NotImplementedError
+
+    def holdable(self, train: Table, drawn: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
+        """The texts drawn from the training rows, without those that training needs to see every class."""
+        return set(drawn)
 
     def model_settings(self) -> dict:
         """The fields of the model's configuration that the task decides: `num_labels`, `id2label`, ..."""

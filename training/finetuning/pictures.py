@@ -12,9 +12,9 @@ NUMBERED_CLASSES = 30
 LABEL_CHARACTERS = 24
 
 
-def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Path, unit: str = "rows") -> None:
+def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Path, unit: str = "rows"):
     """
-    Draw a confusion matrix: true classes in rows, predicted classes in columns, counts written into the cells.
+    Draw a confusion matrix, with true classes in rows, predicted classes in columns and counts in the cells.
 
     The colour of a cell is its share of the row, so that rare classes show as clearly as frequent ones.
 
@@ -61,11 +61,12 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     title = f"Confusion matrix on {rows_name}: {counts.sum():,} {unit}, accuracy {accuracy:.1%}"
     panel.set_title("\n".join(textwrap.wrap(title, max(32, int(11 * size)))), fontsize=10)
     figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_label_bars(true, predicted, classes: list[str], rows_name: str, path: Path) -> None:
+def draw_label_bars(true, predicted, classes: list[str], rows_name: str, path: Path):
     """
-    Draw precision, recall and F1 of each label as horizontal bars.
+    Draw precision, recall and F1 of each label as horizontal bars; returns the figure.
 
     Args:
         true, predicted: 0 or 1 for each row and label (N, C).
@@ -96,11 +97,12 @@ def draw_label_bars(true, predicted, classes: list[str], rows_name: str, path: P
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_scatter(true, predicted, rows_name: str, path: Path) -> None:
+def draw_scatter(true, predicted, rows_name: str, path: Path):
     """
-    Draw predicted numbers over true numbers, with the line on which they are equal.
+    Draw predicted numbers over true numbers, with the line on which they are equal; returns the figure.
 
     Args:
         true, predicted: numbers (N,).
@@ -119,11 +121,12 @@ def draw_scatter(true, predicted, rows_name: str, path: Path) -> None:
     panel.set_title(f"Predicted and true numbers on {rows_name} ({len(true):,} rows)", fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
+    return figure
 
 
-def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: Path) -> None:
+def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: Path):
     """
-    Draw the losses and the metric that chooses over the steps; the other seeds and rates stand grey behind.
+    Draw the losses and the metric that chooses over the steps, other seeds and rates grey behind; returns the figure.
 
     Args:
         attempts: for each model trained, `name` and `log`, the rows of Trainer's log.
@@ -157,7 +160,7 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
                 **({"color": "C0"} if is_kept else {}),
             )
     if len(attempts) > 1:
-        panels[0].plot([], [], color="0.8", label=f"the other {len(attempts) - 1} trained")
+        panels[0].plot([], [], color="0.8", label="other seeds and rates")
     panels[0].set_title("loss", fontsize=10)
     if len(panels) > 1:
         panels[1].set_title(f"{metric.replace('_', ' ')} on validation rows", fontsize=10)
@@ -168,6 +171,7 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
     panels[0].legend(frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
+    return figure
 
 
 def _shortened(name):

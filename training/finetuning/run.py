@@ -36,8 +36,8 @@ from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.kinds import best_metric, make_kind
 from d2l_bert.training.finetuning.metrics import check_extra
 from d2l_bert.training.finetuning.pictures import draw_curves
-from d2l_bert.training.finetuning.start import is_ours, license_of, make_model, read_start
-from d2l_bert.training.finetuning.trainer import default_rate, make_arguments
+from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
+from d2l_bert.training.finetuning.trainer import check_machine, default_rate, make_arguments
 from d2l_bert.training.host_settings import restore_host_settings
 
 
@@ -69,14 +69,13 @@ def finetune(config: FinetuneConfig) -> Path:
     with restore_host_settings(), _quiet_libraries():
         AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
         with report_errors_once():
+            check_machine(config)
             kind = make_kind(config)
             data = load_data(config, kind)
             metric = best_metric(config, kind)
             start = read_start(config, kind)
             kind.check_tokenizer(start.tokenizer, start.max_seq_length)
             make_model(start, kind)  # weights that cannot be loaded are refused here, before anything is written
-        license = config.license or license_of(config.model)
-        config.license = license
         state = _make_state()
         if config.push_to_hub:
             on_main(state, _check_push, config, start)

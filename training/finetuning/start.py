@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
-from d2l_bert.folders import base_name, read_json
+from d2l_bert.folders import base_name
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.cache import fingerprint
@@ -185,10 +185,3 @@ def _has_own_head(start):
 def is_ours(model_config) -> bool:
     """Whether a configuration is that of a d2l-bert model."""
     return isinstance(model_config, D2lBertConfig)
-
-
-def license_of(name: str) -> str | None:
-    """The licence that the record of a pretraining run names, in a folder; None without one."""
-    if not Path(name).is_dir():
-        return None
-    return read_json(Path(name, "run_config.json")).get("run", {}).get("license")

@@ -35,7 +35,8 @@ class Table:
             without lines.
         fingerprint: a hash of the content of the file or dataset.
         class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
-        is_on_hub: whether the rows come from the Hub.
+        is_dataset: whether the rows come from a dataset, not from a file.
+        is_on_hub: whether this dataset is on the Hub.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Table:
     lines: list[int | str] | None = None
     fingerprint: str = ""
     class_names: dict[str, list[str]] = field(default_factory=dict)
+    is_dataset: bool = False
     is_on_hub: bool = False
 
     def __len__(self):
@@ -219,6 +221,7 @@ def read_dataset(name: str) -> dict[str, Table]:
                 for column, kind in ((name, getattr(kind, "feature", kind)) for name, kind in rows.features.items())
                 if isinstance(kind, datasets.ClassLabel)
             },
+            is_dataset=True,
             is_on_hub=is_on_hub,
         )
         for split, rows in splits.items()

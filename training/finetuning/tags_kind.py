@@ -67,7 +67,7 @@ class Tags(Kind):
         return any(_listed(cell) for cell in table.columns.get(self.label[0], []))
 
     def usable(self, table):
-        if not table.is_on_hub:
+        if not table.is_dataset:
             return table, {}
         empty = [
             row for row, words in enumerate(map(_listed, table.columns.get(self.words, []))) if not _are_words(words)
@@ -140,6 +140,17 @@ class Tags(Kind):
 
     def texts(self, table):
         return [tuple(_listed(cell)) for cell in table.columns[self.words]]
+
+    def holdable(self, train, drawn):
+        texts, chosen, left, needed = self.texts(train), set(drawn), set(), set()
+        tags = [set(self._tags(train, row)) for row in range(len(train))]
+        for text, found in zip(texts, tags, strict=True):
+            left |= found if text not in chosen else set()
+        for text, found in zip(texts, tags, strict=True):  # texts with a tag that would be held out everywhere
+            if not found <= left:
+                needed.add(text)
+                left |= found
+        return chosen - needed
 
     def model_settings(self):
         return {

@@ -64,7 +64,7 @@ class TextKind(Kind):
         return list(zip(*(table.columns[column] for column in self.text_columns()), strict=True))
 
     def usable(self, table):
-        if not table.is_on_hub:
+        if not table.is_dataset:
             return table, {}
         without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(_has_text, texts))}
         without_label = set()
@@ -148,9 +148,24 @@ class Classification(TextKind):
     main_metric = "accuracy"
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
+    def is_labelled(self, table):
+        missing = "-1" not in getattr(self, "number_of", {"-1": 0})  # GLUE's mark for test rows without labels
+        labels = {str(value).strip() for value in table.columns.get(self.label[0], [])}
+        return super().is_labelled(table) and not (missing and labels == {"-1"})
+
+    def holdable(self, train, drawn):
+        texts, chosen = self.texts(train), set(drawn)
+        names = [self._name(train, row) for row in range(len(train))]
+        left = {name for text, name in zip(texts, names, strict=True) if text not in chosen}
+        needed = set()
+        for text, name in zip(texts, names, strict=True):  # the first text of a class that would be held out whole
+            if name not in left:
+                needed.add(text)
+                left.add(name)
+        return chosen - needed
+
     def learn(self, train):
         column = self.label[0]
-        values = [self._name(train, row) for row in range(len(train))]
         for row, value in enumerate(train.columns[column]):
             if isinstance(value, list | dict):
                 raise UserError(
@@ -162,6 +177,7 @@ class Classification(TextKind):
                     f"{train.place(row)}: column {column!r} holds numbers such as {value}, not classes; give --task "
                     f"regression, or write classes as whole numbers or names"
                 )
+        values = [self._name(train, row) for row in range(len(train))]
         named = train.class_names.get(column)
         self.classes = [name for name in named if name in set(values)] if named else sort_labels(set(values))
         if len(self.classes) == 1:

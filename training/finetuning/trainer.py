@@ -7,8 +7,19 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 
+from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.start import is_ours
@@ -109,6 +120,7 @@ def make_arguments(
         label_names=list(labels),
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
+        restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
         **evaluations,
         **saves,
         **best,
@@ -116,6 +128,24 @@ def make_arguments(
     # On a machine with several GPUs one process uses one; DataParallel would change what a batch is.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
+
+
+def check_machine(config: FinetuneConfig) -> None:
+    """
+    Check that this machine has what the options ask for.
+
+    Raises:
+        UserError: fp16 without a GPU, or a tracker that is unknown or not installed.
+    """
+    if config.fp16 and not torch.cuda.is_available():
+        raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
+    known = get_available_reporting_integrations()
+    for name in config.report_to:
+        if name not in ("none", "all", *known):
+            raise UserError(
+                f"report_to takes trackers that are installed here ({', '.join(known) or 'none is'}), got {name!r}; "
+                f"install it, or leave it out"
+            )
 
 
 class FinetuneTrainer(Trainer):
@@ -157,6 +187,31 @@ class FinetuneTrainer(Trainer):
             **options,
         )
         return self.optimizer
+
+    def go_on(self, checkpoint: Path) -> None:
+        """
+        Go on with the training from a checkpoint, to its end.
+
+        The folder may have been moved since: the path of the best checkpoint is corrected first. If early stopping had
+        ended the training at this checkpoint, only the best checkpoint is loaded; Trainer would train on.
+        """
+        file = checkpoint / TRAINER_STATE_NAME
+        state = TrainerState.load_from_json(str(file))
+        if state.best_model_checkpoint is not None:
+            state.best_model_checkpoint = str(checkpoint.parent / Path(state.best_model_checkpoint).name)
+            if self.args.should_save:
+                partial = file.with_name(f".{file.name}.part")
+                state.save_to_json(str(partial))
+                partial.replace(file)
+        self.accelerator.wait_for_everyone()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback):
+                stored = state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+                if stored.get("early_stopping_patience_counter", 0) >= callback.early_stopping_patience:
+                    self.state = state
+                    self._load_best_model()
+                    return
+        self.train(resume_from_checkpoint=str(checkpoint))
 
 
 def depths(names: list[str]) -> dict[str, int]:
