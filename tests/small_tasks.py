@@ -13,7 +13,6 @@ WORDS = {
     "where": ["garden", "kitchen", "harbour", "library", "market", "station", "tower", "valley"],
     "what": ["apple", "basket", "candle", "drum", "engine", "feather", "glove", "hammer"],
 }
-ENTITIES = {"who": "PER", "where": "LOC", "what": "OBJ"}
 
 
 def make_base(folder, tokenizer, positions=64, **sizes):

@@ -269,7 +269,7 @@ class FinetuneConfig(Options):
         for name, kinds in KINDS_OF_OPTIONS.items():
             default = [] if name == "choices_column" else type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default and self.kind_name() not in kinds:
-                raise UserError(f"{name} is for --task {' and '.join(kinds)}; leave {name} out")
+                raise UserError(f"{name} is for --task {_and(kinds)}; leave {name} out")
 
     def _check_numbers(self):
         if self.validation_share is not None:
@@ -372,3 +372,7 @@ class FinetuneConfig(Options):
 
 def _choices():
     return f"one of {', '.join(KINDS)}; or {', '.join(NAMED_TASKS)}"
+
+
+def _and(names):
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

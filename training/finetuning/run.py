@@ -71,8 +71,9 @@ def finetune(config: FinetuneConfig) -> Path:
         with report_errors_once():
             check_machine(config)
             kind = make_kind(config)
+            best_metric(config, kind)  # an unknown name is refused before rows are read
             data = load_data(config, kind)
-            metric = best_metric(config, kind)
+            metric = best_metric(config, kind)  # of `tags`, the rows decide
             start = read_start(config, kind)
             kind.check_tokenizer(start.tokenizer, start.max_seq_length)
             make_model(start, kind)  # weights that cannot be loaded are refused here, before anything is written
