@@ -250,6 +250,11 @@ WRONG = {
         ["no column 'choices'", "--choices_column"],
     ),
     "no context": ("multiple_choice", {"train.csv": "ending0,ending1,label\na,b,0\n"}, ["no column 'context'"]),
+    "no label in any row": (
+        "multiple_choice",
+        {"train.csv": "sent1,ending0,ending1,label\na,b,c,\n"},
+        ["train_file train.csv: column 'label' is empty; training rows need labels"],
+    ),
     "no labels": ("multiple_choice", {"train.csv": "sent1,ending0,ending1\na,b,c\n"}, ["no column 'label'"]),
     "validation rows without labels": (
         "multiple_choice",

@@ -59,6 +59,8 @@ class MultipleChoice(Kind):
             raise UserError(f"column {max(chosen, key=chosen.count)!r} cannot be two of context, question and choices")
 
     def learn(self, train):
+        if not self.is_labelled(train):
+            raise UserError(f"{train.label}: column {self.label[0]!r} is empty; training rows need labels")
         counts = Counter(len(self._choices(train, row)[0]) for row in range(len(train)))
         self.count = counts.most_common(1)[0][0]
         if self.count < 2:
