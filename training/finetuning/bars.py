@@ -50,7 +50,7 @@ def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: st
         shown["other"] = [pair for _, pairs in rest for pair in pairs]
     names = [f"{name} ({len(pairs):,})" for name, pairs in shown.items()]
     figures = np.array([np.mean(pairs, axis=0) for pairs in shown.values()]).T
-    title = f"Answers on {rows_name}: exact match and F1 by kind of question (number of questions)"
+    title = f"Answers on {rows_name}: exact match and F1 by first word of the question (number of questions)"
     return _draw(names, figures, ("exact match", "F1"), title, path)
 
 
