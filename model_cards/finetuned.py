@@ -80,14 +80,14 @@ def finetuned_card(
     kind = record["kind"]
     is_ours = config.get("model_type") == "d2l-bert"
     on_hub = base["revision"] is not None
-    hub_dataset = data.get("hub_dataset")
+    hub_dataset = next(iter(data["hub_datasets"]), None)
     measured = [split for split in ("validation", "test") if split in metrics.get("mean", {})]
     card_data = ModelCardData(
         license=run.get("license"),
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         tags=[*(["d2l-bert"] if is_ours else []), "bert", "fine-tuned", kind.replace("_", "-")],
-        datasets=[hub_dataset] if hub_dataset else None,
+        datasets=data["hub_datasets"] or None,
         model_name=name,
         base_model=base["name"] if on_hub else None,
         eval_results=_eval_results(metrics, data, hub_dataset, pipeline_tag) or None,
