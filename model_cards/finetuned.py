@@ -115,7 +115,7 @@ def finetuned_card(
         pipeline_task=record["pipeline_task"],
         auto_class=auto_class,
         example=record.get("example") or example,
-        how_to_read=_how_to_read(kind),
+        how_to_read=_how_to_read(kind, data),
         versions=record.get("versions", {}),
         figures=[(shown, formatted(metrics[key], unit)) for shown, key, unit, _ in finetuned_metrics(metrics)],
         notes=_notes(metrics, data, run),
@@ -134,7 +134,9 @@ def cell(text: object) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _how_to_read(kind):
+def _how_to_read(kind, data):
+    if kind == "classification" and len(data["labels"]) == 2:
+        return f"F1 below is that of the class `{data['labels'][1]}`."
     if kind == "regression":
         return 'The number is in the units of the training labels: call the pipeline with `function_to_apply="none"`.'
     if kind == "multilabel":

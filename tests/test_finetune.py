@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.cli import main
+from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete
 
@@ -99,6 +100,16 @@ def test_push_to_hub_publishes_at_the_end_without_a_pickle(trained, files, here,
     push = ["--push_to_hub", "--hub_model_id=someone/pushed", "--license=mit", "--max_steps=2"]
     finetune(trained, tmp_path / "out", "--task=classification", *files, *push)
     assert set(published(here, "someone/pushed")) == LEFT - {"predictions.csv"}
+
+
+def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tmp_path):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    finetune("someone/bert", tmp_path / "out", "--task=classification", *files, "--max_steps=1", "--license=mit")
+    record, (commit, *_) = json.loads((tmp_path / "out" / "run_config.json").read_text()), here.commits("someone/bert")
+    assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
+    metadata = read_metadata((tmp_path / "out" / "README.md").read_text())
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("someone/bert", "finetune")
+    assert f"someone/bert, revision `{commit}`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_card_with_another_figure_is_refused(tuned, tmp_path, fails):
