@@ -58,7 +58,9 @@ def main():
     parser.add_argument("--learning_rates", nargs="+", default=["1e-4", "3e-4", "1e-3"])
     parser.add_argument("--num_seeds", type=int, default=5)
     parser.add_argument("--work_dir", type=Path, required=True)
-    parser.add_argument("more", nargs="*", help="further options of d2l-bert finetune, after --")
+    parser.add_argument(
+        "--options", nargs=argparse.REMAINDER, default=[], help="further options of d2l-bert finetune, up to the end"
+    )
     given = parser.parse_args()
     rows, commands = [], []
     for name in given.sets:
@@ -66,7 +68,7 @@ def main():
         for side in SIDES:
             folder = given.work_dir / f"{name}-{side.replace(' ', '-')}"
             words = command(
-                given.model, given.data / name, side, given.learning_rates, given.num_seeds, folder, given.more
+                given.model, given.data / name, side, given.learning_rates, given.num_seeds, folder, given.options
             )
             commands.append(shlex.join(["d2l-bert", *words]))
             found[side] = run(words, folder)

@@ -75,7 +75,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         has_curves: whether there is a training_curves.png.
     """
     if "finetune" in record:
-        tag = PIPELINE_TAGS.get(_head(config), record["pipeline_task"])
+        tag = PIPELINE_TAGS.get(head_of(config["architectures"][0]), record["pipeline_task"])
         return finetuned_card(name, config, parameters, record, metrics, auto_class(config), tag, formatted)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
@@ -85,7 +85,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         start, base_model = local[start]["name"], None
     elif start in (path["name"] for path in record.get("fingerprints", [])):  # a published run_config.json
         base_model = None
-    pipeline_tag = PIPELINE_TAGS[_head(config)]
+    pipeline_tag = PIPELINE_TAGS[head_of(config["architectures"][0])]
     prompts = [example["text"] for example in metrics.get("predictions", [])]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
@@ -168,13 +168,13 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
 
 def auto_class(config: dict) -> str:
     """The name of the Auto class that loads the model for its usual task, such as `AutoModelForMaskedLM`."""
-    head = _head(config)
+    head = head_of(config["architectures"][0])
     return "AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}"
 
 
-def _head(config):
-    """The name of the model class without the prefix D2lBert, such as `ForMaskedLM`."""
-    return re.sub("^(D2lBert|Bert)", "", config["architectures"][0])
+def head_of(model_class: str) -> str:
+    """The name of a model class without the prefix D2lBert or Bert, such as `ForMaskedLM`."""
+    return re.sub("^(D2lBert|Bert)", "", model_class)
 
 
 def count_parameters(folder: Path) -> int:

@@ -84,14 +84,14 @@ def finetuned_card(
     kind = record["kind"]
     is_ours = config.get("model_type") == "d2l-bert"
     on_hub = base["revision"] is not None
-    hub_dataset = data.get("hub_dataset")
+    hub_dataset = next(iter(data["hub_datasets"]), None)
     measured = [split for split in ("validation", "test") if split in metrics.get("mean", {})]
     card_data = ModelCardData(
         license=run.get("license"),
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         tags=[*(["d2l-bert"] if is_ours else []), "bert", "fine-tuned", kind.replace("_", "-")],
-        datasets=[hub_dataset] if hub_dataset else None,
+        datasets=data["hub_datasets"] or None,
         model_name=name,
         base_model=base["name"] if on_hub else None,
         eval_results=_eval_results(metrics, data, hub_dataset, pipeline_tag) or None,
@@ -120,7 +120,7 @@ def finetuned_card(
         pipeline_task=record["pipeline_task"],
         auto_class=auto_class,
         example=record.get("example") or example,
-        how_to_read=_how_to_read(kind),
+        how_to_read=_how_to_read(kind, data),
         versions=record.get("versions", {}),
         figures=[(shown, formatted(metrics[key], unit)) for shown, key, unit, _ in finetuned_metrics(metrics)],
         notes=_notes(metrics, data, run),
@@ -139,7 +139,9 @@ def cell(text: object) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _how_to_read(kind):
+def _how_to_read(kind, data):
+    if kind == "classification" and len(data["labels"]) == 2:
+        return f"F1 below is that of the class `{data['labels'][1]}`."
     if kind == "regression":
         return 'The number is in the units of the training labels: call the pipeline with `function_to_apply="none"`.'
     if kind == "tags":

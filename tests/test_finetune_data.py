@@ -17,6 +17,7 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kinds import make_kind
 from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer
 
 
 TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
@@ -302,6 +303,17 @@ def test_a_resumed_run_refuses_other_options_and_rows(trained, rows_file, tmp_pa
     path = tmp_path / "out" / "models_in_training" / "checkpoint-1"
     write_csv(tmp_path / "train.csv", rows_of(20, 0))
     assert "no complete checkpoint of output_dir" in fails(*command, f"--resume_from_checkpoint={path}")
+
+
+def test_a_training_that_diverged_is_said(trained, rows_file, tmp_path, fails, monkeypatch):
+    def diverge(self):
+        for parameter in self.model.parameters():
+            parameter.data.fill_(np.nan)
+
+    monkeypatch.setattr(FinetuneTrainer, "train", diverge)
+    command = ["finetune", trained, "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
+    assert "rate-0.0003-seed-42: the training diverged" in fails(*command)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("package", ["sklearn.metrics", "scipy.stats"])

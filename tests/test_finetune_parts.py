@@ -8,6 +8,7 @@ import torch
 from conftest import SIZES
 from transformers import BertConfig, BertForSequenceClassification
 
+from benchmarks.finetune import difference
 from d2l_bert import D2lBertConfig, D2lBertForSequenceClassification
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import class_metrics, multilabel_metrics, number_metrics
@@ -130,3 +131,9 @@ def test_the_confusion_matrix_shows_the_counts_and_the_shares_of_each_row(classe
     assert "rows.csv: 500 rows" in panel.get_title().replace("\n", " ") and panel.get_ylabel().startswith("true")
     assert [label.get_text() for label in panel.get_xticklabels()] == names
     assert (tmp_path / "matrix.png").stat().st_size > 5000
+
+
+def test_the_benchmark_gives_the_difference_and_its_standard_error():
+    sides = [{"mean": {"test": {"f1": mean}}, "sd": {"test": {"f1": sd}}} for mean, sd in ((0.8, 0.03), (0.7, 0.04))]
+    ahead, error = difference(*sides, "f1", 25)
+    assert ahead == pytest.approx(0.1) and error == pytest.approx(0.01)  # sqrt(0.0009 + 0.0016) / 5

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import EarlyStoppingCallback, set_seed
 
 from d2l_bert import folders
+from d2l_bert.errors import UserError
 from d2l_bert.modeling.saving import save_model
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
@@ -100,6 +101,11 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     began = time.monotonic()
     trainer.train() if resumed is None else trainer.go_on(resumed)
     seconds = time.monotonic() - began
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise UserError(
+            f"{folder.name}: the training diverged (weights are not finite); give a lower learning_rate than "
+            f"{rate:g}, or more warm-up, and --overwrite_output_dir"
+        )
     state = trainer.state
     result = {
         "learning_rate": rate,

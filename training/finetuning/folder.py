@@ -199,7 +199,7 @@ def make_record(
         "base_model": start.record(),
         "data": {
             **data.record(),
-            "hub_dataset": dataset.partition(":")[0] if data.train.is_on_hub else None,
+            "hub_datasets": [dataset.partition(":")[0]] if data.train.is_on_hub else [],
             **kind.data_record(),
         },
         "local_paths": {

@@ -1,6 +1,5 @@
 """Pictures of a fine-tuning: curves, confusion matrix, predicted and true numbers, F1 by label."""
 
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +57,9 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
                 color="white" if shares[row, column] > 0.55 else "0.15",
             )
     accuracy = np.trace(counts) / max(counts.sum(), 1)
-    title = f"Confusion matrix on {rows_name}: {counts.sum():,} {unit}, accuracy {accuracy:.1%}"
-    panel.set_title("\n".join(textwrap.wrap(title, max(32, int(11 * size)))), fontsize=10)
+    panel.set_title(
+        f"Confusion matrix on {rows_name}:\n{counts.sum():,} {unit}, accuracy {accuracy:.1%}", fontsize=10, wrap=True
+    )
     figure.savefig(path, dpi=120)
     return figure
 

@@ -149,10 +149,10 @@ def _quiet_libraries():
 
 
 def _check_push(config, start):
-    if not is_ours(start.config):
+    if not (is_ours(start.config) or start.config.model_type == "bert"):
         raise UserError(
-            f"push_to_hub: d2l-bert publish takes d2l-bert models, and {config.model} is a {start.config.model_type}; "
-            f"leave push_to_hub out, or first d2l-bert convert {config.model} DST --from bert"
+            f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
+            f"{start.config.model_type} model; leave push_to_hub out"
         )
     repository = config.hub_model_id or output.folder_of(config).resolve().name
     check_push(repository, config.license, config.hub_private_repo, dry_run=False)

@@ -162,6 +162,7 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
             dtype=torch.float32,
             trust_remote_code=False,
             ignore_mismatched_sizes=_has_own_head(start),
+            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
         )
         encoder = f"{model.base_model_prefix}."
         lacking = sorted(name for name in missing if name.startswith(encoder) and "pooler." not in name)

@@ -267,6 +267,7 @@ class MarkComplete(TrainerCallback):
     """Marks each checkpoint as complete after Trainer has written all of its files."""
 
     def on_save(self, args, state, control, **kwargs):
+        args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             if folder.is_dir():
