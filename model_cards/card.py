@@ -15,6 +15,7 @@ from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.figures import evaluation_section, finite_metrics, formatted, reported_metrics
+from d2l_bert.model_cards.finetuned import cell, finetuned_card
 from d2l_bert.model_cards.metadata import read_metadata, split_card
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 
@@ -73,6 +74,9 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         metrics: the content of metrics.json; empty if there is no such file.
         has_curves: whether there is a training_curves.png.
     """
+    if "finetune" in record:
+        tag = PIPELINE_TAGS.get(head_of(config["architectures"][0]), record["pipeline_task"])
+        return finetuned_card(name, config, parameters, record, metrics, auto_class(config), tag, formatted)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
     start, language = run.get("init_from"), run.get("language")
@@ -81,7 +85,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         start, base_model = local[start]["name"], None
     elif start in (path["name"] for path in record.get("fingerprints", [])):  # a published run_config.json
         base_model = None
-    pipeline_tag = PIPELINE_TAGS[_head(config)]
+    pipeline_tag = PIPELINE_TAGS[head_of(config["architectures"][0])]
     prompts = [example["text"] for example in metrics.get("predictions", [])]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
@@ -168,13 +172,13 @@ def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
 
 def auto_class(config: dict) -> str:
     """The name of the Auto class that loads the model for its usual task, such as `AutoModelForMaskedLM`."""
-    head = _head(config)
+    head = head_of(config["architectures"][0])
     return "AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}"
 
 
-def _head(config):
-    """The name of the model class without the prefix D2lBert, such as `ForMaskedLM`."""
-    return config["architectures"][0].removeprefix("D2lBert")
+def head_of(model_class: str) -> str:
+    """The name of a model class without the prefix D2lBert or Bert, such as `ForMaskedLM`."""
+    return re.sub("^(D2lBert|Bert)", "", model_class)
 
 
 def count_parameters(folder: Path) -> int:
@@ -189,11 +193,6 @@ def count_parameters(folder: Path) -> int:
 def quoted(text: str) -> str:
     """Text as a string literal of Python and JSON."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def cell(text: str) -> str:
-    """Text for a cell of a Markdown table: in one line, with | escaped."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
+from d2l_bert.model_cards.finetuned import finetuned_metrics
 from d2l_bert.pair_tasks import pair_task
 
 
@@ -29,7 +30,7 @@ class ReportedMetric(NamedTuple):
     Args:
         name: in the card.
         key: in metrics.json.
-        unit: `nats`, `%` or nothing.
+        unit: `nats`, `%`, `1` (a number with four decimals) or nothing.
         task_type, task_name: the Hub's task, and the task's name in the card's metadata.
         metric_type: the kind of the metric in the card's metadata.
         text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; else None.
@@ -52,6 +53,10 @@ def reported_metrics(metrics: dict) -> list[ReportedMetric]:
         ReportedMetric(metric.name, f"eval_{key}", *metric[2:])
         for key, metric in _of_text_figures(pair_task(metrics)).items()
         if key not in ("mlm_top_5_accuracy", "pseudo_perplexity")
+    ]
+    known += [
+        ReportedMetric(name, key, unit, "", "", metric_type)
+        for name, key, unit, metric_type in finetuned_metrics(metrics)
     ]
     return [metric for metric in known if metric.key in metrics] + evaluated_metrics(metrics)
 
@@ -97,7 +102,7 @@ def _of_text_figures(task):
 
 def formatted(value: float, unit: str) -> str:
     """The value of a metric as the card's text shows it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %"}.get(unit, f"{value:.1f}")
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:.1f}")
 
 
 def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | None) -> dict:

@@ -5,8 +5,9 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
+import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
@@ -16,6 +17,7 @@ from d2l_bert.model_cards.card import (
     METRICS_FILE,
     PIPELINE_TAGS,
     RUN_FILE,
+    head_of,
     read_card,
 )
 from d2l_bert.model_cards.figures import formatted, reported_metrics
@@ -88,14 +90,20 @@ def check_record(folder: Path) -> None:
             )
 
 
-def check_config(folder: Path) -> D2lBertConfig:
-    """Read config.json, and refuse a configuration that is not of a d2l-bert class or not that of the run."""
+def check_config(folder: Path) -> D2lBertConfig | BertConfig:
+    """
+    Read config.json, and refuse a configuration that is not that of the run, or not of a d2l-bert class. A fine-tuned
+    model may also be a stock BERT.
+    """
     config = folders.read_json(folder / "config.json")
     if not config:
         raise UserError(
             f"{folder}: config.json is missing, so the folder has no model; give a folder of save_pretrained"
         )
     kind, classes = config.get("model_type"), config.get("architectures") or []
+    if kind == BertConfig.model_type and "finetune" in folders.read_json(folder / RUN_FILE):
+        with refused(folder, "put back the config.json of the run", Exception):
+            return BertConfig.from_pretrained(folder)  # stock BERT that d2l-bert finetune has trained
     if kind != D2lBertConfig.model_type:
         raise UserError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
     if len(classes) != 1 or classes[0] not in OURS:
@@ -121,8 +129,12 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
     Compare the folder's two Python files with those of the installed package.
 
     Returns:
-        The class of the model, from the folder's code if that differs and `changed_code` is true.
+        The class of the model, from the folder's code if that differs and `changed_code` is true; for a stock BERT,
+        which needs no code, Transformers' own.
     """
+    if not isinstance(config, D2lBertConfig):
+        with refused(folder, "put back the config.json of the run", AttributeError, TypeError):
+            return getattr(transformers, config.architectures[0])
     changed = []
     for name, installed in CODE.items():
         if not (folder / name).is_file():
@@ -230,7 +242,7 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
         check_metadata(metadata)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    head, task = config.architectures[0].removeprefix("D2lBert"), metadata.get("pipeline_tag")
+    head, task = head_of(config.architectures[0]), metadata.get("pipeline_tag")
     served = {PIPELINE_TAGS[head], "feature-extraction", "sentence-similarity"}
     if task is not None and task not in served | ({"text-classification"} if head == "ForPreTraining" else set()):
         raise UserError(

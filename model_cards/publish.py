@@ -30,6 +30,7 @@ from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE, check_folder
 from d2l_bert.model_cards.metadata import read_metadata
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP
 from d2l_bert.tokenization.wordpiece import pieces
 
@@ -130,7 +131,9 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
         UserError: a file names a folder of this machine.
     """
     files = {path.relative_to(folder).as_posix(): path for path in published_files(folder)}
-    settings = {**folders.read_json(folder / "config.json"), "auto_map": AUTO_MAP}
+    settings = folders.read_json(folder / "config.json")
+    if settings["model_type"] == D2lBertConfig.model_type:
+        settings["auto_map"] = AUTO_MAP
     record = folders.read_json(folder / RUN_FILE)
     files["config.json"] = _json(settings)
     classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
@@ -350,10 +353,11 @@ def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
     """Three lines of Python that load this revision of the model without the package d2l_bert."""
     loader = auto_class(config)
     there = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
+    code = ", trust_remote_code=True" if "auto_map" in config else ""
     return f"""\
   from transformers import {loader}, AutoTokenizer
-  model = {loader}.from_pretrained({there}, trust_remote_code=True)
-  tokenizer = AutoTokenizer.from_pretrained({there}, trust_remote_code=True)"""
+  model = {loader}.from_pretrained({there}{code})
+  tokenizer = AutoTokenizer.from_pretrained({there}{code})"""
 
 
 def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:

@@ -35,7 +35,8 @@ def test_the_code_of_docs_d2l_runs_as_written(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/d2l.md", "docs/distributed.md", "docs/embed.md", "docs/evaluate.md"]
+    "page",
+    ["README.md", "docs/d2l.md", "docs/distributed.md", "docs/embed.md", "docs/evaluate.md", "docs/finetune.md"],
 )
 def test_a_page_names_only_options_files_and_classes_that_exist(page):
     text = (ROOT / page).read_text()

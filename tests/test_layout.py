@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "d2l_bert.": "src/d2l_bert",
     **{f"d2l_bert.{n}.": n for n in ("modeling", "tokenization", "training", "model_cards")},
+    "d2l_bert.training.finetuning.": "training/finetuning",
 }
 DRAWING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The layout")[2].partition("\n## ")[0]
 
@@ -43,8 +44,8 @@ def imports_of(name, path, known):
 
 def room_of(name, leaves):
     parts = name.split(".")
-    if len(parts) == 3:
-        return parts[1]
+    if len(parts) >= 3:
+        return parts[-2]
     return "leaves" if parts[1] in leaves else "front door"
 
 
@@ -52,7 +53,7 @@ def drawn_rooms():
     """For each room in the drawing, the names of its files without `.py`."""
     rooms, room = {}, None
     for line in DRAWING.splitlines():
-        if heading := re.match(r"\*\*(?:`(\w+)/`|the (leaves|front door))", line):
+        if heading := re.match(r"\*\*(?:`(?:\w+/)?(\w+)/`|the (leaves|front door))", line):
             room = heading[1] or heading[2]
             rooms[room] = set()
         elif row := re.match(r"- `(\w+)\.py`: \S", line):

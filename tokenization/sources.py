@@ -278,7 +278,7 @@ def dataset_source(
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else _name(Path(name).resolve())
     try:
-        with _quiet_datasets():
+        with quiet_datasets():
             if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
                 rows, content = _open_saved(name, config, split, of_split)
             else:
@@ -288,8 +288,8 @@ def dataset_source(
     except UserError as error:
         raise UserError(f"dataset {name}: {error}") from None
     except Exception as error:  # the library raises many classes of exceptions
-        mend = _dataset_mend(name, error, *options)
-        raise UserError(f"dataset {name}: cannot be loaded ({_reason(error)}); {mend}") from None
+        mend = dataset_mend(name, error, *options)
+        raise UserError(f"dataset {name}: cannot be loaded ({load_failure(error)}); {mend}") from None
     if rows.features is not None:  # None for a stream whose columns are known only from its rows
         tables.check_column(f"dataset {name}", text_column, rows.features)
         kind = rows.features[text_column]
@@ -302,7 +302,7 @@ def dataset_source(
     return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
 
 
-def _dataset_mend(name, error, of_files, of_split):
+def dataset_mend(name, error, of_files, of_split):
     """The part of the message for a dataset that cannot be loaded which says how to mend that."""
     if re.search("Unknown split|Bad split|Split name", str(error)):
         return f"name a split that it has with {of_split}"
@@ -357,7 +357,7 @@ def _open_saved(folder, config, split, of_split):
 def _dataset_texts(name, rows, column):
     """The texts of a dataset's rows, or None for rows without one."""
     rows = iter(rows)
-    with _quiet_datasets():
+    with quiet_datasets():
         for number in itertools.count(1):
             try:
                 row = next(rows)
@@ -365,7 +365,7 @@ def _dataset_texts(name, rows, column):
                 return
             except Exception as error:  # the reader of each format raises other classes of exceptions
                 where = f"dataset {name}: broke off after {number - 1:,} rows"
-                raise UserError(f"{where} ({_reason(error)}); repair it or leave it out") from None
+                raise UserError(f"{where} ({load_failure(error)}); repair it or leave it out") from None
             tables.check_column(f"dataset {name}, row {number:,}", column, row)
             text = row[column]
             if text is not None and not isinstance(text, str):
@@ -376,13 +376,13 @@ def _dataset_texts(name, rows, column):
             yield text
 
 
-def _reason(error):
+def load_failure(error):
     error = error.__cause__ or error
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager
-def _quiet_datasets():
+def quiet_datasets():
     """Silence the library `datasets`, which logs an error before raising it."""
     from datasets import logging
 

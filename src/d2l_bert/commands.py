@@ -140,6 +140,16 @@ def evaluate_command(arguments) -> None:
         print(evaluation_table(figures))
 
 
+def finetune_command(arguments) -> None:
+    """Fine-tune a model for a task, and print the table of its figures."""
+    from d2l_bert.training.finetuning.config import FinetuneConfig
+    from d2l_bert.training.finetuning.run import finetune
+
+    given = vars(arguments)
+    keep_freed_memory()
+    finetune(FinetuneConfig(**{f.name: given[f.name] for f in dataclasses.fields(FinetuneConfig) if f.name in given}))
+
+
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
     from d2l_bert import D2lBertForMaskedLM

@@ -15,6 +15,7 @@ from d2l_bert.commands import (
     embed_command,
     evaluate_command,
     fill_mask_command,
+    finetune_command,
     next_sentence_command,
     prepare_command,
     pretrain_command,
@@ -30,6 +31,7 @@ Raw text in, a BERT out.
   d2l-bert pretrain --corpus books/ --output_dir out  train a BERT on your own text files
   d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
   d2l-bert evaluate out --corpus test.txt --blimp hub    losses and accuracies on a text and on minimal pairs
+  d2l-bert finetune out --task classification --train_file train.csv --test_file test.csv
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"
@@ -85,6 +87,12 @@ CONVERT = """
 DST is a new folder. The weights keep their values. A model that the other side cannot express is refused."""
 
 
+FINETUNE = """
+
+MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. The files are tables (.csv, .tsv, .jsonl,
+.parquet) with columns of texts and labels. The output folder then holds the model, the figures of every seed, the
+predictions for the test rows, pictures and a model card. docs/finetune.md has a command for each kind of task."""
+
 PUBLISH = """
 
 The folder is checked first: code, weights, tokenizer and card must exist and agree. Then all files go in one commit,
@@ -138,8 +146,9 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
 
     from d2l_bert.model_cards.config import PublishConfig
     from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.training.usage_config import AttentionConfig, EmbedConfig
     from d2l_bert.training.evaluation_config import EvaluateConfig
+    from d2l_bert.training.finetuning.config import FinetuneConfig
+    from d2l_bert.training.usage_config import AttentionConfig, EmbedConfig
 
     prepare = command(
         "prepare",
@@ -167,6 +176,15 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
         "model", type=_string, metavar="MODEL", nargs="+", help="a model folder, or an id on the Hub"
     )
     _add_options(evaluate, EvaluateConfig())
+    tune = command(
+        "finetune",
+        finetune_command,
+        "train a pretrained model for a task",
+        "MODEL --task KIND --train_file FILE [OPTIONS]",
+        FINETUNE,
+    )
+    tune.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
+    _add_options(tune, FinetuneConfig(model=""))
     fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
     fill.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
     fill.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')
@@ -247,9 +265,11 @@ def _add_pretrain_options(parser, argv):
 
 
 def _add_options(parser, config):
-    """Add a flag for each field of `config` but `recipe`, in the field's group; its help shows the field's value."""
+    """
+    Add a flag for each field of `config` but `recipe` and `model`, in the field's group; its help shows the value.
+    """
     types_of = typing.get_type_hints(type(config))
-    fields = [field for field in dataclasses.fields(config) if field.name != "recipe"]
+    fields = [field for field in dataclasses.fields(config) if field.name not in ("recipe", "model")]
     for title in dict.fromkeys(field.metadata["group"] for field in fields):
         group = parser.add_argument_group(title)
         for field in fields:

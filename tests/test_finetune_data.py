@@ -1,0 +1,386 @@
+"""Wrong rows, options and folders for `d2l-bert finetune`: one line each, before anything is trained or written."""
+
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from finetuning import rows_of, write_csv, write_jsonl
+from transformers import GPT2Config, GPT2Model
+
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.finetuning import run
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import load_data
+from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer
+
+
+TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
+
+# The kind, the files by option (bytes or text; .csv, unless the name says otherwise), words of the error line.
+WRONG = {
+    "no label column": (
+        "classification",
+        {"train": "text\na\nb\n"},
+        ["no column 'label'; it has text", "--label_col"],
+    ),
+    "no text column": ("classification", {"train": "label\n1\n0\n"}, ["no column 'text'; it has label"]),
+    "validation without text": (
+        "classification",
+        {"train": TWO, "validation": "txt,label\na,yes\n"},
+        ["validation_file validation.csv: no column 'text'"],
+    ),
+    "test without text": ("classification", {"train": TWO, "test": "txt\na\n"}, ["test_file test.csv: no column"]),
+    "validation without labels": (
+        "classification",
+        {"train": TWO, "validation": "text\na\n"},
+        ["validation_file validation.csv: no column 'label'"],
+    ),
+    "validation with empty labels": (
+        "classification",
+        {"train": TWO, "validation": "text,label\na,\n"},
+        ["validation_file validation.csv: column 'label' is empty"],
+    ),
+    "an empty text": (
+        "classification",
+        {"train": "text,label\na,yes\n  ,no\nb,no\n"},
+        ["train_file train.csv, line 3: column 'text' is empty; write a text there, or take the row out"],
+    ),
+    "an empty text in the test rows": (
+        "classification",
+        {"train": TWO, "test": "text,label\n,yes\n"},
+        ["test_file test.csv, line 2: column 'text' is empty"],
+    ),
+    "an empty second text": (
+        "classification",
+        {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
+        ["line 3: column 'text_pair' is empty"],
+    ),
+    "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["line 3: column 'label' is empty"]),
+    "labels for some test rows only": (
+        "classification",
+        {"train": TWO, "test": "text,label\na,yes\nb,\n"},
+        ["test_file test.csv, line 3: column 'label' is empty"],
+    ),
+    "a label that training lacks": (
+        "classification",
+        {"train": TWO, "validation": "text,label\na,yes\nb,maybe\n"},
+        ["validation_file validation.csv, line 3: label 'maybe' does not stand in the training rows", "'no', 'yes'"],
+    ),
+    "a label of the test rows that training lacks": (
+        "classification",
+        {"train": TWO, "test": "text,label\na,maybe\n"},
+        ["test_file test.csv, line 2: label 'maybe' does not stand in the training rows"],
+    ),
+    "an empty file": ("classification", {"train": ""}, ["train_file train.csv: has no rows"]),
+    "no rows": ("classification", {"train": "text,label\n"}, ["train_file train.csv: has no rows"]),
+    "no validation rows": ("classification", {"train": TWO, "validation": "text,label\n"}, ["validation.csv: has no"]),
+    "no test rows": ("classification", {"train": TWO, "test": b""}, ["test_file test.csv: has no rows"]),
+    "floats for classes": (
+        "classification",
+        {"train": "text,label\na,0.5\nb,1.25\n"},
+        ["line 2: column 'label' holds numbers such as 0.5, not classes; give --task regression"],
+    ),
+    "floats for classes in JSON": (
+        "classification",
+        {"train.jsonl": '{"text": "a", "label": 1.0}\n{"text": "b", "label": 0.0}\n'},
+        ["holds numbers such as 1.0, not classes"],
+    ),
+    "lists for classes": (
+        "classification",
+        {"train.jsonl": '{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["y"]}\n'},
+        ["holds list, not a class", "--task multilabel"],
+    ),
+    "one class": (
+        "classification",
+        {"train": "text,label\na,1\nb,1\n"},
+        ["every row has the label '1'", "two classes at least"],
+    ),
+    "a class for each row": ("classification", {"train": "text,label\na,1\nb,2\nc,3\n"}, ["a label of its own"]),
+    "another encoding": ("classification", {"train": "text,label\nZürich,1\n".encode("latin-1")}, ["not UTF-8 text"]),
+    "UTF-16": ("classification", {"train": TWO.encode("utf-16")}, ["not UTF-8 text"]),
+    "another encoding in JSON": (
+        "classification",
+        {"train.jsonl": '{"text": "Zürich", "label": 1}\n'.encode("latin-1")},
+        ["line 1: not UTF-8 text"],
+    ),
+    "more fields": ("classification", {"train": "text,label\na,b,yes\n"}, ["line 2: 3 fields", "names 2 columns"]),
+    "fewer fields": ("classification", {"train": "text,label\na,yes\nb\n"}, ["line 3: 1 fields", "names 2 columns"]),
+    "an open quote": ("classification", {"train": 'text,label\n"a,yes\nb,no\n'}, ["not CSV"]),
+    "two columns of a name": (
+        "classification",
+        {"train": "text,text,label\na,b,1\n"},
+        ["two columns are called 'text'"],
+    ),
+    "no JSON": ("classification", {"train.jsonl": '{"text": "a"\n'}, ["line 1: not JSON"]),
+    "a line without a value": (
+        "classification",
+        {"train.jsonl": '{"text": "a", "label": 1}\n{"text": "b"}\n'},
+        ["line 2: no value 'label'"],
+    ),
+    "numbers as texts": (
+        "classification",
+        {"train.jsonl": '{"text": 1, "label": 1}\n{"text": 2, "label": 0}\n'},
+        ["line 1: column 'text' holds int, not text"],
+    ),
+    "half a character": (
+        "classification",
+        {"train.jsonl": '{"text": "\\ud800", "label": 1}\n{"text": "b", "label": 0}\n'},
+        ["half a character"],
+    ),
+    "another suffix": ("classification", {"train.txt": "a\n"}, ["a table is one of .jsonl, .csv, .tsv, .parquet"]),
+    "damaged Parquet": ("classification", {"train.parquet": b"PAR1"}, ["train.parquet: cannot be read"]),
+    "NaN for a number": (
+        "regression",
+        {"train": "text,label\na,1\nb,nan\n"},
+        ["line 3", "'nan', not a finite number"],
+    ),
+    "infinity for a number": ("regression", {"train": "text,label\na,1\nb,inf\n"}, ["line 3", "not a finite number"]),
+    "a word for a number": ("regression", {"train": "text,label\na,1\nb,yes\n"}, ["line 3", "'yes', not a finite"]),
+    "no number": ("regression", {"train": "text,label\na,1\nb,\n"}, ["line 3: column 'label' is empty"]),
+    "a number that is always the same": ("regression", {"train": "text,label\na,1\nb,1\n"}, ["every row has the num"]),
+    "NaN in the test rows": (
+        "regression",
+        {"train": "text,label\na,1\nb,2\n", "test": "text,label\na,NaN\n"},
+        ["test_file test.csv, line 2", "not a finite number"],
+    ),
+    "no labels at all": ("multilabel", {"train": "text,label\na,\nb,\n"}, ["no row has a label"]),
+    "all labels in every row": ("multilabel", {"train": 'text,label\na,"x,y"\nb,"x,y"\n'}, ["nothing to learn"]),
+    "an unknown label of several": (
+        "multilabel",
+        {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
+        ["validation.csv, line 2: label 'z' does not stand in the training rows"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rows_get_one_line_and_nothing_is_written(case, tmp_path, fails):
+    kind, contents, words = WRONG[case]
+    options = []
+    for name, content in contents.items():
+        file = tmp_path / (name if "." in name else f"{name}.csv")
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        options.append(f"--{name.partition('.')[0]}_file={file}")
+    before = sorted(tmp_path.iterdir())
+    line = fails("finetune", "no/model", f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
+    for word in words:
+        assert word in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_several_columns_of_labels_are_zero_or_one(tmp_path, fails):
+    file = tmp_path / "train.csv"
+    file.write_text("text,x,y\na,1,0\nb,0,2\n")
+    options = ["finetune", "no/model", "--task=multilabel", f"--train_file={file}", "--label_column", "x"]
+    assert "column 'y' holds '2'; write 0 or 1" in fails(*options, "y")
+    file.write_text("text,x,y\na,1,0\nb,0,0\n")
+    assert "no row has the label 'y'" in fails(*options, "y")
+    assert "no column 'z'" in fails(*options, "z")
+
+
+def test_a_parquet_file_has_its_checks(tmp_path, fails):
+    file = tmp_path / "train.parquet"
+    options = ["finetune", "no/model", f"--train_file={file}", "--task"]
+    pq.write_table(pa.table({"text": ["a", "b"], "label": [0.5, None]}), file)
+    assert "row 1: column 'label' holds numbers such as 0.5" in fails(*options, "classification")
+    assert "row 2: column 'label' is empty" in fails(*options, "regression")
+    pq.write_table(pa.table({"text": ["a", None], "label": [1, 2]}), file)
+    assert "row 2: column 'text' is empty" in fails(*options, "regression")
+
+
+OPTIONS = [  # options, words of the error line
+    ("", ["task is missing; give --task with one of classification, multilabel, regression"]),
+    ("--task clasification --train_file x", ["task 'clasification' is unknown; did you mean classification?"]),
+    ("--task classification", ["train_file is missing; give --train_file FILE, or --dataset ID"]),
+    ("--task classification --train_file nowhere.csv", ["train_file nowhere.csv: no such file"]),
+    ("--task classification --train_file .", ["train_file .: not a file"]),
+    ("--task classification --train_file a --dataset b", ["both give the training rows; give one"]),
+    ("--task classification --train_file a --test_split b", ["test_split is for dataset"]),
+    ("--task classification --train_file a --label_column x y", ["several columns are for --task multilabel"]),
+    ("--task sst2 --validation_share 1", ["validation_share must be at least 0 and below 1, got 1.0"]),
+    ("--task sst2 --validation_share 0.1 --validation_file v", ["validation_share holds out training rows"]),
+    ("--task sst2 --learning_rate fast", ["learning_rate takes numbers above 0", "'fast'"]),
+    ("--task sst2 --learning_rate 1e-4 0.0001", ["learning_rate has 0.0001 twice"]),
+    ("--task sst2 --learning_rate 1e-4 1e-3 --validation_share 0", ["need validation rows to choose"]),
+    ("--task sst2 --early_stopping_patience 1 --validation_share 0", ["early_stopping_patience needs validation"]),
+    ("--task sst2 --num_train_epochs 2 --max_steps 3", ["num_train_epochs and max_steps contradict each other"]),
+    ("--task sst2 --warmup_steps 2 --warmup_ratio 0.1", ["warmup_ratio and warmup_steps contradict"]),
+    ("--task sst2 --eval_strategy steps", ["give --eval_steps N"]),
+    ("--task sst2 --eval_steps 5", ["eval_steps is for --eval_strategy steps"]),
+    ("--task sst2 --eval_strategy steps --eval_steps 5 --save_steps 7", ["save_steps (7) must be a multiple"]),
+    ("--task sst2 --num_seeds 0", ["num_seeds must be at least 1, got 0"]),
+    ("--task sst2 --layerwise_decay 1.5", ["layerwise_decay must be above 0 and at most 1, got 1.5"]),
+    ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob must be at least 0 and below 1"]),
+    ("--task sst2 --metric_for_best_model bleu", ["metric_for_best_model 'bleu'", "accuracy, f1"]),
+    ("--task sst2 --hub_model_id me/x", ["hub_model_id is for push_to_hub"]),
+    ("--task sst2 --report_to none wandb", ["none cannot be combined with trackers"]),
+    ("--task sst2 --train_fil x", ["unknown option --train_fil; did you mean --train_file?"]),
+    ("--task sst2", ["dataset nyu-mll/glue: cannot be loaded", "the Hub gave no dataset of this name"]),
+    ("--task classification --dataset no/where", ["dataset no/where: cannot be loaded"]),
+]
+
+
+@pytest.mark.parametrize("options, words", OPTIONS, ids=[options[:60] for options, _ in OPTIONS])
+def test_wrong_options_get_one_line(options, words, fails):
+    line = fails("finetune", "no/model", *options.split())
+    for word in words:
+        assert word in line
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    return f"--train_file={write_csv(tmp_path / 'train.csv', rows_of(20, 0))}"
+
+
+def test_a_model_that_cannot_be_fine_tuned_gets_one_line(trained, rows_file, tmp_path, fails):
+    options = ["--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
+    assert "no/model: cannot be loaded: no folder here has this name" in fails("finetune", "no/model", *options)
+    assert "max_seq_length (999) is beyond the model's positions (64)" in fails(
+        "finetune", trained, *options, "--max_seq_length=999"
+    )
+    GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt")
+    assert "gpt: the model has no tokenizer" in fails("finetune", tmp_path / "gpt", *options)
+    (tmp_path / "cut").mkdir()
+    for file in trained.iterdir():
+        if file.is_file():
+            (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "model.safetensors is damaged" in fails("finetune", tmp_path / "cut", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_without_weights_is_refused(trained, rows_file, tmp_path, fails):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = tmp_path / "lacking"
+    save_tokenizer(AutoTokenizer.from_pretrained(trained), folder)
+    AutoConfig.from_pretrained(trained).save_pretrained(folder)
+    weights = load_file(trained / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "attention.query" not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert "it has no weights for bert.encoder.layer.0.attention.query" in fails(
+        "finetune", folder, "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"
+    )
+
+
+def test_an_output_folder_with_other_things_is_kept(trained, rows_file, tmp_path, fails, folder):
+    command = ["finetune", trained, "--task=classification", rows_file, "--max_steps=1"]
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "thesis.txt").write_text("precious")
+    assert "holds other files (thesis.txt) and no run" in fails(*command, f"--output_dir={other}")
+    assert "holds the model to start from" in fails("finetune", folder, *command[2:], f"--output_dir={folder}")
+    assert "holds a run of another command" in fails(*command, f"--output_dir={folder}", "--overwrite_output_dir")
+    assert (folder / "model.safetensors").exists()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run_config.json").write_text(json.dumps({"finetune": {}}))
+    assert "go on with --resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
+    both = ["--resume_from_checkpoint=latest", "--overwrite_output_dir"]
+    assert "give one" in fails(*command, f"--output_dir={run}", *both)
+
+
+def test_a_resumed_run_refuses_other_options_and_rows(trained, rows_file, tmp_path, fails, monkeypatch):
+    def stop(*_):
+        raise UserError("stopped")
+
+    monkeypatch.setattr(run, "run_all", stop)
+    command = ["finetune", trained, "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
+    assert "stopped" in fails(*command)
+    again = [*command, "--resume_from_checkpoint=latest"]
+    assert "stopped" in fails(*again)
+    assert "the run was started with seed 42, and now it is 43" in fails(*again, "--seed=43")
+    write_csv(tmp_path / "train.csv", rows_of(20, 1))
+    assert "the train rows are others than when the run was started" in fails(*again)
+    path = tmp_path / "out" / "models_in_training" / "checkpoint-1"
+    write_csv(tmp_path / "train.csv", rows_of(20, 0))
+    assert "no complete checkpoint of output_dir" in fails(*command, f"--resume_from_checkpoint={path}")
+
+
+def test_a_training_that_diverged_is_said(trained, rows_file, tmp_path, fails, monkeypatch):
+    def diverge(self):
+        for parameter in self.model.parameters():
+            parameter.data.fill_(np.nan)
+
+    monkeypatch.setattr(FinetuneTrainer, "train", diverge)
+    command = ["finetune", trained, "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
+    assert "rate-0.0003-seed-42: the training diverged" in fails(*command)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("package", ["sklearn.metrics", "scipy.stats"])
+def test_without_the_extra_one_line_says_what_to_install(package, rows_file, fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    line = fails("finetune", "no/model", "--task=classification", rows_file)
+    assert "needs scikit-learn and scipy" in line and "pip install 'd2l-bert[finetune]'" in line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that are right
+
+
+def loaded(tmp_path, rows, **options):
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    config = FinetuneConfig(**{"model": "m", "task": "classification", "train_file": str(path), **options})
+    config.check()
+    kind = make_kind(config)
+    return load_data(config, kind), kind
+
+
+def test_held_out_rows_are_drawn_by_the_seed_and_share_no_text_with_training(tmp_path):
+    rows = [{"text": f"text {n % 50}", "label": n % 2} for n in range(100)]
+    data, kind = loaded(tmp_path, rows, validation_share=0.2)
+    assert len(data.validation) == 20 and len(data.train) == 80
+    assert not set(kind.texts(data.train)) & set(kind.texts(data.validation))
+    again, _ = loaded(tmp_path, rows, validation_share=0.2)
+    other, _ = loaded(tmp_path, rows, validation_share=0.2, seed=7)
+    assert again.validation.columns == data.validation.columns != other.validation.columns
+    default, _ = loaded(tmp_path, rows)
+    assert len(default.validation) == 10 and "10 of the training rows (0.1, drawn by seed 42)" in default.notes[0]
+    none, _ = loaded(tmp_path, rows, validation_share=0)
+    assert none.validation is None and len(none.train) == 100
+
+
+def test_classes_are_in_the_order_of_their_numbers_or_names(tmp_path):
+    def classes(labels, **options):
+        _, kind = loaded(
+            tmp_path, [{"text": f"t{n}", "label": label} for n, label in enumerate(labels * 2)], **options
+        )
+        return kind.classes
+
+    assert classes([10, 2, 1]) == ["1", "2", "10"]
+    assert classes(["no", "yes", "maybe"]) == ["maybe", "no", "yes"]
+    assert classes([True, False]) == ["False", "True"]
+    assert classes([["b", "a"], [], ["a"]], task="multilabel") == ["a", "b"]
+
+
+def test_a_named_task_takes_its_columns_where_a_file_has_them(tmp_path):
+    rows = [{"sentence1": f"a{n}", "sentence2": "b", "label": n % 2} for n in range(20)]
+    data, kind = loaded(tmp_path, rows, task="mrpc")
+    assert kind.text_columns() == ["sentence1", "sentence2"]
+    rows = [{"text": f"a{n}", "text_pair": "b", "label": n % 2} for n in range(20)]
+    data, kind = loaded(tmp_path, rows, task="mrpc")
+    assert kind.text_columns() == ["text", "text_pair"]
+    data, kind = loaded(tmp_path, rows, task="mrpc", text_column="text_pair", text_pair_column="text")
+    assert kind.text_columns() == ["text_pair", "text"]
+
+
+def test_tables_of_every_format_are_read_alike(tmp_path):
+    content = {"text": ['with "quotes", and a comma', "two\nlines", "Zürich"], "label": ["1", "0", "1"]}
+    rows = [dict(zip(content, row, strict=True)) for row in zip(*content.values(), strict=True)]
+    write_csv(tmp_path / "a.csv", rows)
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.csv").read_bytes())
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    pq.write_table(pa.table(content), tmp_path / "a.parquet")
+    for name in ("a.csv", "b.csv", "a.jsonl", "a.parquet"):
+        assert read_file(str(tmp_path / name), "train_file").columns == content, name
+    assert read_file(str(tmp_path / "a.csv"), "train_file").place(2) == "train_file a.csv, line 5"
+    assert np.all(read_file(str(tmp_path / "a.jsonl"), "train_file").lines == [1, 2, 3])

@@ -1,0 +1,332 @@
+"""Wrong rows for tags, answers and multiple choice: one line each, before anything is trained or written."""
+
+import json
+
+import pytest
+
+
+def lines(*rows):
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def tagged(words, tags):
+    return {"tokens": words, "ner_tags": tags}
+
+
+def asked(context="Ada sold it.", question="Who?", text=("Ada",), start=(0,)):
+    return {"context": context, "question": question, "answers": {"text": list(text), "answer_start": list(start)}}
+
+
+def chosen(context="She opens the door.", choices=("She walks in.", "It is red."), label=0):
+    return {"context": context, "choices": list(choices), "label": label}
+
+
+def squad(*questions, context="Ada sold it."):
+    return json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(questions)}]}]})
+
+
+TAGS = lines(tagged(["Ada", "left"], ["B-PER", "O"]), tagged(["It", "left"], ["O", "O"]))
+ANSWERS = lines(asked(), asked("It was Bo.", text=["Bo"], start=[7]))
+CHOICES = lines(chosen(), chosen(label=1))
+QUESTION = {"id": "q1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+
+# The kind, the files by option, words of the error line.
+WRONG = {
+    "words and tags of different counts": (
+        "tags",
+        {"train.jsonl": TAGS, "validation.jsonl": lines(tagged(["a", "b", "c"], ["O", "O"]))},
+        ["validation_file validation.jsonl, line 1: 3 words in column 'tokens' and 2 tags in column 'ner_tags'"],
+    ),
+    "words and tags of different counts in CSV": (
+        "tags",
+        {"train.csv": "words,tags\nAda left,B-PER O\nIt left now,O O\n"},
+        ["train.csv, line 3: 3 words in column 'words' and 2 tags in column 'tags'; give each word one tag"],
+    ),
+    "a tag that training lacks": (
+        "tags",
+        {"train.jsonl": TAGS, "validation.jsonl": lines(tagged(["Rome", "left"], ["B-LOC", "O"]))},
+        ["validation.jsonl, line 1: tag 'B-LOC' of word 1 ('Rome') does not stand in the training rows"],
+    ),
+    "a tag of the test rows that training lacks": (
+        "tags",
+        {"train.jsonl": TAGS, "test.jsonl": lines(tagged(["a", "b"], ["O", "I-PER"]))},
+        ["test_file test.jsonl, line 1: tag 'I-PER' of word 2 ('b') does not stand"],
+    ),
+    "one tag only": ("tags", {"train.jsonl": lines(tagged(["a"], ["O"]))}, ["every word has the tag 'O'", "two tags"]),
+    "no tags": ("tags", {"train.jsonl": lines(tagged(["a"], []))}, ["column 'ner_tags' is empty; training rows need"]),
+    "a row without tags": (
+        "tags",
+        {"train.jsonl": TAGS + lines(tagged(["a"], []))},
+        ["line 3: 1 words in column 'tokens' and 0 tags"],
+    ),
+    "validation rows without tags": (
+        "tags",
+        {"train.jsonl": TAGS, "validation.jsonl": lines({"tokens": ["a"]})},
+        ["validation_file validation.jsonl: no column 'ner_tags'"],
+    ),
+    "no words": ("tags", {"train.jsonl": TAGS + lines(tagged([], []))}, ["line 3: column 'tokens' has no words"]),
+    "an empty word": (
+        "tags",
+        {"train.jsonl": TAGS + lines(tagged(["a", " "], ["O", "O"]))},
+        ["line 3: word 2 of column 'tokens' is ' '; write a word there"],
+    ),
+    "a number as a word": (
+        "tags",
+        {"train.jsonl": TAGS + lines(tagged(["a", 5], ["O", "O"]))},
+        ["line 3: word 2 of column 'tokens' is 5"],
+    ),
+    "a number for a list of words": (
+        "tags",
+        {"train.jsonl": lines({"tokens": 1, "ner_tags": ["O"]}, {"tokens": 2, "ner_tags": ["B"]})},
+        ["line 1: column 'tokens' holds int, not a list of words; name another column with --text_column"],
+    ),
+    "a number for a list of tags": (
+        "tags",
+        {"train.jsonl": lines({"tokens": ["a"], "ner_tags": ["O"]}, {"tokens": ["a"], "ner_tags": 1.5})},
+        ["line 2: column 'ner_tags' holds float, not a list of tags"],
+    ),
+    "floats as tags": ("tags", {"train.jsonl": lines(tagged(["a"], [0.5]))}, ["tag 1 of column 'ner_tags' is 0.5"]),
+    "half a character": (
+        "tags",
+        {"train.jsonl": TAGS + '{"tokens": ["\\ud800"], "ner_tags": ["O"]}\n'},
+        ["line 3: half a character in word 1"],
+    ),
+    "no column of words": ("tags", {"train.jsonl": lines({"text": "a", "tags": ["O"]})}, ["no column 'tokens'"]),
+    "a line of CoNLL with fewer fields": (
+        "tags",
+        {"train.conll": "Ada NNP B-PER\nleft O\n"},
+        ["train_file train.conll, line 2: 2 fields, and the first line has 3"],
+    ),
+    "an empty CoNLL file": ("tags", {"train.conll": "\n\n"}, ["train_file train.conll: has no rows"]),
+    "CoNLL in another encoding": (
+        "tags",
+        {"train.conll": "Ada O\nZürich B-LOC\n".encode("latin-1")},
+        ["train_file train.conll, line 2: not UTF-8 text"],
+    ),
+    "CoNLL without tags": ("tags", {"train.conll": "Ada\nleft\n"}, ["no column", "--label_column"]),
+    "an answer at another place": (
+        "answers",
+        {"train.jsonl": ANSWERS + lines(asked(start=[1]))},
+        ["train.jsonl, line 3: the answer 'Ada' is not at character 1 of its context (it begins at 0); correct"],
+    ),
+    "an answer that is nowhere": (
+        "answers",
+        {"train.jsonl": ANSWERS, "validation.jsonl": lines(asked(text=["Bo"]))},
+        ["validation.jsonl, line 1: the answer 'Bo' is not at character 0", "it is nowhere in the context"],
+    ),
+    "an answer before the context": ("answers", {"train.jsonl": lines(asked(start=[-12]))}, ["at character -12"]),
+    "a second answer that is nowhere": (
+        "answers",
+        {"train.jsonl": ANSWERS, "test.jsonl": lines(asked(text=["Ada", "Bo"], start=[0, 0]))},
+        ["test_file test.jsonl, line 1: the answer 'Bo' is not at character 0"],
+    ),
+    "an answer in SQuAD's file that is nowhere": (
+        "answers",
+        {"train.json": squad(QUESTION, {**QUESTION, "id": "q2", "answers": [{"text": "Bo", "answer_start": 3}]})},
+        ["train_file train.json, question 'q2': the answer 'Bo' is not at character 3 of its context"],
+    ),
+    "an empty context": ("answers", {"train.jsonl": lines(asked(" "))}, ["line 1: column 'context' is empty"]),
+    "an empty question": (
+        "answers",
+        {"train.jsonl": ANSWERS, "test.jsonl": lines({"context": "a", "question": ""})},
+        ["test_file test.jsonl, line 1: column 'question' is empty"],
+    ),
+    "an empty answer": ("answers", {"train.jsonl": lines(asked(text=[""]))}, ["line 1: an answer is empty"]),
+    "no answer at all": ("answers", {"train.jsonl": lines(asked(text=[], start=[]))}, ["no row has an answer"]),
+    "a question without an answer that training lacks": (
+        "answers",
+        {"train.jsonl": ANSWERS, "validation.jsonl": ANSWERS + lines(asked(text=[], start=[]))},
+        ["validation.jsonl, line 3: a question without an answer, and every training row has an answer"],
+    ),
+    "an impossible question with an answer": (
+        "answers",
+        {"train.json": squad({**QUESTION, "is_impossible": True})},
+        ["question 'q1': is_impossible is true, and there is an answer"],
+    ),
+    "answers without places": (
+        "answers",
+        {"train.jsonl": lines({"context": "a b", "question": "c", "answers": {"text": ["a"]}})},
+        ["line 1: column 'answers' has no whole numbers under answer_start", '"answer_start": [0]'],
+    ),
+    "answers and places of different counts": (
+        "answers",
+        {"train.jsonl": lines(asked(start=[0, 1]))},
+        ["line 1: column 'answers' has 1 texts and 2 values of answer_start"],
+    ),
+    "answers as plain text": (
+        "answers",
+        {"train.csv": "context,question,answers\nAda sold it.,Who?,Ada\n"},
+        ["train.csv, line 2: column 'answers' holds 'Ada'; write"],
+    ),
+    "a number as a context": (
+        "answers",
+        {"train.jsonl": lines({**asked(), "context": 5})},
+        ["line 1: column 'context' holds int, not text; name another column with --context_column"],
+    ),
+    "no answers column": (
+        "answers",
+        {"train.jsonl": lines({"context": "a", "question": "b"})},
+        ["no column 'answers'"],
+    ),
+    "JSON of another form": ("answers", {"train.json": '{"rows": []}'}, ["neither a list of objects nor an object"]),
+    "no JSON": ("answers", {"train.json": '{"data": ['}, ["train_file train.json: not JSON"]),
+    "JSON in another encoding": (
+        "answers",
+        {"train.json": squad(QUESTION, context="Zürich").replace("\\u00fc", "ü").encode("latin-1")},
+        ["train_file train.json: not UTF-8 text"],
+    ),
+    "an article without questions": (
+        "answers",
+        {"train.json": json.dumps({"data": [{"paragraphs": [{"context": "a"}]}]})},
+        ["train.json, article 1, a paragraph: no list of objects 'qas'"],
+    ),
+    "an empty SQuAD file": ("answers", {"train.json": '{"data": []}'}, ["train_file train.json: has no rows"]),
+    "a question without its text": (
+        "answers",
+        {"train.json": squad({"id": "q7"})},
+        ["question 'q7': no value 'quest"],
+    ),
+    "answers for some questions only": (
+        "answers",
+        {"train.json": squad(QUESTION, {"id": "q2", "question": "Who?"})},
+        ["train.json, question 'q2': no value 'answers', which other rows have"],
+    ),
+    "rows with different numbers of choices": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(choices=("a", "b", "c")))},
+        ["train.jsonl, line 3: 3 choices, and most training rows have 2; give every row equally many"],
+    ),
+    "test rows with another number of choices": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES, "test.jsonl": lines(chosen(choices=("a", "b", "c")))},
+        ["test_file test.jsonl, line 1: 3 choices, and most training rows have 2"],
+    ),
+    "a label that is no choice": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES, "validation.jsonl": lines(chosen(label=2))},
+        ["validation.jsonl, line 1: label 2 in column 'label' is no choice; write one of 0 to 1"],
+    ),
+    "a label below zero": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(label=-1))},
+        ["line 3: label -1 in column 'label' is no choice"],
+    ),
+    "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'", "no choice"]),
+    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.0))}, ["label 1.0", "no choice"]),
+    "an empty label": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(label=None))},
+        ["line 3: column 'label' is empty; write the number of a choice"],
+    ),
+    "an empty choice": (
+        "multiple_choice",
+        {"train.csv": "sent1,ending0,ending1,label\na,b,c,0\na,,c,1\n"},
+        ["train.csv, line 3: column 'ending0' is empty; write a text there"],
+    ),
+    "an empty choice in a list": (
+        "multiple_choice",
+        {"train.jsonl": lines(chosen(choices=("a", " ")))},
+        ["line 1: choice 1 of column 'choices' is empty"],
+    ),
+    "an empty context of choices": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES, "test.jsonl": lines(chosen(context=""))},
+        ["test_file test.jsonl, line 1: column 'context' is empty"],
+    ),
+    "a number as a choice": (
+        "multiple_choice",
+        {"train.jsonl": lines(chosen(choices=("a", 7)))},
+        ["line 1: choice 1 of column 'choices' holds int, not text"],
+    ),
+    "one choice": ("multiple_choice", {"train.jsonl": lines(chosen(choices=("a",)))}, ["line 1: 1 choices in column"]),
+    "choices as text": (
+        "multiple_choice",
+        {"train.csv": "context,choices,label\na,b or c,0\n"},
+        ["line 2: column 'choices' holds str, not a list of choices; give JSONL"],
+    ),
+    "no choices": (
+        "multiple_choice",
+        {"train.csv": "context,label\na,0\n"},
+        ["no column 'choices'", "--choices_column"],
+    ),
+    "no context": ("multiple_choice", {"train.csv": "ending0,ending1,label\na,b,0\n"}, ["no column 'context'"]),
+    "no label in any row": (
+        "multiple_choice",
+        {"train.csv": "sent1,ending0,ending1,label\na,b,c,\n"},
+        ["train_file train.csv: column 'label' is empty; training rows need labels"],
+    ),
+    "no labels": ("multiple_choice", {"train.csv": "sent1,ending0,ending1\na,b,c\n"}, ["no column 'label'"]),
+    "validation rows without labels": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES, "validation.jsonl": lines({"context": "a", "choices": ["b", "c"]})},
+        ["validation_file validation.jsonl: no column 'label'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rows_get_one_line_and_nothing_is_written(case, tmp_path, fails):
+    kind, contents, words = WRONG[case]
+    options = []
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        options.append(f"--{name.partition('.')[0]}_file={tmp_path / name}")
+    before = sorted(tmp_path.iterdir())
+    line = fails("finetune", "no/model", f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
+    for word in words:
+        assert word in line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+OPTIONS = [  # options, words of the error line
+    ("--task classification --doc_stride 8", ["doc_stride is for --task answers; leave doc_stride out"]),
+    ("--task tags --context_column a", ["context_column is for --task answers and multiple_choice"]),
+    ("--task answers --text_column a", ["text_column is for --task classification, multilabel, regression and tags"]),
+    ("--task answers --choices_column a b", ["choices_column is for --task multiple_choice"]),
+    ("--task tags --n_best_size 3", ["n_best_size is for --task answers"]),
+    ("--task squad --max_answer_length 0", ["max_answer_length must be at least 1, got 0"]),
+    ("--task squad --doc_stride -1", ["doc_stride must be at least 0, got -1"]),
+    ("--task squad --null_score_diff_threshold nan", ["null_score_diff_threshold must be a finite number"]),
+    ("--task answers --label_column a b", ["several columns are for --task multilabel"]),
+    (
+        "--task tags --metric_for_best_model exact_match",
+        ["--task tags has f1, precision, recall, strict_f1, accuracy"],
+    ),
+    ("--task squad", ["dataset rajpurkar/squad: cannot be loaded"]),
+    ("--task squad_v2", ["dataset rajpurkar/squad_v2: cannot be loaded"]),
+    ("--task swag", ["dataset allenai/swag: cannot be loaded"]),
+    ("--task conll2003", ["dataset lhoestq/conll2003: cannot be loaded"]),
+]
+
+
+@pytest.mark.parametrize("options, words", OPTIONS, ids=[options for options, _ in OPTIONS])
+def test_wrong_options_get_one_line(options, words, tmp_path, fails):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    given = options.split()
+    if len(given) > 2 and given[1] not in ("squad",):
+        given.append(f"--train_file={tmp_path / 'train.jsonl'}")
+    line = fails("finetune", "no/model", *given)
+    for word in words:
+        assert word in line
+
+
+def test_a_stride_as_long_as_a_window_is_refused(trained, tmp_path, fails):
+    (tmp_path / "train.jsonl").write_text(ANSWERS)
+    line = fails(
+        "finetune",
+        trained,
+        "--task=answers",
+        f"--train_file={tmp_path / 'train.jsonl'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--max_seq_length=32",
+        "--doc_stride=29",
+    )
+    assert "doc_stride (29) must be smaller than the tokens of a window (29 of max_seq_length 32)" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_metric_that_plain_tags_do_not_have_is_refused(tmp_path, fails):
+    (tmp_path / "train.jsonl").write_text(lines(tagged(["a", "b"], ["DET", "NOUN"]), tagged(["c"], ["DET"])))
+    train = f"--train_file={tmp_path / 'train.jsonl'}"
+    line = fails("finetune", "no/model", "--task=tags", train, "--metric_for_best_model=f1")
+    assert "metric_for_best_model 'f1': --task tags has accuracy, loss; give one" in line

@@ -1,0 +1,378 @@
+"""`FinetuneConfig`: the options of `d2l-bert finetune`, and their checks."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from d2l_bert.errors import UserError
+from d2l_bert.options import HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option
+from d2l_bert.training.finetuning.tasks import KINDS, NAMED_TASKS, NamedTask
+
+
+# Further headings in `--help`.
+DATA = "task and data"
+MODEL = "model"
+
+LARGEST_RATE = 100.0
+
+# The kinds of tasks of options that other kinds do not use.
+KINDS_OF_OPTIONS = {
+    "text_column": ("classification", "multilabel", "regression", "tags"),
+    "text_pair_column": ("classification", "multilabel", "regression"),
+    "context_column": ("answers", "multiple_choice"),
+    "question_column": ("answers", "multiple_choice"),
+    "choices_column": ("multiple_choice",),
+    "doc_stride": ("answers",),
+    "max_answer_length": ("answers",),
+    "n_best_size": ("answers",),
+    "null_score_diff_threshold": ("answers",),
+}
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(Options):
+    """
+    A fine-tuning run. Every field but `model` is an option of `d2l-bert finetune`.
+
+    Where `transformers.TrainingArguments` has a field of the same name, the field means the same.
+
+    Args:
+        model: the model to start from, a folder or an id on the Hub.
+
+    Raises:
+        UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
+    """
+
+    model: str = dataclasses.field(metadata={"group": None, "identity": False})
+    task: str | None = option(
+        None,
+        f"the kind of task: {', '.join(KINDS)}; or a data set that is known by its name: {', '.join(NAMED_TASKS)}",
+        DATA,
+        metavar="KIND",
+    )
+    train_file: str | None = option(
+        None, "rows to train on: .csv, .tsv, .jsonl, .parquet, .json or .conll", DATA, identity=False, metavar="FILE"
+    )
+    validation_file: str | None = option(
+        None, "rows that choose the best checkpoint, rate and seed", DATA, identity=False, metavar="FILE"
+    )
+    test_file: str | None = option(
+        None, "rows to predict, and to measure on if they have labels", DATA, identity=False, metavar="FILE"
+    )
+    dataset: str | None = option(
+        None, "a dataset on the Hub or in a folder, instead of train_file", DATA, identity=False, metavar="ID[:CONFIG]"
+    )
+    train_split: str = option("train", "split of the dataset to train on", DATA)
+    validation_split: str | None = option(
+        None, "split of the dataset that chooses; default: validation, if the dataset has it", DATA, metavar="NAME"
+    )
+    test_split: str | None = option(
+        None, "split of the dataset to predict; default: test, if the dataset has it", DATA, metavar="NAME"
+    )
+    text_column: str | None = option(
+        None,
+        "column of texts; default: the named data set's, or text; for tags the column of words: tokens or words",
+        DATA,
+        metavar="NAME",
+    )
+    text_pair_column: str | None = option(
+        None,
+        "column of second texts; default: the named data set's, or text_pair if it is there",
+        DATA,
+        metavar="NAME",
+    )
+    label_column: list[str] = option(
+        [],
+        "column of labels; several columns of 0 and 1 for multilabel; default: label; for tags ner_tags or tags, for "
+        "answers answers",
+        DATA,
+        metavar="NAME",
+    )
+    context_column: str | None = option(
+        None,
+        "column of contexts, for answers and multiple_choice; default: context, or SWAG's sent1",
+        DATA,
+        metavar="NAME",
+    )
+    question_column: str | None = option(
+        None,
+        "column of questions, for answers and multiple_choice; default: question, or SWAG's sent2",
+        DATA,
+        metavar="NAME",
+    )
+    choices_column: list[str] = option(
+        [],
+        "for multiple_choice: a column of lists, or a column for each choice; default: choices, or SWAG's ending0, "
+        "ending1, ...",
+        DATA,
+        metavar="NAME",
+    )
+    label_separator: str = option(
+        ",",
+        "between the labels in a cell of CSV or TSV, for multilabel; JSONL and Parquet have lists",
+        DATA,
+        metavar="TEXT",
+    )
+    validation_share: float | None = option(
+        None,
+        "without validation rows: share of the training rows to hold out for validation, by the seed; "
+        "0 holds out none; default: 0.1",
+        DATA,
+    )
+    max_train_samples: int | None = option(None, "train on so many rows only, drawn by the seed", DATA)
+    max_seq_length: int | None = option(
+        None,
+        "tokens of a row at most; longer texts are truncated, or for tags and answers cut into windows; default: 128 "
+        "(answers: 384), or the model's positions",
+        DATA,
+    )
+    doc_stride: int | None = option(
+        None,
+        "for answers: tokens that two windows of a long context share; default: 128, or a third of max_seq_length",
+        DATA,
+    )
+    max_answer_length: int = option(30, "for answers: most tokens of a predicted answer", DATA)
+    n_best_size: int = option(20, "for answers: how many of the best spans the table of predictions lists", DATA)
+    null_score_diff_threshold: float = option(
+        0.0,
+        "for answers: predict no answer if its score is larger by more than this than that of the best span",
+        DATA,
+    )
+
+    from_scratch: bool = option(False, "start from fresh weights of the same architecture, as a baseline", MODEL)
+    hidden_dropout_prob: float | None = option(
+        None, "dropout of the encoder; default: the model's, or 0.1 if the model was pretrained without", MODEL
+    )
+    attention_probs_dropout_prob: float | None = option(
+        None, "dropout of the attention; default: as for hidden_dropout_prob", MODEL
+    )
+    classifier_dropout: float | None = option(None, "dropout before the new head; default: hidden_dropout_prob", MODEL)
+
+    num_train_epochs: float | None = option(None, "times to see each training row (4)", LENGTH, largest=1e6)
+    max_steps: int | None = option(None, "optimizer steps, instead of num_train_epochs", LENGTH, largest=2**31 - 1)
+    early_stopping_patience: int | None = option(
+        None, "stop after so many evaluations without a better value of metric_for_best_model", LENGTH
+    )
+    early_stopping_threshold: float = option(0.0, "how much better a value must be to count as better", LENGTH)
+
+    learning_rate: list[str] = option(
+        [],
+        "peak rate; of several, each is tried with the first seed, and validation rows choose; default by the "
+        "model's hidden size: 3e-4 below 256, 1e-4 below 512, 5e-5 below 768, else 2e-5",
+        OPTIMIZER,
+        metavar="X",
+    )
+    per_device_train_batch_size: int | None = option(
+        None,
+        "rows of a process at once; default: 32, divided by the number of processes",
+        OPTIMIZER,
+    )
+    per_device_eval_batch_size: int = option(
+        64, "rows of a process at once, without training", MACHINE, identity=False
+    )
+    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER)
+    weight_decay: float = option(0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER)
+    warmup_ratio: float | None = option(None, "share of the steps in which the rate rises (0.1)", OPTIMIZER)
+    warmup_steps: int | None = option(None, "steps in which the rate rises, instead of warmup_ratio", OPTIMIZER)
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
+        "linear", "course of the rate after the warm-up", OPTIMIZER
+    )
+    layerwise_decay: float | None = option(
+        None, "factor of the rate from each layer to the layer below, such as 0.9", OPTIMIZER
+    )
+    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
+    adam_beta2: float = option(0.999, "AdamW's second beta", OPTIMIZER)
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon", OPTIMIZER)
+    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this length", OPTIMIZER)
+    seed: int = option(42, "seed of the new head, of the order of rows, of dropout and of what is held out", OPTIMIZER)
+    num_seeds: int = option(
+        1, "train so many models, with seed, seed + 1, ...; the best by validation is kept", OPTIMIZER
+    )
+
+    bf16: bool = option(False, "matrix products in bf16", MACHINE)
+    fp16: bool = option(False, "matrix products in fp16 (GPU)", MACHINE)
+    dataloader_num_workers: int = option(0, "processes that prepare batches", MACHINE, identity=False)
+
+    output_dir: str | None = option(
+        None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR"
+    )
+    overwrite_output_dir: bool = option(False, "replace the run in output_dir", OUTPUT, identity=False)
+    resume_from_checkpoint: str | None = option(
+        None, "go on from a checkpoint of output_dir, or from the latest", OUTPUT, identity=False, metavar="DIR|latest"
+    )
+    metric_for_best_model: str | None = option(
+        None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
+    )
+    eval_strategy: Literal["epoch", "steps"] = option("epoch", "evaluate after each epoch, or by eval_steps", OUTPUT)
+    eval_steps: int | None = option(None, "steps from one evaluation to the next, with eval_strategy steps", OUTPUT)
+    save_steps: int | None = option(
+        None,
+        "steps from one checkpoint to the next; default: a checkpoint with each evaluation",
+        OUTPUT,
+        identity=False,
+    )
+    save_total_limit: int = option(1, "checkpoints to keep beside the best", OUTPUT, identity=False)
+    logging_steps: int | None = option(
+        None, "steps from one row of the curves to the next; default: a fiftieth of the run", OUTPUT, identity=False
+    )
+    report_to: list[str] = option(
+        ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
+    )
+    license: str | None = option(None, "licence of the model (a Hub identifier)", HUB, identity=False, metavar="ID")
+    push_to_hub: bool = option(False, "publish the model at the end, as d2l-bert publish does", HUB, identity=False)
+    hub_model_id: str | None = option(
+        None, "repository to push to; default: the name of output_dir", HUB, identity=False, metavar="ID"
+    )
+    hub_private_repo: bool = option(True, "false makes the repository public at the end", HUB, identity=False)
+
+    def check(self) -> None:
+        """Check every option by itself, then the options against each other."""
+        self.check_types()
+        check_strings(self)
+        if self.task is None:
+            raise UserError(f"task is missing; give --task with {_choices()}")
+        if self.task not in (*KINDS, *NAMED_TASKS):
+            near = difflib.get_close_matches(self.task, [*KINDS, *NAMED_TASKS], n=1)
+            raise UserError(
+                f"task {self.task!r} is unknown; "
+                + (f"did you mean {near[0]}? " if near else "")
+                + f"give {_choices()}"
+            )
+        self._check_data()
+        self._check_numbers()
+        self._check_evaluations()
+        self.learning_rates()
+        if "none" in self.report_to and len(self.report_to) > 1:
+            raise UserError("report_to: none cannot be combined with trackers; give either")
+        if not self.push_to_hub and (self.hub_model_id or not self.hub_private_repo):
+            name = "hub_model_id" if self.hub_model_id else "hub_private_repo"
+            raise UserError(f"{name} is for push_to_hub; give that too, or leave {name} out")
+
+    def _check_data(self):
+        if self.train_file and self.dataset:
+            raise UserError("train_file and dataset both give the training rows; give one")
+        if self.train_file is None and self.dataset_name() is None:
+            raise UserError("train_file is missing; give --train_file FILE, or --dataset ID")
+        for name in ("train_split", "validation_split", "test_split"):
+            if self.train_file and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise UserError(f"{name} is for dataset; leave {name} out beside train_file")
+        for name in ("validation_file", "validation_split"):
+            if getattr(self, name) and self.validation_share is not None:
+                raise UserError(
+                    f"validation_share holds out training rows, and {name} gives validation rows; give one"
+                )
+        if len(self.label_column) > 1 and self.kind_name() != "multilabel":
+            raise UserError("label_column: several columns are for --task multilabel; name one")
+
+        for name, kinds in KINDS_OF_OPTIONS.items():
+            default = [] if name == "choices_column" else type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.kind_name() not in kinds:
+                raise UserError(f"{name} is for --task {_and(kinds)}; leave {name} out")
+
+    def _check_numbers(self):
+        if self.validation_share is not None:
+            self._check_range("validation_share", 0, below=1)
+        for name in ("max_train_samples", "num_seeds", "save_total_limit", "early_stopping_patience", "max_steps"):
+            self._check_range(name, 1)
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            self._check_range(name, 1)
+        for name in ("eval_steps", "save_steps", "logging_steps"):
+            self._check_range(name, 1)
+        self._check_range("max_seq_length", 8)
+        self._check_range("doc_stride", 0)
+        for name in ("max_answer_length", "n_best_size"):
+            self._check_range(name, 1)
+        self._check_range("null_score_diff_threshold", -math.inf)
+        self._check_range("num_train_epochs", 0, above=True)
+        for name in ("weight_decay", "early_stopping_threshold"):
+            self._check_range(name, 0)
+        self._check_range("warmup_ratio", 0, below=1)
+        self._check_range("warmup_steps", 0)
+        self._check_range("layerwise_decay", 0, most=1, above=True)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            self._check_range(name, 0, below=1)
+        for name in ("adam_beta1", "adam_beta2"):
+            self._check_range(name, 0, below=1)
+        for name in ("adam_epsilon", "max_grad_norm"):
+            self._check_range(name, 0, above=True)
+        self._check_range("seed", 0, 2**32 - self.num_seeds)  # NumPy's seeds end there
+        self._check_processes("dataloader_num_workers", 0)
+        for one, other in (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16")):
+            if getattr(self, one) and getattr(self, other):
+                raise UserError(f"{one} and {other} contradict each other; give one")
+
+    def _check_evaluations(self):
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise UserError("eval_strategy steps needs the number of steps; give --eval_steps N")
+        if self.eval_strategy == "epoch":
+            for name in ("eval_steps", "save_steps"):
+                if getattr(self, name) is not None and self.validates():
+                    raise UserError(f"{name} is for --eval_strategy steps; give that too, or leave {name} out")
+        elif not self.validates():
+            raise UserError("eval_strategy steps needs validation rows; give --validation_file, or leave it out")
+        elif self.save_steps is not None and self.save_steps % self.eval_steps:
+            raise UserError(
+                f"save_steps ({self.save_steps}) must be a multiple of eval_steps ({self.eval_steps}), so that the "
+                f"best checkpoint is one that was evaluated"
+            )
+        for name in ("early_stopping_patience", "metric_for_best_model"):
+            if getattr(self, name) is not None and not self.validates():
+                raise UserError(f"{name} needs validation rows; give --validation_file, or leave {name} out")
+        if len(self.learning_rate) > 1 and not self.validates():
+            raise UserError("several values of learning_rate need validation rows to choose; give --validation_file")
+
+    def validates(self) -> bool:
+        """Whether the run has validation rows: given, or held out of the training rows."""
+        return self.validation_share != 0
+
+    def named_task(self) -> NamedTask | None:
+        """The named data set of `task`; None if `task` is a kind."""
+        return NAMED_TASKS.get(self.task)
+
+    def kind_name(self) -> str:
+        """The kind of the task, one of `KINDS`."""
+        return self.named_task().kind if self.named_task() else self.task
+
+    def dataset_name(self) -> str | None:
+        """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
+        if self.dataset is None and self.train_file is None and self.named_task():
+            return self.named_task().dataset
+        return self.dataset
+
+    def learning_rates(self) -> list[float]:
+        """
+        The rates to try, in the order given; [] if the model's size decides.
+
+        Raises:
+            UserError: a rate is not a number above 0, or stands there twice.
+        """
+        rates = []
+        for text in self.learning_rate:
+            try:
+                rate = float(text)
+            except ValueError:
+                rate = math.nan
+            if not 0 < rate <= LARGEST_RATE:
+                raise UserError(f"learning_rate takes numbers above 0 and at most 100, got {text!r}")
+            if rate in rates:
+                raise UserError(f"learning_rate has {text} twice; give each rate once")
+            rates.append(rate)
+        return rates
+
+    def identity(self) -> dict:
+        """The options that decide the weights of the model: a resumed run must have the same values."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.metadata.get("identity", True)
+        }
+
+
+def _choices():
+    return f"one of {', '.join(KINDS)}; or {', '.join(NAMED_TASKS)}"
+
+
+def _and(names):
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

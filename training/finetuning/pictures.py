@@ -1,0 +1,178 @@
+"""Pictures of a fine-tuning: curves, confusion matrix, predicted and true numbers, F1 by label."""
+
+from pathlib import Path
+
+import numpy as np
+
+
+# Above so many classes, the cells of a confusion matrix get no numbers: they could not be read.
+NUMBERED_CLASSES = 30
+
+LABEL_CHARACTERS = 24
+
+
+def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Path, unit: str = "rows"):
+    """
+    Draw a confusion matrix, with true classes in rows, predicted classes in columns and counts in the cells.
+
+    The colour of a cell is its share of the row, so that rare classes show as clearly as frequent ones.
+
+    Args:
+        true, predicted: numbers of classes (N,).
+        rows_name: the name of the data, for the title.
+        unit: what is counted, in the plural.
+    """
+    from matplotlib.figure import Figure
+
+    counts = np.zeros((len(classes), len(classes)), dtype=int)
+    np.add.at(counts, (np.asarray(true), np.asarray(predicted)), 1)
+    totals = counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(totals, 1)
+    names = [_shortened(name) for name in classes]
+    longest = max(map(len, names))
+    size = max(3.2, 0.55 * len(classes)) if len(classes) <= NUMBERED_CLASSES else 12
+    figure = Figure(figsize=(size + 2.2 + 0.08 * longest, size + 1.4 + 0.08 * longest), layout="constrained")
+    panel = figure.subplots()
+    image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    bar = figure.colorbar(image, ax=panel, shrink=0.8, label=f"share of the true class's {unit}")
+    bar.ax.yaxis.set_major_formatter("{x:.0%}")
+    turned = longest > 4 and len(classes) > 2
+    panel.set_xticks(range(len(classes)), names, rotation=90 if turned else 0)
+    panel.set_yticks(
+        range(len(classes)), [f"{name} ({total:,})" for name, total in zip(names, totals[:, 0], strict=True)]
+    )
+    panel.set_xlabel("predicted class")
+    panel.set_ylabel(f"true class ({unit})")
+    if len(classes) <= NUMBERED_CLASSES:
+        small = 7 if len(classes) > 8 else 9
+        for row, column in np.ndindex(counts.shape):
+            share = f"\n{shares[row, column]:.0%}" if len(classes) <= 12 else ""
+            panel.text(
+                column,
+                row,
+                f"{counts[row, column]:,}{share}",
+                ha="center",
+                va="center",
+                fontsize=small,
+                color="white" if shares[row, column] > 0.55 else "0.15",
+            )
+    accuracy = np.trace(counts) / max(counts.sum(), 1)
+    panel.set_title(
+        f"Confusion matrix on {rows_name}:\n{counts.sum():,} {unit}, accuracy {accuracy:.1%}", fontsize=10, wrap=True
+    )
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def draw_label_bars(true, predicted, classes: list[str], rows_name: str, path: Path):
+    """
+    Draw precision, recall and F1 of each label as horizontal bars; returns the figure.
+
+    Args:
+        true, predicted: 0 or 1 for each row and label (N, C).
+    """
+    from matplotlib.figure import Figure
+
+    true, predicted = np.asarray(true).astype(bool), np.asarray(predicted).astype(bool)
+    hits, said, there = (true & predicted).sum(0), predicted.sum(0), true.sum(0)
+    figures = {
+        "precision": hits / np.maximum(said, 1),
+        "recall": hits / np.maximum(there, 1),
+        "F1": 2 * hits / np.maximum(said + there, 1),
+    }
+    figure = Figure(figsize=(7, 1.6 + 0.5 * len(classes)), layout="constrained")
+    panel = figure.subplots()
+    for number, (name, values) in enumerate(figures.items()):
+        heights = np.arange(len(classes)) + (number - 1) * 0.26
+        bars = panel.barh(heights, values, 0.24, label=name, color=("#9ecae1", "#fdae6b", "#08519c")[number])
+        panel.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=7, padding=2)
+    panel.set_yticks(
+        range(len(classes)),
+        [f"{_shortened(name)} ({count:,} rows)" for name, count in zip(classes, there, strict=True)],
+    )
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.12)
+    panel.set_xlabel("share")
+    panel.set_title(f"Precision, recall and F1 of each label on {rows_name} ({len(true):,} rows)", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def draw_scatter(true, predicted, rows_name: str, path: Path):
+    """
+    Draw predicted numbers over true numbers, with the line on which they are equal; returns the figure.
+
+    Args:
+        true, predicted: numbers (N,).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4.6), layout="constrained")
+    panel = figure.subplots()
+    panel.scatter(true, predicted, s=12, alpha=0.5, linewidths=0)
+    ends = [min(np.min(true), np.min(predicted)), max(np.max(true), np.max(predicted))]
+    panel.plot(ends, ends, linestyle=":", color="0.4", label="predicted = true")
+    panel.set_xlabel("true number")
+    panel.set_ylabel("predicted number")
+    panel.legend(frameon=False)
+    panel.grid(alpha=0.3)
+    panel.set_title(f"Predicted and true numbers on {rows_name} ({len(true):,} rows)", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: Path):
+    """
+    Draw the losses and the metric that chooses over the steps, other seeds and rates grey behind; returns the figure.
+
+    Args:
+        attempts: for each model trained, `name` and `log`, the rows of Trainer's log.
+        kept: the number of the attempt whose model is kept.
+        metric: the name of the metric.
+    """
+    from matplotlib.figure import Figure
+
+    has_validation = any("eval_loss" in row for row in attempts[kept]["log"])
+    figure = Figure(figsize=(9 if has_validation and metric != "loss" else 5, 3.8), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, 2 if has_validation and metric != "loss" else 1))
+    order = [number for number in range(len(attempts)) if number != kept] + [kept]
+    for number in order:
+        log, is_kept = attempts[number]["log"], number == kept
+        style = {"linewidth": 1.6, "zorder": 3} if is_kept else {"linewidth": 0.8, "color": "0.8", "zorder": 1}
+
+        def line(panel, key, label, style=style, log=log, is_kept=is_kept, **more):
+            points = [(row["step"], row[key]) for row in log if key in row]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=label if is_kept else None, **{**style, **more})
+
+        line(panels[0], "loss", "training", **({"color": "0.45"} if is_kept else {}))
+        line(panels[0], "eval_loss", "validation", marker="o", markersize=4, **({"color": "C0"} if is_kept else {}))
+        if len(panels) > 1:
+            line(
+                panels[1],
+                f"eval_{metric}",
+                "validation",
+                marker="o",
+                markersize=4,
+                **({"color": "C0"} if is_kept else {}),
+            )
+    if len(attempts) > 1:
+        panels[0].plot([], [], color="0.8", label="other seeds and rates")
+    panels[0].set_title("loss", fontsize=10)
+    if len(panels) > 1:
+        panels[1].set_title(f"{metric.replace('_', ' ')} on validation rows", fontsize=10)
+    for panel in panels:
+        panel.set_xlabel("optimizer step")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def _shortened(name):
+    return name if len(name) <= LABEL_CHARACTERS else f"{name[: LABEL_CHARACTERS - 1]}…"

@@ -1,0 +1,358 @@
+"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its tables."""
+
+import contextlib
+import logging
+import math
+import shutil
+import statistics
+from pathlib import Path
+
+import transformers
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+
+from d2l_bert import folders
+from d2l_bert.errors import UserError
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.publish import publish
+from d2l_bert.model_cards.push import check_push
+from d2l_bert.modeling.saving import save_model, save_with_code
+from d2l_bert.progress import report
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.distributed import (
+    check_engine,
+    check_launcher_environment,
+    is_set,
+    keep_process_group,
+    on_main,
+    report_errors_once,
+)
+from d2l_bert.training.finetuning import folder as output
+from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import Data, load_data
+from d2l_bert.training.finetuning.kind import Kind
+from d2l_bert.training.finetuning.kinds import best_metric, make_kind
+from d2l_bert.training.finetuning.metrics import check_extra
+from d2l_bert.training.finetuning.pictures import draw_curves
+from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
+from d2l_bert.training.finetuning.trainer import check_machine, default_rate, make_arguments
+from d2l_bert.training.host_settings import restore_host_settings
+
+
+logger = logging.getLogger(__name__)
+
+
+def finetune(config: FinetuneConfig) -> Path:
+    """
+    Fine-tune a model on a table, by Transformers' `Trainer`, on all launched processes.
+
+    Data and options are checked before anything is written. One model is trained for each rate, with the first seed;
+    then one for each further seed, with the best rate. The folder holds the model of the best seed.
+
+    Args:
+        config: the options of the run.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
+    """
+    with report_errors_once():
+        config.check()
+        check_extra()
+        check_launcher_environment()
+        if is_set("ACCELERATE_USE_FSDP"):
+            raise UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
+    with restore_host_settings(), _quiet_libraries():
+        AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+        with report_errors_once():
+            check_machine(config)
+            kind = make_kind(config)
+            best_metric(config, kind)  # an unknown name is refused before rows are read
+            data = load_data(config, kind)
+            metric = best_metric(config, kind)  # of `tags`, the rows decide
+            start = read_start(config, kind)
+            kind.check_tokenizer(start.tokenizer, start.max_seq_length)
+            make_model(start, kind)  # weights that cannot be loaded are refused here, before anything is written
+        state = _make_state()
+        if config.push_to_hub:
+            on_main(state, _check_push, config, start)
+        return _run(config, kind, metric, data, start, state)
+
+
+def _run(config, kind, metric, data, start, state):
+    """The run after all checks of options, data and model."""
+    rates = config.learning_rates() or [default_rate(getattr(start.config, "hidden_size", 768))]
+    with contextlib.ExitStack() as stack:
+        folder = on_main(state, lambda: stack.enter_context(output.output_folder(config)))
+        record = output.make_record(config, kind, data, start, rates, state.num_processes)
+        on_main(state, output.start_folder, config, folder, record)
+        if state.is_main_process:
+            for note in data.notes:
+                logger.info(note)
+        features = {
+            split: kind.features(table, start.tokenizer, start.max_seq_length)
+            for split, table in data.splits().items()
+        }
+        if state.is_main_process:
+            _say_sizes(config, data, features, start, rates, state.num_processes)
+        work = Work(config, kind, data, start, features, metric, folder / output.WORK_FOLDER, state)
+        tried, seeds, kept = run_all(work, rates)
+        message = on_main(state, _finish, work, folder, record, tried, seeds, kept)
+        state.wait_for_everyone()
+    if state.is_main_process:
+        report.info(message)
+        if config.push_to_hub:
+            repository = config.hub_model_id or folder.resolve().name
+            report.info(publish(folder, repository, PublishConfig(public=not config.hub_private_repo)))
+    state.wait_for_everyone()
+    return folder
+
+
+def _make_state():
+    """Accelerate's state of the launched processes, on this machine's devices."""
+    import torch
+
+    state = PartialState(cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()))
+    check_engine(_Engine(state))
+    keep_process_group(state)
+    return state
+
+
+class _Engine:
+    """The attributes of an `Accelerator` that `check_engine` reads, for a `PartialState`."""
+
+    is_fsdp2 = False
+
+    def __init__(self, state):
+        self.num_processes, self.device, self.distributed_type = (
+            state.num_processes,
+            state.device,
+            state.distributed_type,
+        )
+
+
+@contextlib.contextmanager
+def _quiet_libraries():
+    """Within the block, Transformers logs only errors, and shows no bars."""
+    logs = transformers.utils.logging
+    verbosity = logs.get_verbosity()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+
+
+def _check_push(config, start):
+    if not (is_ours(start.config) or start.config.model_type == "bert"):
+        raise UserError(
+            f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
+            f"{start.config.model_type} model; leave push_to_hub out"
+        )
+    repository = config.hub_model_id or output.folder_of(config).resolve().name
+    check_push(repository, config.license, config.hub_private_repo, dry_run=False)
+
+
+def _say_sizes(config, data, features, start, rates, processes):
+    """Log what is trained on, and how many texts are truncated."""
+    for split, table in data.splits().items():
+        labels = "" if split != "test" or data.test_is_labelled else ", without labels"
+        cut = features[split].truncated
+        truncated = (
+            f"; {cut:,} ({cut / len(table):.1%}) are truncated to {start.max_seq_length} tokens"
+            if cut
+            else f"; none is longer than {start.max_seq_length} tokens"
+        )
+        truncated = f"; {features[split].note}" if features[split].note else truncated
+        logger.info(f"{split}: {len(table):,} rows of {table.name}{labels}{truncated}")
+    logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
+    if processes > 1:
+        logger.info(f"{processes} processes")
+    given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
+    logger.info(f"rate {', '.join(f'{rate:g}' for rate in rates)}{given}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of a run
+
+
+def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: list[dict], kept: int) -> str:
+    """
+    Write the finished folder; only the main process calls this.
+
+    Returns:
+        The report for the user: the table of figures, and what the folder holds.
+    """
+    kind, data, start = work.kind, work.data, work.start
+    partial = folder / output.PARTIAL_FOLDER
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        best = seeds[kept]
+        auto_class = getattr(transformers, kind.auto_class)
+        source = work.folder / attempt_name(best["learning_rate"], best["seed"]) / MODEL_FOLDER
+        model = auto_class.from_pretrained(source, trust_remote_code=False)
+        with folders.os_errors():
+            save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
+            save_tokenizer(start.tokenizer, partial)
+        pictures = _predict(work, model, partial, folder)
+        attempts = [
+            {"name": attempt_name(r["learning_rate"], r["seed"]), "log": r["log"]} for r in (*tried, *seeds[1:])
+        ]
+        shown = next(n for n, attempt in enumerate(attempts) if attempt["name"] == source.parent.name)
+        title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
+        draw_curves(attempts, shown, work.metric, title, partial / CURVES_FILE)
+        metrics = make_metrics(kind, work.metric, data, tried, seeds, kept)
+        metrics |= {
+            "truncated": {split: made.truncated for split, made in work.features.items()},
+            "shared_with_training": data.shared,
+            "pictures": {CURVES_FILE: "Loss and metric over the steps", **pictures},
+        }
+        folders.write_json(partial / METRICS_FILE, metrics)
+        folders.write_json(partial / RUN_FILE, record)
+        card = render_card(partial, folder.resolve().name)
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
+        output.finish_folder(folder, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return results_text(folder, metrics, data)
+
+
+def _predict(work, model, partial, folder):
+    """
+    Predict the test rows with the finished model; write their table, and draw the kind's pictures.
+
+    Returns:
+        What each picture shows, by its file name.
+    """
+    split = "test" if work.data.test is not None else "validation"
+    if split not in work.data.splits():
+        return {}
+    table, features = work.data.splits()[split], work.features[split]
+    config = work.config
+    arguments = make_arguments(
+        config, folder / output.WORK_FOLDER, 1e-5, config.seed, 1, work.metric, 1, work.kind.label_names
+    )
+    # In the main process alone: Trainer's own `predict` would wait for the other processes.
+    outputs = _outputs(
+        model, features.rows, work.kind.collator(work.start.tokenizer), arguments, work.kind.label_names
+    )
+    if split == "test":
+        columns = dict(table.columns)
+        for name, values in work.kind.predicted_columns(table, features, outputs).items():
+            while name in columns:
+                name = f"{name} (predicted)"
+            columns[name] = values
+        output.write_table(partial / output.PREDICTIONS_FILE, columns)
+    if split in work.data.measured():
+        return work.kind.pictures(table, features, outputs, partial)
+    return {}
+
+
+def _outputs(model, rows, collator, arguments, label_names):
+    """The outputs of a model for features: NumPy arrays, as Trainer's `predict` gives them, in one process."""
+    import torch
+
+    device = arguments.device
+    model.to(device).eval()
+    found = []
+    with torch.no_grad():
+        for begin in range(0, len(rows), arguments.per_device_eval_batch_size):
+            batch = collator(rows[begin : begin + arguments.per_device_eval_batch_size])
+            batch = {name: value.to(device) for name, value in batch.items() if name not in label_names}
+            outputs = model(**batch).to_tuple()
+            found.append(tuple(value.float().cpu().numpy() for value in outputs if torch.is_tensor(value)))
+    joined = tuple(_joined(values) for values in zip(*found, strict=True))
+    return joined[0] if len(joined) == 1 else joined
+
+
+def _joined(parts):
+    """Arrays (B, T, ...) as one array; shorter ones are padded with -100 at the end of T, as Trainer does."""
+    import numpy as np
+
+    if parts[0].ndim > 1:
+        longest = max(part.shape[1] for part in parts)
+        widths = [[(0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2)] for part in parts]
+        parts = [np.pad(part, width, constant_values=-100) for part, width in zip(parts, widths, strict=True)]
+    return np.concatenate(parts)
+
+
+def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: list[dict], kept: int) -> dict:
+    """
+    The content of metrics.json.
+
+    Returns:
+        `test_accuracy` and the like: the figures of the model in the folder. `mean` and `sd`: mean and standard
+        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `seeds`: each seed's
+        figures. `rates`: the figures of the first seed with each rate.
+    """
+    names = (*kind.metrics_shown, "loss")
+    measured = data.measured()
+
+    def figures(result):
+        return {
+            "seed": result["seed"],
+            "learning_rate": result["learning_rate"],
+            "steps": result["steps"],
+            "best_step": result["best_step"],
+            "seconds": round(result["seconds"], 2),
+            **{split: {name: result[split][name] for name in names} for split in measured},
+        }
+
+    over = {split: {name: [result[split][name] for result in seeds] for name in names} for split in measured}
+    return {
+        **{f"{split}_{name}": seeds[kept][split][name] for split in measured for name in names},
+        "best_metric": metric,
+        "kept_seed": seeds[kept]["seed"],
+        "learning_rate": seeds[kept]["learning_rate"],
+        "mean": {
+            split: {name: statistics.fmean(values) for name, values in over[split].items()} for split in measured
+        },
+        "sd": {
+            split: {name: statistics.stdev(values) if len(seeds) > 1 else None for name, values in over[split].items()}
+            for split in measured
+        },
+        "seeds": [figures(result) for result in seeds],
+        "rates": [figures(result) for result in tried],
+        "metrics_shown": list(kind.metrics_shown),
+        "train_seconds": round(math.fsum(result["seconds"] for result in (*tried, *seeds[1:])), 2),
+    }
+
+
+def results_text(folder: Path, metrics: dict, data: Data) -> str:
+    """The table at the end of a run: a line for each seed, mean and standard deviation, and what the folder holds."""
+    lines = []
+    for split in data.measured():
+        table = data.splits()[split]
+        lines.append(f"{split}: {len(table):,} rows of {table.name}")
+        names = metrics["metrics_shown"]
+        widths = [max(9, len(name)) for name in names]
+        lines.append(
+            "  ".join([f"  {'':>8}", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])
+        )
+
+        def line(label, values, widths=widths):
+            shown = (
+                f"{'' if value is None else f'{value:.4f}':>{width}}"
+                for value, width in zip(values, widths, strict=True)
+            )
+            return "  ".join([f"  {label:>8}", *shown])
+
+        for result in metrics["seeds"]:
+            kept = " (kept)" if result["seed"] == metrics["kept_seed"] and len(metrics["seeds"]) > 1 else ""
+            lines.append(line(f"seed {result['seed']}", [result[split][name] for name in names]) + kept)
+        if len(metrics["seeds"]) > 1:
+            lines.append(line("mean", [metrics["mean"][split][name] for name in names]))
+            lines.append(line("sd", [metrics["sd"][split][name] for name in names]))
+    lines.append(
+        f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
+        f"{metrics['learning_rate']:g} is in {folder}"
+    )
+    if (folder / output.PREDICTIONS_FILE).exists():
+        lines.append(f"predictions for the test rows: {folder / output.PREDICTIONS_FILE}")
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""The model that a fine-tuning starts from: its configuration, tokenizer and weights, with a fresh head."""
+
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from d2l_bert.errors import UserError, reading_model, reading_tokenizer
+from d2l_bert.folders import base_name
+from d2l_bert.modeling import conversion
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.existing import read_tokenizer
+from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.kind import Kind
+
+
+logger = logging.getLogger(__name__)
+
+
+# Dropout for fine-tuning if the model was pretrained without: BERT's (Devlin et al., 2018, appendix A.2).
+DROPOUT = 0.1
+
+# The names of the three dropout rates in the configurations of Transformers' encoders, the usual name first.
+DROPOUT_FIELDS = {
+    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout"),
+    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
+    "classifier_dropout": ("classifier_dropout", "seq_classif_dropout", "classifier_dropout_prob"),
+}
+
+
+@dataclass
+class Start:
+    """
+    The model that a run starts from.
+
+    Args:
+        name: the folder or the id on the Hub.
+        config: the configuration, with the task's labels and the dropout of the run.
+        revision: the commit of a model on the Hub; None for a folder.
+        fingerprint: a hash of the files of a folder; None for a model on the Hub.
+        max_seq_length: most tokens of a row.
+        dropout: the dropout rates of the run, by the names of `DROPOUT_FIELDS`.
+    """
+
+    name: str
+    config: object
+    tokenizer: PreTrainedTokenizerBase
+    revision: str | None
+    fingerprint: str | None
+    max_seq_length: int
+    dropout: dict[str, float]
+
+    def record(self) -> dict:
+        """What the run's record says about the base model."""
+        return {
+            "name": self.name if self.fingerprint is None else base_name(self.name),
+            "revision": self.revision,
+            "fingerprint": self.fingerprint,
+            "model_type": self.config.model_type,
+        }
+
+
+def read_start(config: FinetuneConfig, kind: Kind) -> Start:
+    """
+    Read the configuration and the tokenizer of the model, and set labels and dropout.
+
+    Raises:
+        UserError: there is no such model, the model has no tokenizer, its class has no head for the task, or an option
+            does not fit the model.
+    """
+    name = config.model
+    with reading_model(name):
+        model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        auto_class = getattr(transformers, kind.auto_class)
+        if type(model_config) not in auto_class._model_mapping.keys():
+            raise UserError(
+                f"a {model_config.model_type} model has no head for {config.task}; give a BERT or the like"
+            )
+        with reading_tokenizer(name):
+            tokenizer = read_tokenizer(name, model_config)
+    if tokenizer is None:
+        raise UserError(f"{name}: the model has no tokenizer; put its tokenizer.json beside its config.json")
+    revision = getattr(model_config, "_commit_hash", None)
+    is_folder = Path(name).exists()
+    model_config = copy.deepcopy(model_config)
+    for field, value in kind.model_settings().items():
+        setattr(model_config, field, value)
+    return Start(
+        name=name,
+        tokenizer=tokenizer,
+        revision=None if is_folder else revision,
+        fingerprint=folder_fingerprint(Path(name)) if is_folder else None,
+        dropout=_set_dropout(config, model_config),
+        max_seq_length=_length(config, kind.default_length, model_config, tokenizer),
+        config=model_config,
+    )
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A hash of the files of a model folder that decide its outputs."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    files += [folder / name for name in ("config.json", "tokenizer.json", "vocab.txt")]
+    return fingerprint([(file.name, content_hash(file)) for file in files if file.is_file()])
+
+
+def _set_dropout(config, model_config):
+    """Set the run's dropout in the model's configuration; returns the rates by the names of `DROPOUT_FIELDS`."""
+    rates = {}
+    for option, names in DROPOUT_FIELDS.items():
+        field = next((name for name in names if hasattr(model_config, name)), None)
+        given = getattr(config, option)
+        if field is None:
+            if given is not None:
+                raise UserError(f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out")
+            continue
+        rate = getattr(model_config, field) if given is None else given
+        if given is None and rate == 0 and option != "classifier_dropout":
+            rate = DROPOUT
+        setattr(model_config, field, rate)
+        rates[option] = rate
+    return rates
+
+
+def _length(config, default, model_config, tokenizer):
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions is not None and model_config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        positions -= model_config.pad_token_id + 1  # positions count from behind the id of padding there
+    most = min(number for number in (positions, tokenizer.model_max_length) if number is not None)
+    if config.max_seq_length is not None and config.max_seq_length > most:
+        raise UserError(f"max_seq_length ({config.max_seq_length}) is beyond the model's positions ({most}); lower it")
+    return config.max_seq_length or min(default, most)
+
+
+def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[PreTrainedModel, list[str]]:
+    """
+    The model with a fresh head, in float32, in training mode. PyTorch's global generator draws the fresh weights.
+
+    Args:
+        from_scratch: draw all weights.
+
+    Returns:
+        The model, and the names of the modules with fresh weights; [] with `from_scratch`.
+
+    Raises:
+        UserError: the weights cannot be loaded, or the encoder's weights are not complete.
+    """
+    auto_class = getattr(transformers, kind.auto_class)
+    config = copy.deepcopy(start.config)
+    if from_scratch:
+        return auto_class.from_config(config, dtype=torch.float32).train(), []
+    with reading_model(start.name):
+        model, missing, _ = conversion.load_and_compare(
+            auto_class,
+            start.name,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=_has_own_head(start),
+            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
+        )
+        encoder = f"{model.base_model_prefix}."
+        lacking = sorted(name for name in missing if name.startswith(encoder) and "pooler." not in name)
+        if lacking:
+            raise UserError(
+                f"it has no weights for {lacking[0]}; give a pretrained encoder, or save the model again with "
+                f"save_pretrained"
+            )
+    fresh = sorted({name.rpartition(".")[0] for name in missing})
+    return model.train(), fresh
+
+
+def _has_own_head(start):
+    """Whether the saved model has a head with labels, whose number may differ from the task's."""
+    return "architectures" in vars(start.config) and any(
+        name.endswith(("Classification", "MultipleChoice", "QuestionAnswering"))
+        for name in start.config.architectures or []
+    )
+
+
+def is_ours(model_config) -> bool:
+    """Whether a configuration is that of a d2l-bert model."""
+    return isinstance(model_config, D2lBertConfig)

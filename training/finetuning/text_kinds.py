@@ -1,0 +1,421 @@
+"""Kinds of tasks about one text or two: one class of several, several labels at once, a number (d2l, section 16.6)."""
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from transformers import DataCollatorWithPadding
+
+from d2l_bert.errors import UserError
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.pictures import draw_confusion, draw_label_bars, draw_scatter
+from d2l_bert.training.finetuning.tables import Table
+
+
+# A number with a decimal point or an exponent, as in a column of floats.
+DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infinity)", re.IGNORECASE)
+
+# A table of predictions has a column of probabilities for each class, up to so many classes.
+PROBABILITY_COLUMNS = 20
+
+TEXTS_AT_ONCE = 1000
+
+CONFUSION_FILE = "confusion_matrix.png"
+SCATTER_FILE = "predicted_and_true.png"
+LABEL_FILE = "f1_by_label.png"
+
+
+class TextKind(Kind):
+    """What the kinds of this file share: columns, checks of texts, features, the head on [CLS]."""
+
+    auto_class = "AutoModelForSequenceClassification"
+    pipeline_task = "text-classification"
+    problem_type = ""
+
+    def find_columns(self, train):
+        config, task = self.config, self.config.named_task()
+
+        def choose(given, named, default):
+            if given is not None:
+                return given
+            return named if named in train.columns and default not in train.columns else default
+
+        self.text = choose(config.text_column, task and task.text, "text")
+        train.require(self.text, "text_column")
+        self.text_pair = choose(config.text_pair_column, task and task.text_pair, "text_pair")
+        if config.text_pair_column is not None or (task and task.text_pair):
+            train.require(self.text_pair, "text_pair_column")
+        elif self.text_pair not in train.columns:
+            self.text_pair = None
+        self.label = config.label_column or [choose(None, task and task.label, "label")]
+        for column in self.label:
+            train.require(column, "label_column")
+        chosen = [*self.text_columns(), *self.label]
+        if len(set(chosen)) < len(chosen):
+            raise UserError(f"column {max(chosen, key=chosen.count)!r} cannot be two of text, text_pair and label")
+
+    def text_columns(self):
+        return [self.text] if self.text_pair is None else [self.text, self.text_pair]
+
+    def texts(self, table):
+        return list(zip(*(table.columns[column] for column in self.text_columns()), strict=True))
+
+    def usable(self, table):
+        if not table.is_dataset:
+            return table, {}
+        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(_has_text, texts))}
+        without_label = set()
+        labels = table.columns.get(self.label[0], [])
+        if self.label[0] in table.class_names or all(label == -1 for label in labels):  # -1 is GLUE's "no label"
+            without_label = {row for row, label in enumerate(labels) if label in (-1, None)}
+        if labels and len(without_label) == len(table):
+            columns = {name: values for name, values in table.columns.items() if name not in self.label}
+            table, without_label = Table(**{**vars(table), "columns": columns}), set()
+        counts = Counter({"an empty text": len(without_text), "no label": len(without_label - without_text)})
+        dropped = without_text | without_label
+        return table.select([row for row in range(len(table)) if row not in dropped]) if dropped else table, +counts
+
+    def is_labelled(self, table):
+        if any(column not in table.columns for column in self.label):
+            return False
+        # A multilabel cell may be empty: the row then has no label of them all.
+        return self.problem_type == "multi_label_classification" or any(
+            _has_text(value) for value in table.columns[self.label[0]]
+        )
+
+    def check(self, table):
+        for column, option in zip(self.text_columns(), ("text_column", "text_pair_column"), strict=False):
+            for row, text in enumerate(table.require(column, option)):
+                if text is not None and not isinstance(text, str):
+                    raise UserError(
+                        f"{table.place(row)}: column {column!r} holds {type(text).__name__}, not text; name another "
+                        f"column with --{option}"
+                    )
+                if not _has_text(text):
+                    raise UserError(
+                        f"{table.place(row)}: column {column!r} is empty; write a text there, or take the row out"
+                    )
+                try:
+                    text.encode()
+                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+                    raise UserError(f"{table.place(row)}: half a character in {column!r}; repair the row") from None
+        if self.is_labelled(table):
+            self.targets(table)
+
+    def targets(self, table) -> np.ndarray:
+        """
+        The labels of a labelled table as the model's: classes (N,), 0 or 1 (N, C), or numbers (N,).
+
+        Raises:
+            UserError: a label is missing, or is not one that the training rows have.
+        """
+        raise NotImplementedError
+
+    def in_training(self, targets) -> list:
+        """The targets as values of `labels` for the model in training."""
+        return targets.tolist()
+
+    def features(self, table, tokenizer, max_seq_length):
+        columns = [table.columns[column] for column in self.text_columns()]
+        targets = self.in_training(self.targets(table)) if self.is_labelled(table) else None
+        rows, truncated = [], 0
+        for start in range(0, len(table), TEXTS_AT_ONCE):
+            texts = [values[start : start + TEXTS_AT_ONCE] for values in columns]
+            encoded = tokenizer(*texts, verbose=False)
+            cut = tokenizer(*texts, truncation=True, max_length=max_seq_length)
+            truncated += sum(
+                len(short) < len(whole) for short, whole in zip(cut["input_ids"], encoded["input_ids"], strict=True)
+            )
+            rows += [{name: values[row] for name, values in cut.items()} for row in range(len(texts[0]))]
+        if targets is not None:
+            rows = [{**row, "labels": target} for row, target in zip(rows, targets, strict=True)]
+        return Features(rows, truncated)
+
+    def collator(self, tokenizer):
+        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+
+    def data_record(self):
+        return {"labels": getattr(self, "classes", None), "has_pairs": self.text_pair is not None}
+
+
+class Classification(TextKind):
+    """One class of several for a text or a pair of texts."""
+
+    problem_type = "single_label_classification"
+    main_metric = "accuracy"
+    metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
+
+    def is_labelled(self, table):
+        missing = "-1" not in getattr(self, "number_of", {"-1": 0})  # GLUE's mark for test rows without labels
+        labels = {str(value).strip() for value in table.columns.get(self.label[0], [])}
+        return super().is_labelled(table) and not (missing and labels == {"-1"})
+
+    def holdable(self, train, drawn):
+        texts, chosen = self.texts(train), set(drawn)
+        names = [self._name(train, row) for row in range(len(train))]
+        left = {name for text, name in zip(texts, names, strict=True) if text not in chosen}
+        needed = set()
+        for text, name in zip(texts, names, strict=True):  # the first text of a class that would be held out whole
+            if name not in left:
+                needed.add(text)
+                left.add(name)
+        return chosen - needed
+
+    def learn(self, train):
+        column = self.label[0]
+        for row, value in enumerate(train.columns[column]):
+            if isinstance(value, list | dict):
+                raise UserError(
+                    f"{train.place(row)}: column {column!r} holds {type(value).__name__}, not a class; name another "
+                    f"column with --label_column, or give --task multilabel for several labels"
+                )
+            if isinstance(value, float) or (isinstance(value, str) and DECIMAL.fullmatch(value.strip())):
+                raise UserError(
+                    f"{train.place(row)}: column {column!r} holds numbers such as {value}, not classes; give --task "
+                    f"regression, or write classes as whole numbers or names"
+                )
+        values = [self._name(train, row) for row in range(len(train))]
+        named = train.class_names.get(column)
+        self.classes = [name for name in named if name in set(values)] if named else sort_labels(set(values))
+        if len(self.classes) == 1:
+            raise UserError(
+                f"{train.label}: every row has the label {self.classes[0]!r} in column {column!r}; there is nothing "
+                f"to tell apart: give rows of two classes at least, or name another column with --label_column"
+            )
+        if len(self.classes) == len(train) and len(train) > 2:
+            raise UserError(
+                f"{train.label}: every row has a label of its own in column {column!r}; name the column of classes "
+                f"with --label_column"
+            )
+        self.number_of = {name: number for number, name in enumerate(self.classes)}
+
+    def _name(self, table, row):
+        """The label of a row as a string: the class's name in a dataset with names, else the value in the file."""
+        column = self.label[0]
+        value = table.columns[column][row]
+        names = table.class_names.get(column)
+        if names and isinstance(value, int) and 0 <= value < len(names):
+            return names[value]
+        if not _has_text(value):
+            raise UserError(f"{table.place(row)}: column {column!r} is empty; write a label, or take the row out")
+        return str(value).strip()
+
+    def targets(self, table):
+        names = [self._name(table, row) for row in range(len(table))]
+        for row, name in enumerate(names):
+            if name not in self.number_of:
+                raise UserError(
+                    f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
+                    f"{_listed(self.classes)}; correct the label, or add training rows with it"
+                )
+        return np.array([self.number_of[name] for name in names], dtype=np.int64)
+
+    def model_settings(self):
+        return _label_settings(self.classes, self.problem_type)
+
+    def metrics(self, table, features, predictions):
+        return metrics.class_metrics(self.targets(table), predictions.argmax(-1), len(self.classes))
+
+    def predicted_columns(self, table, features, predictions):
+        probabilities = softmax(predictions)
+        chosen = predictions.argmax(-1)
+        columns = {
+            "prediction": [self.classes[number] for number in chosen],
+            "probability": [_rounded(row[number]) for row, number in zip(probabilities, chosen, strict=True)],
+        }
+        if len(self.classes) <= PROBABILITY_COLUMNS:
+            for number, name in enumerate(self.classes):
+                columns[f"probability of {name}"] = [_rounded(value) for value in probabilities[:, number]]
+        return columns
+
+    def pictures(self, table, features, predictions, folder):
+        draw_confusion(
+            self.targets(table), predictions.argmax(-1), self.classes, table.name, Path(folder, CONFUSION_FILE)
+        )
+        return {CONFUSION_FILE: f"Confusion matrix on {table.name}"}
+
+
+class Multilabel(TextKind):
+    """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
+
+    problem_type = "multi_label_classification"
+    main_metric = "f1"
+    metrics_shown = ("f1", "macro_f1", "exact_match")
+
+    def learn(self, train):
+        if len(self.label) > 1:
+            self.classes = list(self.label)
+        else:
+            self.classes = sort_labels({name for row in range(len(train)) for name in self._names(train, row)})
+        if not self.classes:
+            raise UserError(f"{train.label}: no row has a label in column {self.label[0]!r}; name another column")
+        self.number_of = {name: number for number, name in enumerate(self.classes)}
+        totals = self.targets(train).sum(0)
+        for name, total in zip(self.classes, totals, strict=True):
+            if total == 0:
+                raise UserError(f"{train.label}: no row has the label {name!r}; leave its column out of label_column")
+        if (totals == len(train)).all():
+            raise UserError(
+                f"{train.label}: every row has all of the labels {_listed(self.classes)}; nothing to learn"
+            )
+
+    def _names(self, table, row):
+        """The names of the labels of a row."""
+        column = self.label[0]
+        value = table.columns[column][row]
+        if value is None:
+            return []
+        if isinstance(value, list):
+            names = table.class_names.get(column)
+            named = [names[entry] if names and isinstance(entry, int) else entry for entry in value]
+        elif isinstance(value, str):
+            named = [entry for entry in value.split(self.config.label_separator) if entry.strip()]
+        else:
+            raise UserError(
+                f"{table.place(row)}: column {column!r} holds {type(value).__name__}, not a list of labels; write a "
+                f"list, or several columns of 0 and 1"
+            )
+        for entry in named:
+            if not isinstance(entry, str | int) or not _has_text(entry):
+                raise UserError(f"{table.place(row)}: {entry!r} in column {column!r} is no label; write a name")
+        return [str(entry).strip() for entry in named]
+
+    def targets(self, table):
+        found = np.zeros((len(table), len(self.classes)), dtype=np.float32)
+        if len(self.label) > 1:
+            for number, column in enumerate(self.label):
+                for row, value in enumerate(table.require(column, "label_column")):
+                    if value not in (0, 1, "0", "1"):
+                        raise UserError(f"{table.place(row)}: column {column!r} holds {value!r}; write 0 or 1")
+                    found[row, number] = int(value)
+            return found
+        for row in range(len(table)):
+            for name in self._names(table, row):
+                if name not in self.number_of:
+                    raise UserError(
+                        f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
+                        f"{_listed(self.classes)}; correct the label, or add training rows with it"
+                    )
+                found[row, self.number_of[name]] = 1
+        return found
+
+    def model_settings(self):
+        return _label_settings(self.classes, self.problem_type)
+
+    def metrics(self, table, features, predictions):
+        return metrics.multilabel_metrics(self.targets(table), (predictions > 0).astype(int))
+
+    def predicted_columns(self, table, features, predictions):
+        separator = self.config.label_separator
+        chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in predictions]
+        columns = {"prediction": [separator.join(names) for names in chosen]}
+        probabilities = 1 / (1 + np.exp(-predictions.astype(np.float64)))
+        for number, name in enumerate(self.classes[:PROBABILITY_COLUMNS]):
+            columns[f"probability of {name}"] = [_rounded(value) for value in probabilities[:, number]]
+        return columns
+
+    def pictures(self, table, features, predictions, folder):
+        draw_label_bars(
+            self.targets(table), (predictions > 0).astype(int), self.classes, table.name, Path(folder, LABEL_FILE)
+        )
+        return {LABEL_FILE: f"Precision, recall and F1 of each label on {table.name}"}
+
+
+class Regression(TextKind):
+    """
+    A number for a text or a pair of texts.
+
+    The model learns standardised labels (mean 0, standard deviation 1), so that the rate need not fit their scale.
+    `finish` writes mean and deviation into the last layer: the finished model predicts in the labels' units.
+    """
+
+    problem_type = "regression"
+    main_metric = "pearson_spearman_mean"
+    metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
+
+    def learn(self, train):
+        numbers = self.targets(train)
+        self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
+        if self.deviation == 0:
+            raise UserError(
+                f"{train.label}: every row has the number {numbers[0]:g} in column {self.label[0]!r}; there is "
+                f"nothing to learn: name another column with --label_column"
+            )
+
+    def targets(self, table):
+        column, numbers = self.label[0], []
+        for row, value in enumerate(table.columns[column]):
+            try:
+                number = float(value) if isinstance(value, str | int | float) else math.nan
+            except ValueError:
+                number = math.nan
+            if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
+                shown = "is empty" if not _has_text(value) else f"holds {value!r}, not a finite number"
+                raise UserError(f"{table.place(row)}: column {column!r} {shown}; write a number, or take the row out")
+            numbers.append(number)
+        return np.array(numbers)
+
+    def in_training(self, targets):
+        return ((targets - self.mean) / self.deviation).tolist()
+
+    def model_settings(self):
+        return {"num_labels": 1, "problem_type": self.problem_type}
+
+    def rescaled(self, outputs):
+        return outputs * self.deviation + self.mean
+
+    def finish(self, model):
+        import torch
+
+        last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+        assert last.out_features == 1, "the head's last layer gives the number"
+        with torch.no_grad():
+            last.weight.mul_(self.deviation)
+            last.bias.mul_(self.deviation).add_(self.mean)
+
+    def metrics(self, table, features, predictions):
+        return metrics.number_metrics(self.targets(table), predictions[:, 0])
+
+    def predicted_columns(self, table, features, predictions):
+        return {"prediction": [float(f"{value:.6g}") for value in predictions[:, 0]]}
+
+    def pictures(self, table, features, predictions, folder):
+        draw_scatter(self.targets(table), predictions[:, 0], table.name, Path(folder, SCATTER_FILE))
+        return {SCATTER_FILE: f"Predicted and true numbers on {table.name}"}
+
+
+def sort_labels(names) -> list[str]:
+    """Labels in the order of their numbers if all are whole numbers, else in alphabetical order."""
+    if all(re.fullmatch(r"[+-]?\d+", name) for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities (N, C) of logits (N, C), in float64."""
+    exponentials = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def _label_settings(classes, problem_type):
+    return {
+        "num_labels": len(classes),
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+        "problem_type": problem_type,
+    }
+
+
+def _has_text(value):
+    return value is not None and str(value).strip() != ""
+
+
+def _listed(names, most=10):
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _rounded(probability):
+    return round(float(probability), 6)

@@ -1,0 +1,280 @@
+"""Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
+
+from d2l_bert.errors import UserError
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
+from d2l_bert.training.finetuning.start import is_ours
+
+
+logger = logging.getLogger(__name__)
+
+
+# Defaults of options whose default is None, because another option may replace them.
+EPOCHS = 4.0
+WARMUP_RATIO = 0.1
+BATCH_SIZE = 32
+LOGGED_ROWS = 50
+
+# Written into a checkpoint when all its other files are there: a checkpoint without it is never resumed from.
+COMPLETE_FILE = "complete"
+
+
+def default_rate(hidden_size: int) -> float:
+    """
+    The rate if `learning_rate` is not given.
+
+    BERT's authors tried 2e-5 to 5e-5 for BERT-base and larger (Devlin et al., 2018, appendix A.3), and 3e-5 to 3e-4
+    for the miniatures (https://github.com/google-research/bert); Mosbach et al. (2021) advise 2e-5 with warm-up.
+    """
+    return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
+
+
+def batch_size(config: FinetuneConfig, processes: int) -> int:
+    """The rows of a process at once: `per_device_train_batch_size`, or `BATCH_SIZE` divided by the processes."""
+    return config.per_device_train_batch_size or max(1, BATCH_SIZE // processes)
+
+
+def warmup(config: FinetuneConfig) -> float:
+    """Steps of the warm-up, or, below 1, their share of all steps: Trainer's `warmup_steps`."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
+
+
+def make_arguments(
+    config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, rows: int, labels
+) -> TrainingArguments:
+    """
+    Trainer's arguments for one model of a run.
+
+    Args:
+        folder: for the checkpoints of this model.
+        rate, seed: of this model.
+        processes: how many processes train.
+        metric: the metric that chooses the best checkpoint.
+        rows: how many training rows there are.
+        labels: the names of labels in a batch.
+    """
+    batch = batch_size(config, processes)
+    a_step = batch * processes * config.gradient_accumulation_steps
+    epochs = EPOCHS if config.num_train_epochs is None else config.num_train_epochs
+    steps = config.max_steps or max(1, round(epochs * rows / a_step))
+    validates, by_steps = config.validates(), config.eval_strategy == "steps"
+    evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
+    if by_steps:
+        evaluations |= {"eval_steps": config.eval_steps}
+    save_steps = config.save_steps or config.eval_steps
+    saves = {"save_strategy": "steps", "save_steps": save_steps} if save_steps else {"save_strategy": "epoch"}
+    best = {}
+    if validates:
+        best = {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": f"eval_{metric}",
+            "greater_is_better": metric not in LOWER_IS_BETTER,
+        }
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=config.per_device_eval_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_train_epochs=epochs,
+        max_steps=config.max_steps or -1,
+        learning_rate=rate,
+        weight_decay=config.weight_decay,
+        warmup_steps=warmup(config),
+        lr_scheduler_type=config.lr_scheduler_type,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        seed=seed,
+        data_seed=seed,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
+        dataloader_num_workers=config.dataloader_num_workers,
+        logging_steps=config.logging_steps or max(1, steps // LOGGED_ROWS),
+        save_total_limit=config.save_total_limit,
+        report_to=config.report_to,
+        run_name=folder.name,
+        disable_tqdm=True,
+        label_names=list(labels),
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
+        **evaluations,
+        **saves,
+        **best,
+    )
+    # On a machine with several GPUs one process uses one; DataParallel would change what a batch is.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+def check_machine(config: FinetuneConfig) -> None:
+    """
+    Check that this machine has what the options ask for.
+
+    Raises:
+        UserError: fp16 without a GPU, or a tracker that is unknown or not installed.
+    """
+    if config.fp16 and not torch.cuda.is_available():
+        raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
+    known = get_available_reporting_integrations()
+    for name in config.report_to:
+        if name not in ("none", "all", *known):
+            raise UserError(
+                f"report_to takes trackers that are installed here ({', '.join(known) or 'none is'}), got {name!r}; "
+                f"install it, or leave it out"
+            )
+
+
+class FinetuneTrainer(Trainer):
+    """`Trainer` with rates by layer (`layerwise_decay`), and one mean loss for any gradient accumulation."""
+
+    def __init__(self, *arguments, layerwise_decay: float | None = None, **options):
+        super().__init__(*arguments, **options)
+        self.layerwise_decay = layerwise_decay
+        for callback in (ProgressCallback, PrinterCallback):
+            self.remove_callback(callback)
+        # Stock BERT takes `num_items_in_batch` and ignores it: with gradient accumulation, loss and gradient would be
+        # too large by the number of batches in a step. Without it, Trainer averages the batches' losses.
+        if not is_ours(self.accelerator.unwrap_model(self.model).config):
+            self.model_accepts_loss_kwargs = False
+
+    def create_optimizer(self, model=None):
+        """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
+        if self.optimizer is not None or self.layerwise_decay in (None, 1.0):
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        depth_of, decayed = (
+            depths([name for name, _ in model.named_parameters()]),
+            self.get_decay_parameter_names(model),
+        )
+        top, groups = max(depth_of.values()), {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault((depth_of[name], name in decayed), []).append(parameter)
+        self.optimizer = kind(
+            [
+                {
+                    "params": parameters,
+                    "lr": self.args.learning_rate * self.layerwise_decay ** (top - depth),
+                    "weight_decay": self.args.weight_decay if is_decayed else 0.0,
+                }
+                for (depth, is_decayed), parameters in groups.items()
+            ],
+            **options,
+        )
+        return self.optimizer
+
+    def go_on(self, checkpoint: Path) -> None:
+        """
+        Go on with the training from a checkpoint, to its end.
+
+        The folder may have been moved since: the path of the best checkpoint is corrected first. If early stopping had
+        ended the training at this checkpoint, only the best checkpoint is loaded; Trainer would train on.
+        """
+        file = checkpoint / TRAINER_STATE_NAME
+        state = TrainerState.load_from_json(str(file))
+        if state.best_model_checkpoint is not None:
+            state.best_model_checkpoint = str(checkpoint.parent / Path(state.best_model_checkpoint).name)
+            if self.args.should_save:
+                partial = file.with_name(f".{file.name}.part")
+                state.save_to_json(str(partial))
+                partial.replace(file)
+        self.accelerator.wait_for_everyone()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback):
+                stored = state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+                if stored.get("early_stopping_patience_counter", 0) >= callback.early_stopping_patience:
+                    self.state = state
+                    self._load_best_model()
+                    return
+        self.train(resume_from_checkpoint=str(checkpoint))
+
+
+def depths(names: list[str]) -> dict[str, int]:
+    """The depth of each parameter of an encoder: 0 for embeddings, 1 for the first layer, ..., the head at the top."""
+    layer = {name: re.search(r"\.layers?\.(\d+)\.", name) for name in names}
+    layers = 1 + max((int(found[1]) for found in layer.values() if found), default=-1)
+    return {
+        name: int(found[1]) + 1 if found else 0 if "embeddings." in name else layers + 1
+        for name, found in layer.items()
+    }
+
+
+class Progress(TrainerCallback):
+    """Shows the training of one model: a bar on a terminal, and a line for each evaluation."""
+
+    def __init__(self, name: str, metric: str):
+        self.name, self.metric, self.bar = name, metric, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc=self.name,
+                unit="step",
+                leave=False,
+                dynamic_ncols=True,
+                disable=not sys.stderr.isatty(),
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n if not self.bar.disable else 0)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is not None and "loss" in (logs or {}):
+            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if state.is_world_process_zero and metrics and state.epoch is not None:
+            parts = [f"{self.metric} {metrics[f'eval_{self.metric}']:.4f}"] * (self.metric != "loss")
+            logger.info(
+                f"{self.name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
+                f"validation loss {metrics['eval_loss']:.4f}{', ' if parts else ''}{''.join(parts)}"
+            )
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+
+class MarkComplete(TrainerCallback):
+    """Marks each checkpoint as complete after Trainer has written all of its files."""
+
+    def on_save(self, args, state, control, **kwargs):
+        args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            if folder.is_dir():
+                (folder / COMPLETE_FILE).touch()
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of most steps in the folder of one model; None without one."""
+    complete = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
