@@ -45,7 +45,7 @@ FILE_FOR = {
     "Try three micro-batch sizes more before choosing": "training/trials.py",
     "Draw the learning rate into the picture of the losses": "training/curves.py",
     "Add a recipe with 6 layers of 384": "training/recipes.py",
-    "Show ten filled masks at the end of a run instead of five": "training/evaluate.py",
+    "Show ten filled masks at the end of a run instead of five": "training/held_out.py",
     "Count the floating-point operations of the embedding, too": "training/arithmetic.py",
     "Give the model a fourth switch, RMSNorm": "modeling/modeling_d2l_bert.py",
     "Convert checkpoints of stock RoBERTa": "modeling/bert_checkpoints.py",

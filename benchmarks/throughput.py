@@ -63,7 +63,7 @@ from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching
-from d2l_bert.training.evaluate import held_out_metrics
+from d2l_bert.training.held_out import held_out_metrics
 from d2l_bert.training.optim import learning_rate_share
 
 

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
-from d2l_bert.training import attention
-from d2l_bert.training.attention import attention_of, draw_attention
-from d2l_bert.training.encoder import load_encoder
-from d2l_bert.training.usage_config import AttentionConfig
+from d2l_bert.training.vectors import attention
+from d2l_bert.training.vectors.attention import attention_of, draw_attention
+from d2l_bert.training.vectors.config import AttentionConfig
+from d2l_bert.training.vectors.encoder import load_encoder
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

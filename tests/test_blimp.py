@@ -13,10 +13,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training.blimp import Paradigm, blimp_results, read_blimp
-from d2l_bert.training.evaluation_plot import plot_phenomena
-from d2l_bert.training.masked_models import load_masked_model
-from d2l_bert.training.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp
+from d2l_bert.training.evaluation.masked_models import load_masked_model
+from d2l_bert.training.evaluation.picture import plot_phenomena
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,9 +17,9 @@ from numpy.testing import assert_allclose
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.lines import text_lines
-from d2l_bert.training import embed as module
-from d2l_bert.training.embed import embed
-from d2l_bert.training.usage_config import EmbedConfig
+from d2l_bert.training.vectors import embed as module
+from d2l_bert.training.vectors.config import EmbedConfig
+from d2l_bert.training.vectors.embed import embed
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,11 +18,12 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 from d2l_bert.cli import main
 from d2l_bert.folders import read_json
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training import evaluation_text, masking
+from d2l_bert.training import masking
 from d2l_bert.training.data import HeldOutPairs, ordinary_ids
-from d2l_bert.training.evaluation_config import EvaluateConfig
-from d2l_bert.training.masked_models import load_masked_model
-from d2l_bert.training.pseudo_likelihood import encode
+from d2l_bert.training.evaluation import text as evaluation_text
+from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.evaluation.masked_models import load_masked_model
+from d2l_bert.training.evaluation.pseudo_likelihood import encode
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "d2l_bert.": "src/d2l_bert",
     **{f"d2l_bert.{n}.": n for n in ("modeling", "tokenization", "training", "model_cards")},
-    "d2l_bert.training.finetuning.": "training/finetuning",
+    **{f"d2l_bert.training.{n}.": f"training/{n}" for n in ("evaluation", "finetuning", "vectors")},
 }
 DRAWING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The layout")[2].partition("\n## ")[0]
 

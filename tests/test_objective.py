@@ -20,7 +20,8 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization import prepare
-from d2l_bert.training import data, evaluate
+from d2l_bert.training import data
+from d2l_bert.training import held_out as held_out_figures
 from d2l_bert.training.batching import make_phases
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
@@ -285,6 +286,6 @@ def test_held_out_counts_of_packed_pairs_equal_those_of_unpacked_pairs():
     }
     row = {**packed(batch), "cls_positions": torch.tensor([[0, 6]])}
     batch["next_sentence_label"], row["next_sentence_label"] = torch.tensor([0, 1]), torch.tensor([[0, 1]])
-    single, together = (evaluate.held_out_counts(model, [part], "cpu") for part in (batch, row))
+    single, together = (held_out_figures.held_out_counts(model, [part], "cpu") for part in (batch, row))
     torch.testing.assert_close(single, together, atol=1e-4, rtol=0)
-    assert evaluate.held_out_metrics(together, PAIR_TASKS["sop"])["eval_pairs"] == 2
+    assert held_out_figures.held_out_metrics(together, PAIR_TASKS["sop"])["eval_pairs"] == 2

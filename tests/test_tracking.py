@@ -12,7 +12,8 @@ import pytest
 from accelerate import Accelerator
 from measured_steps import NSP, SKIPPED, STEP, meter_of
 
-from d2l_bert.training import evaluate, tracking
+from d2l_bert.training import held_out as held_out_figures
+from d2l_bert.training import tracking
 from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.tracking import Progress, TrainingLog
 
@@ -95,11 +96,11 @@ def test_curves_mark_each_stage_with_a_line_and_a_label_that_overlaps_nothing(ta
 
 
 def test_the_report_at_the_end_shows_mfu_and_skipped_steps(trained, monkeypatch):
-    monkeypatch.setattr(evaluate, "show_example", lambda *arguments: "")
+    monkeypatch.setattr(held_out_figures, "show_example", lambda *arguments: "")
     metrics = json.loads((trained / "metrics.json").read_text()) | {"train_mfu": 0.4567}
-    said = evaluate.report(trained, None, None, metrics, {}, [])
+    said = held_out_figures.report(trained, None, None, metrics, {}, [])
     assert "45.7% of the peak (MFU)" in said and "left out" not in said
-    said = evaluate.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [])
+    said = held_out_figures.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [])
     assert "steps skipped because their loss or gradient was not finite: 1,234\n" in said
 
 

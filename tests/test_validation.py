@@ -20,7 +20,7 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.batching import make_held_out
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.evaluate import held_out_counts, held_out_metrics
+from d2l_bert.training.held_out import held_out_counts, held_out_metrics
 
 
 RUN = [*SMALL, "--max_steps=4", "--save_steps=2", "--mixed_precision=no", "--license=mit"]

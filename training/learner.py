@@ -13,7 +13,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.evaluate import held_out_counts, held_out_metrics
+from d2l_bert.training.held_out import held_out_counts, held_out_metrics
 from d2l_bert.training.meter import StepStats
 from d2l_bert.training.optim import MovingAverage, make_optimizers
 from d2l_bert.training.step import step_seed, train_step

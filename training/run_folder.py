@@ -21,10 +21,11 @@ from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training import checkpoint, evaluate
+from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.energy import describe_machine
+from d2l_bert.training.held_out import example_sentences, fill_mask, report
 from d2l_bert.training.recipes import command_line
 from d2l_bert.training.tracking import TrainingLog
 
@@ -265,8 +266,8 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         plot_curves(log.rows(), partial / CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
-        sentences = evaluate.example_sentences(text, model.config.max_position_embeddings)
-        filled = evaluate.fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
+        sentences = example_sentences(text, model.config.max_position_embeddings)
+        filled = fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
         predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
         folders.write_json(partial / RUN_FILE, record)
         folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": as_widget(predictions)})
@@ -286,7 +287,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return evaluate.report(folder, published, text.tokenizer, metrics, held_out, predictions)
+    return report(folder, published, text.tokenizer, metrics, held_out, predictions)
 
 
 def as_widget(predictions: list[tuple[str, list[tuple[str, float]]]]) -> list[dict]:

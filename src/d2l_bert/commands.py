@@ -129,9 +129,9 @@ def _architecture_of_init_from(given):
 
 def evaluate_command(arguments) -> None:
     """Evaluate models on a text and on minimal pairs; print a table with the models side by side."""
-    from d2l_bert.training.evaluation import evaluate
-    from d2l_bert.training.evaluation_config import EvaluateConfig
-    from d2l_bert.training.evaluation_table import evaluation_table
+    from d2l_bert.training.evaluation.config import EvaluateConfig
+    from d2l_bert.training.evaluation.run import evaluate
+    from d2l_bert.training.evaluation.table import evaluation_table
 
     given = vars(arguments)
     config = EvaluateConfig(**{f.name: given[f.name] for f in dataclasses.fields(EvaluateConfig) if f.name in given})
@@ -153,7 +153,7 @@ def finetune_command(arguments) -> None:
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
     from d2l_bert import D2lBertForMaskedLM
-    from d2l_bert.training.evaluate import fill_mask
+    from d2l_bert.training.held_out import fill_mask
 
     model, tokenizer = _load(D2lBertForMaskedLM, arguments.model)
     for text, predictions in zip(
@@ -181,8 +181,8 @@ def next_sentence_command(arguments) -> None:
 
 def embed_command(arguments) -> None:
     """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
-    from d2l_bert.training.embed import embed
-    from d2l_bert.training.usage_config import EmbedConfig
+    from d2l_bert.training.vectors.config import EmbedConfig
+    from d2l_bert.training.vectors.embed import embed
 
     config = _options_of(EmbedConfig, arguments)
     done = embed(arguments.model, arguments.file, config)
@@ -195,11 +195,11 @@ def embed_command(arguments) -> None:
 
 def attention_command(arguments) -> None:
     """Draw a model's attention for a text or a pair, or print how far apart a word's vectors are in two texts."""
-    from d2l_bert.training.usage_config import AttentionConfig
+    from d2l_bert.training.vectors.config import AttentionConfig
 
     config = _options_of(AttentionConfig, arguments)
     config.check(arguments.second is not None)
-    from d2l_bert.training.attention import compare_word, draw_attention
+    from d2l_bert.training.vectors.attention import compare_word, draw_attention
 
     if config.word is None:
         print(draw_attention(arguments.model, arguments.first, arguments.second, config))

@@ -146,9 +146,9 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
 
     from d2l_bert.model_cards.config import PublishConfig
     from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.training.evaluation_config import EvaluateConfig
+    from d2l_bert.training.evaluation.config import EvaluateConfig
     from d2l_bert.training.finetuning.config import FinetuneConfig
-    from d2l_bert.training.usage_config import AttentionConfig, EmbedConfig
+    from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
 
     prepare = command(
         "prepare",

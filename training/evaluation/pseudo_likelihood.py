@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from d2l_bert.training.evaluation_config import Score
-from d2l_bert.training.masked_models import MaskedModel
+from d2l_bert.training.evaluation.config import Score
+from d2l_bert.training.evaluation.masked_models import MaskedModel
 
 
 # The rows of at most this many tokens are made at a time, to bound memory.

@@ -28,10 +28,10 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.data import BatchMaker, HeldOutPairs
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.epochs import Selection
-from d2l_bert.training.evaluate import MAX_LOSS, held_out_counts, held_out_metrics
-from d2l_bert.training.evaluation_config import EvaluateConfig
-from d2l_bert.training.masked_models import MaskedModel
-from d2l_bert.training.pseudo_likelihood import encode, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.evaluation.masked_models import MaskedModel
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
+from d2l_bert.training.held_out import MAX_LOSS, held_out_counts, held_out_metrics
 
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def evaluate_text(
     Losses and accuracies of a model on a text, over the pairs and masks that every evaluation of the text has.
 
     Returns:
-        The names of `evaluate.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
+        The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
         without a head for pairs or with the objective `none`; `pair_head`, the task of the model's head or None;
         `tokens` and `documents` of the text. Every process gets the same figures.
 

@@ -14,12 +14,14 @@ from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
 from d2l_bert.progress import progress_bar
 from d2l_bert.training import distributed
-from d2l_bert.training.blimp import Paradigm, blimp_results, read_blimp, sentences_of
 from d2l_bert.training.distributed import on_main
-from d2l_bert.training.evaluation_config import DEFAULT_LENGTH, EvaluateConfig
-from d2l_bert.training.evaluation_plot import plot_phenomena
-from d2l_bert.training.evaluation_table import short_names
-from d2l_bert.training.evaluation_text import (
+from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
+from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
+from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
+from d2l_bert.training.evaluation.picture import plot_phenomena
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.table import short_names
+from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
     pseudo_perplexity,
@@ -27,8 +29,6 @@ from d2l_bert.training.evaluation_text import (
     summed,
 )
 from d2l_bert.training.host_settings import restore_host_settings
-from d2l_bert.training.masked_models import MaskedModel, check_lengths, load_masked_model
-from d2l_bert.training.pseudo_likelihood import encode, pseudo_log_likelihoods
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     Returns:
         The content of the file `config.output`: `versions`, `options`, `text` (the text's name) and `models`. Each
         model has its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`
-        (`evaluation_text.evaluate_text`, with pseudo-perplexity) and `blimp` (`blimp.blimp_results`, with `score`).
+        (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`blimp.blimp_results`, with `score`).
         None in all processes but the main one.
 
     Raises:
