@@ -25,6 +25,7 @@ def make_base(folder, tokenizer, positions=64, **sizes):
             "num_attention_heads": 4,
             "intermediate_size": 128,
             "max_position_embeddings": positions,
+            "initializer_range": 0.1,  # near 1 / sqrt(hidden_size): the default, for large models, learns slowly here
             **sizes,
         }
     )

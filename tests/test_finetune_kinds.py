@@ -314,7 +314,8 @@ def run(tmp_path, base, task, rows, *options, test_rows=None):
         return output, json.loads((output / "metrics.json").read_text()), list(csv.DictReader(file))
 
 
-LEARN = ["--learning_rate=2e-3", "--num_train_epochs=8", "--max_seq_length=48", "--license=mit"]
+LEARN = ["--learning_rate=2e-3", "--num_train_epochs=8", "--license=mit"]
+LEARN += ["--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0"]
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +326,7 @@ def base(tmp_path_factory, tokenizer):
 
 @pytest.mark.slow
 def test_tags_are_learnt_and_served_by_the_pipeline(tmp_path, base):
-    output, metrics, predictions = run(tmp_path, base, "tags", tag_rows, *LEARN)
+    output, metrics, predictions = run(tmp_path, base, "tags", tag_rows, *LEARN, "--max_seq_length=48")
     assert metrics["test_f1"] >= 0.95 and metrics["test_strict_f1"] >= 0.95
     right = [json.loads(row["prediction"]) == json.loads(row["ner_tags"]) for row in predictions]
     assert sum(right) >= 0.9 * 60
@@ -360,7 +361,9 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
 @pytest.mark.slow
 def test_choices_are_learnt(tmp_path, base):
     unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in choice_rows(60, 2)]
-    output, metrics, predictions = run(tmp_path, base, "multiple_choice", choice_rows, *LEARN, test_rows=unlabelled)
+    output, metrics, predictions = run(
+        tmp_path, base, "multiple_choice", choice_rows, *LEARN, "--max_seq_length=48", test_rows=unlabelled
+    )
     assert metrics["validation_accuracy"] >= 0.95 and "test_accuracy" not in metrics
     right = [
         int(row["prediction"]) == true["label"] for row, true in zip(predictions, choice_rows(60, 2), strict=True)
