@@ -11,6 +11,7 @@ import torch
 from conftest import SMALL, write_books
 from transformers import AutoTokenizer, BertConfig, BertForPreTraining, GPT2Config, GPT2Model
 from wrong_commands import AFTER_READING, AT_ONCE
+from wrong_uses import USES
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForSequenceClassification
 from d2l_bert.cli import main
@@ -195,7 +196,7 @@ def refused(world, monkeypatch, capfd):
     return run
 
 
-@pytest.mark.parametrize("row", AT_ONCE, ids=[line[:70] for line, *_ in AT_ONCE])
+@pytest.mark.parametrize("row", AT_ONCE + USES, ids=[line[:70] for line, *_ in AT_ONCE + USES])
 def test_a_wrong_input_is_refused_in_one_line_and_no_file_is_changed(refused, row):
     line, *words = row
     said, progress = refused(line)
