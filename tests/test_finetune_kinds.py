@@ -153,9 +153,7 @@ def long_answers(tmp_path):
     """Rows whose contexts are of several windows of 32 tokens."""
     rows = answer_rows(30, 3, unanswerable=0.2)
     for number, row in enumerate(rows):
-        before = " ".join(
-            answer_rows(1, seed)[0]["context"].replace(row["question"][:3], "") for seed in range(number % 4)
-        )
+        before = " ".join(answer_rows(1, seed)[0]["context"] for seed in range(number % 4))
         row["context"] = f"{before} {row['context']} {before}" if before else row["context"]
         row["answers"]["answer_start"] = [
             start + len(before) + bool(before) for start in row["answers"]["answer_start"]
@@ -353,7 +351,9 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
     assert type(model).__name__ == "D2lBertForQuestionAnswering"
     assert (output / "answers_by_question.png").exists()
     assert (
-        run_card_code(output, 'question, context = "where was there?", "then the anna, the tower, the drum."')
+        run_card_code(
+            output, 'question, context = "where was there?", "then the anna, the tower, the drum and nobody"'
+        )
         == "tower"
     )
 
