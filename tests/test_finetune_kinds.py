@@ -153,9 +153,7 @@ def long_answers(tmp_path):
     """Rows whose contexts are of several windows of 32 tokens."""
     rows = answer_rows(30, 3, unanswerable=0.2)
     for number, row in enumerate(rows):
-        before = " ".join(
-            answer_rows(1, seed)[0]["context"].replace(row["question"][:3], "") for seed in range(number % 4)
-        )
+        before = " ".join(answer_rows(1, seed)[0]["context"] for seed in range(number % 4))
         row["context"] = f"{before} {row['context']} {before}" if before else row["context"]
         row["answers"]["answer_start"] = [
             start + len(before) + bool(before) for start in row["answers"]["answer_start"]
@@ -353,7 +351,9 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
     assert type(model).__name__ == "D2lBertForQuestionAnswering"
     assert (output / "answers_by_question.png").exists()
     assert (
-        run_card_code(output, 'question, context = "where was there?", "then the anna, the tower, the drum."')
+        run_card_code(
+            output, 'question, context = "where was there?", "then the anna, the tower, the drum and nobody"'
+        )
         == "tower"
     )
 
@@ -361,9 +361,7 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
 @pytest.mark.slow
 def test_choices_are_learnt(tmp_path, base):
     unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in choice_rows(60, 2)]
-    output, metrics, predictions = run(
-        tmp_path, base, "multiple_choice", choice_rows, *LEARN, "--max_seq_length=48", test_rows=unlabelled
-    )
+    output, metrics, predictions = run(tmp_path, base, "multiple_choice", choice_rows, *LEARN, test_rows=unlabelled)
     assert metrics["validation_accuracy"] >= 0.95 and "test_accuracy" not in metrics
     right = [
         int(row["prediction"]) == true["label"] for row, true in zip(predictions, choice_rows(60, 2), strict=True)
@@ -372,7 +370,6 @@ def test_choices_are_learnt(tmp_path, base):
     assert "multiple-choice" not in SUPPORTED_TASKS
     model = transformers.AutoModelForMultipleChoice.from_pretrained(output)
     assert type(model).__name__ == "D2lBertForMultipleChoice"
-    assert (output / "true_choices.png").exists()
     data = 'context, choices = "where was there?", ["the anna", "the tower", "the drum"]'
     assert run_card_code(output, data) == "the tower"
 
@@ -401,4 +398,4 @@ def test_a_short_run_leaves_a_folder_that_can_be_published(task, trained, tmp_pa
         assert (output / picture).stat().st_size > 5000
     capsys.readouterr()
     assert main(["publish", str(output), "me/x", "--dry_run"]) == 0
-    assert "predictions.csv" not in capsys.readouterr().out
+    assert "stays here: predictions.csv" in capsys.readouterr().out
