@@ -4,12 +4,15 @@ import json
 import math
 import shutil
 import statistics
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
 from conftest import MODEL_FILES
 from finetuning import FAST, NAMES, finetune, read_csv, rows_of, write_csv, write_jsonl, write_splits
+from local_hub import TOKEN, environment
 from publishing import published
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
 
@@ -102,9 +105,15 @@ def test_push_to_hub_publishes_at_the_end_without_a_pickle(trained, files, here,
     assert set(published(here, "someone/pushed")) == LEFT - {"predictions.csv"}
 
 
+@pytest.mark.slow  # a process of its own: the libraries ask the Hub whose address they read when they are imported
 def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tmp_path):
     assert main(["publish", str(trained), "someone/bert"]) == 0
-    finetune("someone/bert", tmp_path / "out", "--task=classification", *files, "--max_steps=1", "--license=mit")
+    options = ["--task=classification", *map(str, files), "--max_steps=1", "--license=mit", "--output_dir=out"]
+    command = [sys.executable, "-m", "d2l_bert", "finetune", "someone/bert", *options]
+    done = subprocess.run(
+        command, env=environment(here, tmp_path, TOKEN), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
     record, (commit, *_) = json.loads((tmp_path / "out" / "run_config.json").read_text()), here.commits("someone/bert")
     assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
     metadata = read_metadata((tmp_path / "out" / "README.md").read_text())
