@@ -207,6 +207,7 @@ def test_a_bug_on_one_rank_is_shown_by_that_rank(start, rank):
     assert "another process of this run is gone" in run.errors(other)[0] and "Traceback" not in run.text(other)
 
 
+@pytest.mark.slow
 def test_a_user_error_on_one_rank_is_shown_by_that_rank(start):
     run = start("refusal", processes=2, FAULTY_RANK="1")
     run.wait_for(" error: ", rank=1)

@@ -144,6 +144,7 @@ def test_rows_without_labels_are_predicted(trained, tmp_path):
     rows = read_csv(out / "predictions.csv")
     assert [row["text"] for row in rows] == [row["text"] for row in rows_of(10, 1)]
     assert {row["prediction"] for row in rows} <= set(NAMES) and "test" not in metrics["mean"]
+    assert "confusion_matrix.png" in metrics["pictures"], "of the validation rows, which have labels"
 
 
 def test_several_labels_at_once_are_learnt(trained, tmp_path):

@@ -89,6 +89,7 @@ print(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_te
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another allocator may be in force"
 )
+@pytest.mark.slow
 def test_glibc_keeps_all_freed_memory():
     held = {
         how: int(subprocess.run([sys.executable, "-c", KEEP_AND_FREE, how], capture_output=True, check=True).stdout)

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_gets_the_packages_messages_as_log_records_and_no_other_output(books, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, tmp_path / "program.py", books, tmp_path / "out"]

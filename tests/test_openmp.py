@@ -57,7 +57,7 @@ def test_the_command_sets_nothing_for_other_kinds_of_openmp(folder, monkeypatch,
 @pytest.mark.parametrize(
     ("program", "variables", "spins"),
     [
-        pytest.param(["-m", "d2l_bert", "--help"], {}, "300000 ACTIVE", id="module"),
+        pytest.param(["-m", "d2l_bert", "--help"], {}, "300000 ACTIVE", id="module", marks=pytest.mark.slow),
         pytest.param([COMMAND, "--help"], {}, "300000 ACTIVE", id="script", marks=pytest.mark.slow),
         pytest.param([*LAUNCHED, "--help"], {}, "300000 ACTIVE", id="launched", marks=pytest.mark.slow),
         pytest.param([COMMAND, "--help"], {"GOMP_SPINCOUNT": "77"}, "77 PASSIVE", id="count", marks=pytest.mark.slow),

@@ -77,8 +77,7 @@ def train(
     with report_errors_once():
         words = WordSaver(learner, folder, text.tokenizer, word_marks(run.save_words), state)
     log = on_main(accelerator, start_folder, folder, record, start)
-    saved_before = words.start()
-    words.warn_of_too_few(most_words(run, record["data"], max_steps))
+    saved_before = words.start(most_words(run, record["data"], max_steps))
     on_main(accelerator, start_trackers, accelerator, folder, record, start, share_result=False)
     monitor = RunMonitor(run, architecture, accelerator, folder, log, state, max_steps)
     with report_errors_once():
@@ -111,16 +110,15 @@ def train(
                     monitor.write_row()
                 if schedule.should_evaluate(step):
                     write_evaluation(learner, held_out, stop, monitor)
-                if is_words_due := words.is_due() and monitor.last_step_was_taken():
-                    saved = words.save(step)
-                    if pusher and not stop.agreed_signal:
-                        pusher.saved_by_words(saved)
+                saved_by_words = words.save_due(step) if monitor.last_step_was_taken() else []
+                if pusher and not stop.agreed_signal:
+                    pusher.saved_by_words(saved_by_words)
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
                 if (schedule.should_save(step) and monitor.last_step_was_taken()) or step == max_steps:
                     saver.save(step, state_of(monitor, words, place))
                     if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
                         pusher.saved(saver.path, step)
-                if schedule.should_evaluate(step) or schedule.should_save(step) or is_words_due:
+                if schedule.should_evaluate(step) or schedule.should_save(step) or saved_by_words:
                     monitor.resume_clock()
         if stop.should_stop():
             monitor.write_row()

@@ -71,13 +71,22 @@ class WordSaver:
         self.waiting = [mark for mark in marks if mark > (self.seen or 0)]
         self.passed = [mark for mark in marks if mark <= (self.seen or 0)]
 
-    def start(self) -> list[Path]:
+    def start(self, most_words: float) -> list[Path] | None:
         """
-        Delete saved models that the run will save again, or that are of an earlier run.
+        Delete saved models that the run will save again, or that are of an earlier run; warn if the run cannot reach
+        the last number.
+
+        Args:
+            most_words: the most words that the run may see.
 
         Returns:
             In the main process, the models that were saved before the checkpoint to resume from; else None.
         """
+        if self.waiting and self.waiting[-1] > most_words and self.learner.accelerator.is_main_process:
+            logger.warning(
+                f"save_words: the run sees about {most_words:,.0f} words at most, so {folder_name(self.waiting[-1])} "
+                f"will not be saved; give more steps, or lower numbers"
+            )
         return on_main(self.learner.accelerator, self._start, share_result=False)
 
     def _start(self):
@@ -93,27 +102,16 @@ class WordSaver:
                 )
         return [path for path, words in there.items() if words in self.passed]
 
-    def warn_of_too_few(self, words: float) -> None:
-        """Log a warning if the run cannot reach the last number; `words` is the most that the run may see."""
-        if self.waiting and self.waiting[-1] > words and self.learner.accelerator.is_main_process:
-            logger.warning(
-                f"save_words: the run sees about {words:,.0f} words at most, so {folder_name(self.waiting[-1])} will "
-                f"not be saved; give more steps, or lower numbers"
-            )
-
     def add(self, words: float) -> None:
         """Count the words of a step."""
         if self.seen is not None:
             self.seen += words
 
-    def is_due(self) -> bool:
-        """Whether the words seen have reached a number that is not saved yet."""
-        return bool(self.waiting) and self.seen >= self.waiting[0]
-
-    def save(self, step: int) -> list[Path]:
+    def save_due(self, step: int) -> list[Path]:
         """
-        Save the model under the name of every number that is reached, with the moving average of the weights if the
-        run keeps one: the weights that the run evaluates and publishes.
+        Save the model under the name of every number that the words seen have reached since the last call.
+
+        The model has the weights that the run evaluates and publishes: their moving average, if the run keeps one.
 
         Returns:
             The new folders.
@@ -122,6 +120,8 @@ class WordSaver:
             UserError: a folder cannot be written.
         """
         reached = [mark for mark in self.waiting if mark <= self.seen]
+        if not reached:
+            return []
         self.waiting = self.waiting[len(reached) :]
         model = self.learner.full_model(averaged=True)
         arguments = (self.folder, model, self.tokenizer, reached, {"step": step, "words_seen": self.seen})

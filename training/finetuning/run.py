@@ -225,39 +225,43 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
 
 def _predict(work, model, partial, folder):
     """
-    Predict the test rows with the finished model; write their table, and draw the kind's pictures.
+    Predict the test rows with the finished model and write their table; draw the kind's pictures.
+
+    The pictures show the test rows, or the validation rows if the test rows have no labels.
 
     Returns:
         What each picture shows, by its file name.
     """
-    split = "test" if work.data.test is not None else "validation"
-    if split not in work.data.splits():
-        return {}
-    table, features = work.data.splits()[split], work.features[split]
-    config = work.config
-    arguments = make_arguments(
-        config, folder / output.WORK_FOLDER, 1e-5, config.seed, 1, work.metric, 1, work.kind.label_names
-    )
-    # In the main process alone: Trainer's own `predict` would wait for the other processes.
-    outputs = _outputs(
-        model, features.rows, work.kind.collator(work.start.tokenizer), arguments, work.kind.label_names
-    )
-    if split == "test":
-        columns = dict(table.columns)
-        for name, values in work.kind.predicted_columns(table, features, outputs).items():
-            while name in columns:
-                name = f"{name} (predicted)"
-            columns[name] = values
-        output.write_table(partial / output.PREDICTIONS_FILE, columns)
-    if split in work.data.measured():
-        return work.kind.pictures(table, features, outputs, partial)
-    return {}
+    splits, measured, pictures = work.data.splits(), work.data.measured(), {}
+    pictured = next((split for split in ("test", "validation") if split in measured), None)
+    for split in dict.fromkeys(("test", pictured)):
+        if split not in splits:
+            continue
+        table, features = splits[split], work.features[split]
+        outputs = _outputs(work, model, features.rows, folder)
+        if split == "test":
+            columns = dict(table.columns)
+            for name, values in work.kind.predicted_columns(table, features, outputs).items():
+                while name in columns:
+                    name = f"{name} (predicted)"
+                columns[name] = values
+            output.write_table(partial / output.PREDICTIONS_FILE, columns)
+        if split == pictured:
+            pictures = work.kind.pictures(table, features, outputs, partial)
+    return pictures
 
 
-def _outputs(model, rows, collator, arguments, label_names):
-    """The outputs of a model for features: NumPy arrays, as Trainer's `predict` gives them, in one process."""
+def _outputs(work, model, rows, folder):
+    """
+    The outputs of a model for features: NumPy arrays, as Trainer's `predict` gives them.
+
+    Trainer's own `predict` would wait for the other processes; only the main process calls this.
+    """
     import torch
 
+    label_names, collator = work.kind.label_names, work.kind.collator(work.start.tokenizer)
+    work_folder, config = folder / output.WORK_FOLDER, work.config
+    arguments = make_arguments(config, work_folder, 1e-5, config.seed, 1, work.metric, 1, label_names)
     device = arguments.device
     model.to(device).eval()
     found = []
