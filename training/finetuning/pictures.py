@@ -168,7 +168,8 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
+    if panels[0].get_legend_handles_labels()[0]:  # a run of few steps has logged no loss
+        panels[0].legend(frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     return figure
