@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.folders import base_name
@@ -86,7 +88,6 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
             tokenizer = read_tokenizer(name, model_config)
     if tokenizer is None:
         raise UserError(f"{name}: the model has no tokenizer; put its tokenizer.json beside its config.json")
-    revision = getattr(model_config, "_commit_hash", None)
     is_folder = Path(name).exists()
     model_config = copy.deepcopy(model_config)
     for field, value in kind.model_settings().items():
@@ -94,7 +95,7 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     return Start(
         name=name,
         tokenizer=tokenizer,
-        revision=None if is_folder else revision,
+        revision=None if is_folder else extract_commit_hash(cached_file(name, "config.json"), None),
         fingerprint=folder_fingerprint(Path(name)) if is_folder else None,
         dropout=_set_dropout(config, model_config),
         max_seq_length=_length(config, kind.default_length, model_config, tokenizer),
