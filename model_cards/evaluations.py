@@ -1,6 +1,7 @@
 """Writes the figures of `d2l-bert evaluate` into a model's folder: into metrics.json and the card."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def check_updatable(name: str) -> None:
     folder = Path(name)
     if not folder.is_dir():
         raise UserError(f"update_card: {name} is no folder here; leave update_card out, or give a model's folder")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"update_card: {name} cannot be written; leave update_card out, or allow writing there")
     read_json(folder / METRICS_FILE)
     if (folder / CARD_FILE).exists():
         read_card(folder)

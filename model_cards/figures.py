@@ -112,7 +112,7 @@ def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | 
     Args:
         text: the name of the text; None without one.
         figures: the figures on the text, by their names; None without one.
-        blimp: the results on BLiMP (`training.blimp.blimp_results`, with `score`); None without them.
+        blimp: the results on BLiMP (`training.evaluation.blimp.blimp_results`, with `score`); None without them.
     """
     entries = {}
     if figures is not None:

@@ -21,6 +21,7 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training import word_saves
 from d2l_bert.training.data import words_in
 from d2l_bert.training.epochs import EpochPairs, Selection
 from d2l_bert.training.word_marks import folder_name, word_marks, words_of
@@ -196,6 +197,19 @@ def test_a_checkpoint_of_an_earlier_version_counted_no_words():
     words = WordSaver(learner, None, None, [], state)
     words.add(100)
     assert words.seen is None and words.save_due(1) == []
+
+
+def test_a_number_reached_in_a_skipped_step_is_saved_after_the_next_step_even_if_the_run_resumes(monkeypatch):
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+    learner = SimpleNamespace(accelerator=accelerator, full_model=lambda averaged: None)
+    monkeypatch.setattr(word_saves, "write_models", lambda folder, model, tokenizer, marks, reached: marks)
+    words = WordSaver(learner, None, None, [100, 200], {"step": 0})
+    words.add(150)  # the step is skipped: `save_due` is not called
+    resumed = WordSaver(
+        learner, None, None, [100, 200], {"step": 1, "words_seen": 150, "words_settled": words.settled}
+    )
+    resumed.add(10)
+    assert resumed.save_due(2) == [100] and resumed.save_due(2) == [] and resumed.settled == 160
 
 
 @pytest.mark.slow

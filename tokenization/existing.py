@@ -37,12 +37,20 @@ def load_tokenizer(name: str) -> BertTokenizer:
     return tokenizer
 
 
-TOKENIZER_FILES = ("tokenizer.json", "vocab.txt")
+# The files of a tokenizer's vocabulary, of which each model has one or the other.
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
+)
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether a model's folder or repository on the Hub also holds a tokenizer."""
-    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
+    """
+    Whether a model's folder or repository on the Hub also holds a tokenizer.
+
+    For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
+    """
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
 
 
 def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:

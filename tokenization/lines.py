@@ -17,7 +17,7 @@ def check_lines_file(file: str) -> None:
     Check that `text_lines` can open a file.
 
     Raises:
-        UserError: there is no such file, it is no regular file, or it is a `.json` file.
+        UserError: there is no such file, it is a folder, or it is a `.json` file.
     """
     path = Path(file)
     if file == STDIN:

@@ -48,7 +48,8 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(len(SUMS) + top_5, dtype=torch.float64, device=device)
+    place = "cpu" if torch.device(device).type == "mps" else device  # Apple's GPUs have no float64
+    sums = torch.zeros(len(SUMS) + top_5, dtype=torch.float64, device=place)
     for batch in batches:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         outputs = model(**batch)
@@ -60,7 +61,7 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
             batch_sums += [*sums.new_zeros(2), count_examples(batch)]
         if top_5:
             batch_sums.append(_count_in_top_5(logits, batch["labels"]))
-        sums += torch.stack([value.double() for value in batch_sums])
+        sums += torch.stack([value.to(place).double() for value in batch_sums])
     model.train(was_training)
     return sums
 

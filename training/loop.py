@@ -143,7 +143,7 @@ def make_pusher(run: PretrainConfig, folder: Path, record: dict) -> Pusher | Non
 
 def state_of(monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
     """What a checkpoint keeps, beside model and optimizer: totals, words seen, and where the next pairs are."""
-    return {**monitor.state(), "words_seen": words.seen, "data_position": place}
+    return {**monitor.state(), "words_seen": words.seen, "words_settled": words.settled, "data_position": place}
 
 
 def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: RunMonitor) -> None:

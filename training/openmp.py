@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,10 +35,10 @@ def short_waits() -> Iterator["Waits | None"]:
     for: on two cores and beside one busy program, recipe tiny keeps 2 % of its speed. If its threads sleep after 1,000
     looks, it keeps half, but loses a quarter on free cores (benchmarks/LOG.md).
 
-    GNU's OpenMP looks 1,000 times if it has more threads than cores and the command has set its variables, and else
-    100 times (`d2l_bert.openmp`). So when threads wait for cores, a second team of
-    threads is started. It does nothing, and ends when the cores are free again. The team that computes stays as it is,
-    with the same number of threads, so the results are the same to the bit.
+    If GNU's OpenMP has more threads than cores, its threads look at a barrier 100 times only: 1,000 times with the
+    variables that the command sets (`d2l_bert.openmp`). So when threads wait for cores, a second team of threads is
+    started. It does nothing, and ends when the cores are free again. The team that computes stays as it is, with the
+    same number of threads, so the results are the same to the bit.
 
     Yields None, and does nothing, if the user has set how long threads wait, if computations have one thread, if
     OpenMP is not GNU's, or if the system does not count how long threads wait for cores (only Linux does).
@@ -79,8 +78,10 @@ class Waits(threading.Thread):
 
     def run(self):
         waited, now = waited_seconds(), time.monotonic()
-        while not self._stopped.wait(SECONDS):
+        while waited is not None and not self._stopped.wait(SECONDS):
             last_waited, last, waited, now = waited, now, waited_seconds(), time.monotonic()
+            if waited is None:
+                break
             self.short_seconds += (now - last) * self.are_short
             self.see((waited - last_waited) / (now - last))
         self._release()
@@ -151,7 +152,9 @@ def openmp_libraries() -> list[str]:
         lines = MAPPED_FILES.read_text().splitlines()
     except OSError:
         return []
-    return sorted({match[0] for line in lines if (match := re.search(r"/\S*/libgomp[^/]*$", line))})
+    # A line has five columns and the path, in which spaces may stand; a file that was deleted has more words behind.
+    paths = (columns[5] for line in lines if len(columns := line.split(maxsplit=5)) == 6)
+    return sorted({path for path in paths if Path(path).name.startswith("libgomp") and not path.endswith("(deleted)")})
 
 
 def waited_seconds() -> float | None:

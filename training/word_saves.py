@@ -68,8 +68,10 @@ class WordSaver:
                 "save_words: the checkpoint is of an earlier version of d2l-bert, which counted no words; leave "
                 "save_words out, or start a new run in another output_dir"
             )
-        self.waiting = [mark for mark in marks if mark > (self.seen or 0)]
-        self.passed = [mark for mark in marks if mark <= (self.seen or 0)]
+        # Words seen when the last model was due: a step that is skipped saves none, and the next step makes up for it.
+        self.settled = state.get("words_settled", self.seen) or 0
+        self.waiting = [mark for mark in marks if mark > self.settled]
+        self.passed = [mark for mark in marks if mark <= self.settled]
 
     def start(self, most_words: float) -> list[Path] | None:
         """
@@ -91,7 +93,7 @@ class WordSaver:
 
     def _start(self):
         for path, words in word_folders(self.folder, unfinished=True).items():
-            if path.name.startswith(".") or words > (self.seen or 0) or not (path / WORDS_FILE).is_file():
+            if path.name.startswith(".") or words > self.settled or not (path / WORDS_FILE).is_file():
                 delete(path)
         there = word_folders(self.folder)
         for mark in self.passed:
@@ -120,6 +122,7 @@ class WordSaver:
             UserError: a folder cannot be written.
         """
         reached = [mark for mark in self.waiting if mark <= self.seen]
+        self.settled = self.seen
         if not reached:
             return []
         self.waiting = self.waiting[len(reached) :]

@@ -128,16 +128,13 @@ def _architecture_of_init_from(given):
 
 
 def evaluate_command(arguments) -> None:
-    """Evaluate models on a text and on minimal pairs; print a table with the models side by side."""
+    """Evaluate models on a text and on minimal pairs, and print the table of their figures."""
     from d2l_bert.training.evaluation.config import EvaluateConfig
     from d2l_bert.training.evaluation.run import evaluate
-    from d2l_bert.training.evaluation.table import evaluation_table
 
     given = vars(arguments)
     config = EvaluateConfig(**{f.name: given[f.name] for f in dataclasses.fields(EvaluateConfig) if f.name in given})
-    figures = evaluate(arguments.model, config)
-    if figures is not None:  # the other processes of a run print nothing
-        print(evaluation_table(figures))
+    evaluate(arguments.model, config)
 
 
 def finetune_command(arguments) -> None:

@@ -20,8 +20,8 @@ def wait_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """
     The environment variables that the command adds to an environment.
 
-    None if the user has set a variable of `WAIT_VARIABLES`, and none where PyTorch does not bring GNU's OpenMP: with
-    ACTIVE, threads of other kinds of OpenMP would never sleep.
+    The result is empty if the user has set a variable of `WAIT_VARIABLES`, or if PyTorch does not bring GNU's OpenMP:
+    with ACTIVE, threads of other kinds of OpenMP would never sleep.
     """
     if user_has_chosen(environment) or not torch_brings_gnu_openmp():
         return {}

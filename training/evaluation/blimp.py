@@ -17,8 +17,6 @@ HUB_DATASET = "nyu-mll/blimp"
 # `--blimp hub` reads the data set from the Hub instead of a folder.
 FROM_HUB = "hub"
 
-PARADIGMS_OF_BLIMP = 67
-
 
 @dataclass
 class Paradigm:
@@ -132,8 +130,8 @@ def blimp_results(paradigms: Sequence[Paradigm], scores: np.ndarray) -> dict:
         scores: the score of each sentence of `sentences_of` (2 * pairs,).
 
     Returns:
-        `accuracy`, `standard_error`, `pairs`, `ties`, and by their names `phenomena` and `paradigms`, with such
-        figures of each.
+        `accuracy`, `standard_error`, `paradigm_count`, `pairs`, `ties`, and by their names `phenomena` and
+        `paradigms`, with such figures of each.
     """
     of_paradigms, first = {}, 0
     for paradigm in paradigms:

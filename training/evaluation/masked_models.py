@@ -25,17 +25,11 @@ from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import load_and_compare
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.existing import stock_tokenizer
+from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
 
 
 # The two ways to the same logits may differ by rounding alone: this much of the largest logit.
 ROUNDING = 1e-3
-
-# The files of a tokenizer's vocabulary, of which each model has one or the other.
-VOCABULARY_FILES = (
-    *("tokenizer.json", "vocab.txt", "vocab.json"),
-    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
-)
 
 PROBE_TEXT = "It was the first of them."
 
@@ -234,8 +228,7 @@ def load_masked_model(name: str) -> MaskedModel:
                 f"it has no weights for {min(lacking)}: it was saved as {saved_as}, without an MLM head; give a model "
                 f"that was trained with one"
             )
-        # Without these files Transformers would make a tokenizer that knows special tokens alone.
-        if not any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES):
+        if not has_tokenizer(name):
             raise UserError(
                 "it has no tokenizer: no tokenizer.json and no vocab.txt; give a model with one, or save one there "
                 "with save_pretrained"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.training.evaluation.config import Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
@@ -148,9 +149,9 @@ def pseudo_log_likelihoods(
     """
     device = model.device
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
-    number = itertools.count()
+    number, entries = itertools.count(), len(model.tokenizer)  # a row has one logit for each entry
     for rows in masked_rows(sentences, model.tokenizer.mask_token_id, score):
-        at_once = max(1, batch_tokens // rows.ids.shape[1])
+        at_once = max(1, min(batch_tokens // rows.ids.shape[1], LOGITS_AT_ONCE // entries))
         for first in range(0, len(rows.ids), at_once):
             start, end = np.searchsorted(rows.row, (first, first + at_once))
             if next(number) % world_size == rank:

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from d2l_bert.errors import UserError
 from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
-from d2l_bert.progress import progress_bar
+from d2l_bert.progress import progress_bar, report
 from d2l_bert.training import distributed
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
@@ -20,7 +20,7 @@ from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
 from d2l_bert.training.evaluation.picture import plot_phenomena
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
-from d2l_bert.training.evaluation.table import short_names
+from d2l_bert.training.evaluation.table import evaluation_table, short_names
 from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
@@ -142,7 +142,8 @@ def _evaluate_pairs(model, paradigms, encoded, config, accelerator):
 
 
 def _write(content, config: EvaluateConfig) -> None:
-    """Write the JSON file, the picture, and the models' cards, as far as the options ask for them."""
+    """Show the table; write the JSON file, the picture, and the models' cards, as far as the options ask for them."""
+    report.info(evaluation_table(content))
     try:
         if config.output is not None:
             write_json(Path(config.output), content)

@@ -66,7 +66,8 @@ def _text_rows(texts):
 
 
 def _why_no_pairs(text, short):
-    return "not asked for" if text["pair_head"] else f"no {short} head"
+    """Why a model has no figure for the tasks named in `short`, such as `NSP` or `NSP or SOP`."""
+    return "not asked for" if text["pair_head"] in short.lower().split(" or ") else f"no {short} head"
 
 
 def _blimp_rows(results):

@@ -252,4 +252,6 @@ def pseudo_perplexity(
 
 def summed(scores: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
     """The sum of the scores of all processes, float64 on the CPU; each score is computed by one process."""
+    if accelerator.num_processes == 1:
+        return scores.cpu()
     return accelerator.reduce(scores.to(accelerator.device), "sum").cpu()

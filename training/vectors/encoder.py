@@ -2,22 +2,11 @@
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization.existing import stock_tokenizer
-
-
-# A tokenizer has at least one of these files, by its kind.
-VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
+from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
 
 
 def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -37,9 +26,8 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
             raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
-        if not any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARIES):
-            # Refused here: Transformers would silently make a tokenizer without words.
-            raise UserError(f"it has no tokenizer: no {VOCABULARIES[0]} and no vocab.txt; save one there, or copy it")
+        if not has_tokenizer(name):
+            raise UserError("it has no tokenizer: no tokenizer.json and no vocab.txt; save one there, or copy it")
         with reading_tokenizer(name):
             tokenizer = stock_tokenizer(name)
         if tokenizer.pad_token_id is None:
