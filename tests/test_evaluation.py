@@ -20,6 +20,7 @@ from d2l_bert.folders import read_json
 from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training import masking
 from d2l_bert.training.data import HeldOutPairs, ordinary_ids
+from d2l_bert.training.evaluation import table
 from d2l_bert.training.evaluation import text as evaluation_text
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import load_masked_model
@@ -206,6 +207,7 @@ def test_the_table_says_which_model_has_no_head_for_pairs(models, other_books, e
     evaluate(models["bert"], models["mlm"], f"--corpus={other_books}", "--pppl_sentences=0", "--objective=none")
     printed = capsys.readouterr().out
     assert "not asked for" in printed and "single segments." not in printed
+    assert table._why_no_pairs({"pair_head": "sop"}, "NSP") == "no NSP head"
 
 
 def test_a_model_that_was_trained_on_the_text_is_named(trained, books, evaluate, capsys):
