@@ -165,7 +165,9 @@ def test_a_word_of_several_pieces_has_their_mean(encoders):
 def test_too_long_texts_and_numbers_beyond_the_model_are_refused(encoders, tmp_path, monkeypatch, fails):
     monkeypatch.chdir(tmp_path)
     ours = encoders / "ours"
-    assert "the text has 42 tokens, 10 more than the model reads (32); shorten" in fails("attention", ours, "a " * 40)
+    assert "the text has 42 tokens, 10 more than the model reads (32); give less text" in fails(
+        "attention", ours, "a " * 40
+    )
     assert "the two texts have 43 tokens, 11 more" in fails("attention", ours, "a " * 20, "a " * 20)
     assert "layer 3: " in (line := fails("attention", ours, FIRST, "--layer=3")) and "give one from 1 to 2" in line
     assert "head 4: " in (line := fails("attention", ours, FIRST, "--head=4")) and "give one from 1 to 3" in line

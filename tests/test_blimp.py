@@ -159,7 +159,7 @@ def test_the_picture_has_a_bar_for_each_model_and_phenomenon(monkeypatch, tmp_pa
     labels = [label.get_text() for label in panel.get_yticklabels()]
     assert labels == ["all paradigms (2)", "nouns (1)", "verbs (1)"]
     assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "chance (50 %)"] == [50]
-    assert "8 pairs, scored by pseudo-log-likelihood" in drawn[0].get_suptitle()
+    assert "8 pairs in 2 of 67 paradigms; pseudo-log-likelihood" in drawn[0].get_suptitle()
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["chance (50 %)", "one", "two"]
     assert (tmp_path / "bars.png").stat().st_size > 5000
 

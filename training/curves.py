@@ -45,7 +45,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         percentages = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
         accuracies.plot([r["step"] for r in held_out], percentages, "o-", label=examples)
     for panel in loss_panels[1:]:
-        panel.axhline(0.6931, linestyle=":", color="0.5")  # ln 2, the loss of a random guess between two labels
+        panel.axhline(0.6931, linestyle=":", color="0.5", label="a coin's guess (ln 2)")
     accuracies.set_title("held-out accuracy (%)", fontsize=10)
     accuracies.set_ylim(0, 100)
     for panel in panels:

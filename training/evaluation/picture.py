@@ -54,7 +54,7 @@ def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
     panel.set_ylabel("phenomenon (number of paradigms)")
     figure.suptitle(
         "BLiMP: how often a model prefers the grammatical sentence of a minimal pair\n"
-        f"{first['pairs']:,} pairs, scored by {SCORES[first['score']]}",
+        f"{first['pairs']:,} pairs in {first['paradigm_count']} of 67 paradigms; {SCORES[first['score']]}",
         fontsize=10,
         x=0.01,
         horizontalalignment="left",

@@ -103,14 +103,15 @@ def attention_of(name: str, model, tokenizer, first: str, second: str | None = N
 
 
 def _encoded(name, model, tokenizer, first, second=None):
-    encoded = tokenizer(first, second, return_tensors="pt")
+    encoded = tokenizer(first, second, return_tensors="pt", verbose=False)  # the tokenizer would warn of a long text
     count, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
     kinds = encoded.get("token_type_ids")
     if kinds is not None and int(kinds.max()) >= getattr(model.config, "type_vocab_size", 2):
         kinds.zero_()  # the model has one segment embedding, and its tokenizer numbers two segments
     if limit is not None and count > limit:
         what = "the text has" if second is None else "the two texts have"
-        raise UserError(f"{name}: {what} {count} tokens, {count - limit} more than the model reads ({limit}); shorten")
+        over = f"{count - limit} more than the model reads ({limit})"
+        raise UserError(f"{name}: {what} {count} tokens, {over}; give less text")
     return encoded
 
 
