@@ -38,6 +38,13 @@ def test_multilabel_metrics_are_those_of_their_definitions():
     assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
 
 
+def test_the_metrics_of_a_single_label_count_its_cells_of_one_alone():
+    true, nothing, half = np.array([[0], [0], [1], [1]]), np.zeros((4, 1), dtype=int), np.array([[0], [1], [0], [1]])
+    assert multilabel_metrics(true, nothing) == {"f1": 0, "macro_f1": 0, "exact_match": 0.5}
+    found = multilabel_metrics(true, half)
+    assert found["f1"] == found["macro_f1"] == pytest.approx(2 * 1 / (2 + 2))
+
+
 def test_number_metrics_are_those_of_their_definitions():
     true, said = [1.0, 2.0, 3.0, 10.0], [2.0, 1.0, 4.0, 5.0]
     found = number_metrics(true, said)
