@@ -112,7 +112,8 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
         if count
     ]
     if validation is not None and test is not None:
-        both = sum(texts in set(kind.texts(validation)) for texts in kind.texts(test))
+        validated = set(kind.texts(validation))
+        both = sum(texts in validated for texts in kind.texts(test))
         if both:
             data.notes.append(f"{both:,} of the {len(test):,} test rows have the same texts as a validation row")
     return data
