@@ -19,7 +19,7 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kind import Features
 from d2l_bert.training.finetuning.kinds import make_kind
-from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.finetuning.tables import read_dataset, read_file
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,7 +94,9 @@ def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
     )
     rows = {"tokens": [["Ada", "left"], [], ["It", "left"]], "ner_tags": [[1, 0], [], [0, 0]]}
     train = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": train, "test": train}).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": train, "test": train, "more": train}).save_to_disk(tmp_path / "saved")
+    splits = read_dataset(str(tmp_path / "saved"), {"train", "validation"})
+    assert len(splits.pop("train")) == 3 and splits == {"test": None, "more": None}  # the splits that are not wanted
     config = FinetuneConfig(model="m", task="tags", dataset=str(tmp_path / "saved"), validation_share=0.0)
     kind = make_kind(config)
     data = load_data(config, kind)
