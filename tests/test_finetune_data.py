@@ -16,7 +16,8 @@ from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kinds import make_kind
-from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.finetuning.tables import Table, read_file
+from d2l_bert.training.finetuning.text_kinds import Classification
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer
 
 
@@ -360,6 +361,33 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(tmp_path):
     assert classes(["no", "yes", "maybe"]) == ["maybe", "no", "yes"]
     assert classes([True, False]) == ["False", "True"]
     assert classes([["b", "a"], [], ["a"]], task="multilabel") == ["a", "b"]
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_a_number_that_is_no_label_of_the_dataset_is_refused(number, tmp_path):
+    _, kind = loaded(
+        tmp_path, [{"text": f"t{n}", "label": ["a", "b", "c"][n % 3 :]} for n in range(9)], task="multilabel"
+    )
+    table = Table(
+        label="dataset d, split train",
+        name="d",
+        columns={"text": ["t", "u"], "label": [[0, 2], [number]]},
+        class_names={"label": ["a", "b", "c"]},
+    )
+    with pytest.raises(UserError, match=f"row 2: column 'label' holds {number}, which is no label of the dataset"):
+        kind.targets(table)
+
+
+def test_the_texts_of_a_table_are_not_read_again_for_each_row(tmp_path, monkeypatch):
+    rows = [{"text": f"text {n}", "label": n % 2} for n in range(60)]
+    test = write_jsonl(tmp_path / "test.jsonl", rows[30:])
+    kind, calls = Classification, []
+    texts = kind.texts
+    monkeypatch.setattr(kind, "texts", lambda self, table: calls.append(table) or texts(self, table))
+    data, _ = loaded(tmp_path, rows, validation_share=0.5, test_file=str(test))
+    same = len(set(data.validation.columns["text"]) & set(data.test.columns["text"]))
+    assert same > 5 and f"{same} of the 30 test rows have the same texts as a validation row" in data.notes
+    assert len(calls) < 15
 
 
 def test_a_named_task_takes_its_columns_where_a_file_has_them(tmp_path):

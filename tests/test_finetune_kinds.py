@@ -14,11 +14,12 @@ from transformers import AutoTokenizer, pipeline
 from transformers.pipelines import SUPPORTED_TASKS
 
 from d2l_bert.cli import main
+from d2l_bert.training.finetuning.answers_kind import Window, _positions
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kind import Features
 from d2l_bert.training.finetuning.kinds import make_kind
-from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.finetuning.tables import read_dataset, read_file
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,7 +94,9 @@ def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
     )
     rows = {"tokens": [["Ada", "left"], [], ["It", "left"]], "ner_tags": [[1, 0], [], [0, 0]]}
     train = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": train, "test": train}).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": train, "test": train, "more": train}).save_to_disk(tmp_path / "saved")
+    splits = read_dataset(str(tmp_path / "saved"), {"train", "validation"})
+    assert len(splits.pop("train")) == 3 and splits == {"test": None, "more": None}  # the splits that are not wanted
     config = FinetuneConfig(model="m", task="tags", dataset=str(tmp_path / "saved"), validation_share=0.0)
     kind = make_kind(config)
     data = load_data(config, kind)
@@ -188,6 +191,32 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
             said = context[window.begins[start - window.first] : window.ends[end - window.first]]
             assert said == gold[0][0]
     assert with_answer == {row for row in range(len(data.train)) if kind.answers(data.train, row)}
+
+
+# The places of a context's tokens, the tokens of each window, the answer, and its place in the context.
+LABELS = {
+    "an answer at the first character": (
+        [(0, 3), (4, 12), (13, 17)],
+        [(0, 3), (1, 3), (2, 3)],
+        "Ada Lovelace King",
+        0,
+    ),
+    "a last character without a token": ([(0, 3), (4, 7)], [(0, 2)], "Ada sold\0", 0),
+    "a first character without a token": ([(1, 4), (5, 9), (10, 14)], [(0, 2), (1, 3)], "\0Ada sold", 0),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_an_answer_labels_the_windows_that_hold_all_its_tokens(name):
+    places, ranges, text, start = LABELS[name]
+    places = np.array(places)
+    windows = [Window(5, places[begin:end, 0], places[begin:end, 1], 0) for begin, end in ranges]
+    inside = [number for number, place in enumerate(places) if place[0] < start + len(text) and place[1] > start]
+    expected = [
+        (5 + inside[0] - begin, 5 + inside[-1] - begin) if begin <= inside[0] and inside[-1] < end else (0, 0)
+        for begin, end in ranges
+    ]
+    assert expected[0] != (0, 0) and _positions(windows, text, start) == expected
 
 
 def test_the_best_span_is_that_of_trying_all_spans(long_answers, tokenizer):

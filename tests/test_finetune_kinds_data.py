@@ -3,6 +3,15 @@
 import json
 
 import pytest
+import tokenizers
+from tokenizers import pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.kinds import make_kind
 
 
 def lines(*rows):
@@ -330,3 +339,37 @@ def test_a_metric_that_plain_tags_do_not_have_is_refused(tmp_path, fails):
     train = f"--train_file={tmp_path / 'train.jsonl'}"
     line = fails("finetune", "no/model", "--task=tags", train, "--metric_for_best_model=f1")
     assert "metric_for_best_model 'f1': --task tags has accuracy, loss; give one" in line
+
+
+@pytest.fixture
+def tokenizer_of_bytes():
+    """A tokenizer like RoBERTa's, without a class of its own: a word behind a space has other tokens than at first."""
+    start, end = ("<s>", 0), ("</s>", 1)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(special_tokens=["<s>", "</s>", "<pad>"], vocab_size=300, initial_alphabet=letters)
+    backend.train_from_iterator(["Ada sold it and Ada left"] * 5, trainer)
+    backend.post_processor = tokenizers.processors.RobertaProcessing(end, start, add_prefix_space=False)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def test_a_tokenizer_of_bytes_gives_words_their_tokens_inside_a_text(tokenizer_of_bytes, tmp_path):
+    kind = make_kind(FinetuneConfig(model="m", task="tags", train_file="train.jsonl"))
+    kind.check_tokenizer(tokenizer_of_bytes, 32)
+    save_tokenizer(tokenizer_of_bytes, tmp_path)
+    for found in (tokenizer_of_bytes, PreTrainedTokenizerFast.from_pretrained(tmp_path)):
+        of_words = found(["Ada", "sold", "Ada"], is_split_into_words=True)
+        of_text = found("Ada sold Ada", return_offsets_mapping=True)
+        assert of_words["input_ids"] == of_text["input_ids"]
+        assert found.convert_ids_to_tokens(of_text["input_ids"])[1] == "ĠAda"
+        assert of_text["offset_mapping"][1] == (0, 3)
+
+
+def test_a_tokenizer_of_bytes_that_cannot_mark_words_is_refused(tokenizer_of_bytes):
+    before = [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer_of_bytes.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+    kind = make_kind(FinetuneConfig(model="m", task="tags", train_file="train.jsonl"))
+    with pytest.raises(UserError, match="m: its tokenizer gives a word of a list other tokens"):
+        kind.check_tokenizer(tokenizer_of_bytes, 32)

@@ -1,6 +1,7 @@
 """Parts of `d2l-bert finetune` against independent results: metrics, rates by layer, steps, pictures, the card."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.finetune import difference
 from d2l_bert import D2lBertConfig, D2lBertForSequenceClassification
+from d2l_bert.training.finetuning.bars import draw_answer_bars, draw_entity_bars
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import class_metrics, multilabel_metrics, number_metrics
 from d2l_bert.training.finetuning.pictures import draw_confusion
@@ -36,6 +38,13 @@ def test_multilabel_metrics_are_those_of_their_definitions():
     assert found["exact_match"] == pytest.approx(2 / 3)
     assert found["f1"] == pytest.approx(2 * 2 / (3 + 3))
     assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+
+
+def test_the_metrics_of_a_single_label_count_its_cells_of_one_alone():
+    true, nothing, half = np.array([[0], [0], [1], [1]]), np.zeros((4, 1), dtype=int), np.array([[0], [1], [0], [1]])
+    assert multilabel_metrics(true, nothing) == {"f1": 0, "macro_f1": 0, "exact_match": 0.5}
+    found = multilabel_metrics(true, half)
+    assert found["f1"] == found["macro_f1"] == pytest.approx(2 * 1 / (2 + 2))
 
 
 def test_number_metrics_are_those_of_their_definitions():
@@ -131,6 +140,18 @@ def test_the_confusion_matrix_shows_the_counts_and_the_shares_of_each_row(classe
     assert "rows.csv: 500 rows" in panel.get_title().replace("\n", " ") and panel.get_ylabel().startswith("true")
     assert [label.get_text() for label in panel.get_xticklabels()] == names
     assert (tmp_path / "matrix.png").stat().st_size > 5000
+
+
+def test_groups_may_be_called_all_and_other(tmp_path):
+    scores = {"all": [(1.0, 1.0)] * 3, "other": [(0.0, 0.5)] * 2, **{f"w{n}": [(0.0, 0.0)] for n in range(10)}}
+    panel = draw_answer_bars(scores, "rows", tmp_path / "answers.png").axes[0]
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    assert names == ["all (15)", "all (3)", "other (2)", *(f"w{n} (1)" for n in range(8)), "other (2)"]
+    exact = [bar.get_width() for bar in panel.containers[0]]
+    assert exact == pytest.approx([3 / 15, 1, *[0] * 10])
+    counts = {name: Counter({"all": 2, "LOC": 2}) for name in ("right", "predicted", "gold")}
+    panel = draw_entity_bars(counts, "rows", tmp_path / "entities.png").axes[0]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["all (4)", "all (2)", "LOC (2)"]
 
 
 def test_the_benchmark_gives_the_difference_and_its_standard_error():

@@ -237,19 +237,18 @@ class Answers(Kind):
             for number in range(len(questions)):
                 gold = self.answers(table, begin + number) if is_labelled else []
                 found = False
-                for arguments, window in made[number]:
+                windows = [window for _, window in made[number]]
+                places = _positions(windows, *gold[0]) if gold else [(window.no_answer,) * 2 for window in windows]
+                for (arguments, window), (start, end) in zip(made[number], places, strict=True):
                     if is_labelled:
-                        start, end = _positions(window, *gold[0]) if gold else (window.no_answer, window.no_answer)
                         found = found or start != window.no_answer
                         arguments |= {"start_positions": start, "end_positions": end}
                     rows.append(arguments)
                     details.append(window)
                     sources.append(begin + number)
                 lost += bool(gold) and not found
-        windows = sum(count > 1 for count in Counter(sources).values())
-        notes = [f"{windows:,} contexts are longer than {max_seq_length} tokens: {len(rows):,} windows"] * (
-            windows > 0
-        )
+        long = sum(count > 1 for count in Counter(sources).values())
+        notes = [f"{long:,} contexts are longer than {max_seq_length} tokens: {len(rows):,} windows"] * (long > 0)
         notes += [f"{cut:,} questions are truncated to {room // 2} tokens"] * (cut > 0)
         notes += [f"{lost:,} answers are in no window as a whole"] * (lost > 0)
         return Features(rows, cut, sources, details, "; ".join(notes))
@@ -369,24 +368,29 @@ def _window(encoded, feature, tokenizer):
     return Window(first, places[:, 0], places[:, 1], no_answer)
 
 
-def _positions(window, text, start):
+def _positions(windows, text, start):
     """
-    The positions of the first and the last token that hold a character of an answer.
+    For each window of a context, the positions of the first and the last token that hold a character of an answer.
 
-    Those of no answer if a part of the answer is outside of the window, or has no tokens.
+    Those of no answer if a token of the answer is outside of the window, or if the answer has no tokens.
     """
     leading = len(text) - len(text.lstrip())
     begin, end = start + leading, start + leading + len(text.strip())
-    inside = np.flatnonzero((window.begins < end) & (window.ends > begin))
-    nothing = window.no_answer, window.no_answer
-    if len(inside) == 0:
-        return nothing
-    # The window may begin or end in the middle of the answer.
-    if inside[0] == 0 and 0 < begin < window.begins[0]:
-        return nothing
-    if inside[-1] == len(window.ends) - 1 and window.ends[-1] < end:
-        return nothing
-    return window.first + int(inside[0]), window.first + int(inside[-1])
+    inside = [np.flatnonzero((window.begins < end) & (window.ends > begin)) for window in windows]
+    held = [
+        (window.begins[numbers[0]], window.ends[numbers[-1]]) if len(numbers) else None
+        for window, numbers in zip(windows, inside, strict=True)
+    ]
+    # The places of the whole answer's tokens; a window may begin or end in the middle of the answer. The tokens may
+    # begin later than the answer, or end earlier, because a tokenizer may drop characters.
+    parts = [part for part in held if part]
+    whole = (min(first for first, _ in parts), max(last for _, last in parts)) if parts else None
+    return [
+        (window.first + int(numbers[0]), window.first + int(numbers[-1]))
+        if part and part == whole
+        else (window.no_answer, window.no_answer)
+        for window, numbers, part in zip(windows, inside, held, strict=True)
+    ]
 
 
 def _window_spans(window, starts, ends, longest, most):

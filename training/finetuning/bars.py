@@ -24,17 +24,18 @@ def draw_entity_bars(counts: dict[str, Counter], rows_name: str, path: Path):
         rows_name: the name of the data, for the title.
     """
     kinds = [kind for kind, _ in (counts["gold"] + counts["predicted"]).most_common()]
-    groups = {f"all ({counts['gold'].total():,})": [counter.total() for counter in counts.values()]}
-    groups |= {
-        f"{kind or 'entity'} ({counts['gold'][kind]:,})": [counter[kind] for counter in counts.values()]
+    # A list of pairs, because a type may be called "all".
+    groups = [(f"all ({counts['gold'].total():,})", [counter.total() for counter in counts.values()])]
+    groups += [
+        (f"{kind or 'entity'} ({counts['gold'][kind]:,})", [counter[kind] for counter in counts.values()])
         for kind in kinds[:MOST_GROUPS]
-    }
+    ]
     if rest := kinds[MOST_GROUPS:]:
         totals = [sum(counter[kind] for kind in rest) for counter in counts.values()]
-        groups[f"{len(rest)} other types ({totals[2]:,})"] = totals
-    figures = [precision_recall_f1(*totals) for totals in groups.values()]
+        groups.append((f"{len(rest)} other types ({totals[2]:,})", totals))
+    figures = [precision_recall_f1(*totals) for _, totals in groups]
     title = f"Entities on {rows_name}: precision, recall and F1 by type (number of true entities)"
-    return _draw(list(groups), np.array(figures).T, ("precision", "recall", "F1"), title, path)
+    return _draw([name for name, _ in groups], np.array(figures).T, ("precision", "recall", "F1"), title, path)
 
 
 def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: str, path: Path):
@@ -45,11 +46,12 @@ def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: st
         scores: exact match and F1 of each question of a group, by the group's name.
     """
     groups = sorted(scores.items(), key=lambda group: -len(group[1]))
-    shown = {"all": [pair for _, pairs in groups for pair in pairs], **dict(groups[: MOST_GROUPS // 2])}
+    # A list of pairs, because the first word of a question may be "all" or "other".
+    shown = [("all", [pair for _, pairs in groups for pair in pairs]), *groups[: MOST_GROUPS // 2]]
     if rest := groups[MOST_GROUPS // 2 :]:
-        shown["other"] = [pair for _, pairs in rest for pair in pairs]
-    names = [f"{name} ({len(pairs):,})" for name, pairs in shown.items()]
-    figures = np.array([np.mean(pairs, axis=0) for pairs in shown.values()]).T
+        shown.append(("other", [pair for _, pairs in rest for pair in pairs]))
+    names = [f"{name} ({len(pairs):,})" for name, pairs in shown]
+    figures = np.array([np.mean(pairs, axis=0) for _, pairs in shown]).T
     title = f"Answers on {rows_name}: exact match and F1 by first word of the question (number of questions)"
     return _draw(names, figures, ("exact match", "F1"), title, path)
 

@@ -112,7 +112,8 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
         if count
     ]
     if validation is not None and test is not None:
-        both = sum(texts in set(kind.texts(validation)) for texts in kind.texts(test))
+        validated = set(kind.texts(validation))
+        both = sum(texts in validated for texts in kind.texts(test))
         if both:
             data.notes.append(f"{both:,} of the {len(test):,} test rows have the same texts as a validation row")
     return data
@@ -121,8 +122,12 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
 def _read(config):
     """The tables for training, validation and test; None for those that the options do not give."""
     splits, task = {}, config.named_task()
+    chosen = [
+        given or (getattr(task, default) if task else default)
+        for given, default in ((config.validation_split, "validation"), (config.test_split, "test"))
+    ]
     if config.dataset_name() is not None:
-        splits = read_dataset(config.dataset_name())
+        splits = read_dataset(config.dataset_name(), {config.train_split, *chosen})
         names = {
             "train_split": config.train_split,
             "validation_split": config.validation_split,
@@ -134,14 +139,10 @@ def _read(config):
                     f"dataset {config.dataset_name()}: no split {name!r}; it has {', '.join(splits)}: name one with "
                     f"--{option}"
                 )
-        for name, table in splits.items():
-            if len(table) == 0 and name in (names["train_split"], names["validation_split"], names["test_split"]):
-                raise UserError(f"{table.label}: has no rows; name another split")
+            if name is not None and len(splits[name]) == 0:
+                raise UserError(f"{splits[name].label}: has no rows; name another split")
     train = splits[config.train_split] if splits else read_file(config.train_file, "train_file")
-    validation, test = (
-        splits.get(given or (getattr(task, default) if task else default))
-        for given, default in ((config.validation_split, "validation"), (config.test_split, "test"))
-    )
+    validation, test = map(splits.get, chosen)
     if config.validation_share is not None:
         validation = None
     if config.validation_file:

@@ -94,7 +94,10 @@ class Kind:
         return {}
 
     def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
-        """Refuse a tokenizer or a length that the features cannot be made with, before anything is written."""
+        """
+        Refuse a tokenizer or a length that the features cannot be made with, before anything is written. May change
+        settings of the tokenizer; the finished folder gets the changed one.
+        """
 
     def features(self, table: Table, tokenizer, max_seq_length: int) -> Features:
         """The model's inputs, with labels if the table has labels."""

@@ -61,9 +61,11 @@ def multilabel_metrics(labels, predicted) -> dict[str, float]:
     """
     from sklearn.metrics import accuracy_score, f1_score
 
+    # scikit-learn reads one column as classes 0 and 1, whose F1 would count the cells of 0 too.
+    counted = {"labels": [1]} if np.shape(labels)[1] == 1 else {}
     return {
-        "f1": float(f1_score(labels, predicted, average="micro", zero_division=0.0)),
-        "macro_f1": float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
+        "f1": float(f1_score(labels, predicted, average="micro", zero_division=0.0, **counted)),
+        "macro_f1": float(f1_score(labels, predicted, average="macro", zero_division=0.0, **counted)),
         "exact_match": float(accuracy_score(labels, predicted)),
     }
 

@@ -181,12 +181,13 @@ def _read_parquet(file, label):
         raise UserError(f"{label}: not UTF-8 text ({error.reason}); convert the file") from None
 
 
-def read_dataset(name: str) -> dict[str, Table]:
+def read_dataset(name: str, wanted: set[str]) -> dict[str, Table | None]:
     """
-    All splits of a dataset.
+    The splits of a dataset, by their names: the tables of those that are wanted, None for the others.
 
     Args:
         name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.
+        wanted: names of splits; the dataset need not have them.
 
     Raises:
         UserError: the dataset cannot be loaded.
@@ -205,7 +206,7 @@ def read_dataset(name: str) -> dict[str, Table]:
                 splits = datasets.load_dataset(path, config or None)
             if not isinstance(splits, dict):
                 splits = {"train": splits}
-            columns = {split: rows.with_format(None).to_dict() for split, rows in splits.items()}
+            columns = {split: rows.with_format(None).to_dict() for split, rows in splits.items() if split in wanted}
     except Exception as error:  # the library raises many classes of exceptions
         mend = dataset_mend(path, error, "--train_file", "--train_split")
         raise UserError(f"dataset {path}: cannot be loaded ({load_failure(error)}); {mend}") from None
@@ -224,5 +225,7 @@ def read_dataset(name: str) -> dict[str, Table]:
             is_dataset=True,
             is_on_hub=is_on_hub,
         )
+        if split in wanted
+        else None
         for split, rows in splits.items()
     }

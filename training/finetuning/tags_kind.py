@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from tokenizers import pre_tokenizers
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
@@ -171,6 +172,14 @@ class Tags(Kind):
                 f"{self.config.model}: its tokenizer takes no words one by one ({' '.join(str(error).split())}); give "
                 f"a model with a fast tokenizer"
             ) from None
+        before = tokenizer.backend_tokenizer.pre_tokenizer
+        if isinstance(before, pre_tokenizers.ByteLevel):
+            _mark_first_words(tokenizer, before)
+        elif "ByteLevel(add_prefix_space=False" in repr(before):
+            raise UserError(
+                f"{self.config.model}: its tokenizer gives a word of a list other tokens than the same word behind a "
+                f"space; give a model whose tokenizer has add_prefix_space"
+            )
 
     def features(self, table, tokenizer, max_seq_length):
         is_labelled = self.is_labelled(table)
@@ -259,6 +268,21 @@ class Tags(Kind):
         numbers = [[self.number_of[tag] for tags in side for tag in tags] for side in (true, predicted)]
         draw_confusion(*numbers, self.classes, table.name, Path(folder, CONFUSION_FILE), unit="words")
         return {CONFUSION_FILE: f"Confusion matrix of the tags on {table.name}"}
+
+
+def _mark_first_words(tokenizer, before):
+    """
+    Let a tokenizer of bytes, such as RoBERTa's, put a space before a text; `before` is its pre-tokenizer.
+
+    Each word of a list then has the tokens of the same word inside a text. The saved tokenizer keeps the setting.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=before.use_regex)
+    tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True  # Transformers loads these
+    after = backend.post_processor
+    if hasattr(after, "add_prefix_space"):  # else the place of a text's first token would lack the first character
+        after.add_prefix_space = True
+        backend.post_processor = after
 
 
 def _cut(lengths, room):

@@ -179,7 +179,8 @@ class Classification(TextKind):
                 )
         values = [self._name(train, row) for row in range(len(train))]
         named = train.class_names.get(column)
-        self.classes = [name for name in named if name in set(values)] if named else sort_labels(set(values))
+        found = set(values)
+        self.classes = [name for name in named if name in found] if named else sort_labels(found)
         if len(self.classes) == 1:
             raise UserError(
                 f"{train.label}: every row has the label {self.classes[0]!r} in column {column!r}; there is nothing "
@@ -270,6 +271,12 @@ class Multilabel(TextKind):
             return []
         if isinstance(value, list):
             names = table.class_names.get(column)
+            for entry in value:
+                if names and isinstance(entry, int) and not 0 <= entry < len(names):
+                    raise UserError(
+                        f"{table.place(row)}: column {column!r} holds {entry}, which is no label of the dataset; "
+                        f"correct the row"
+                    )
             named = [names[entry] if names and isinstance(entry, int) else entry for entry in value]
         elif isinstance(value, str):
             named = [entry for entry in value.split(self.config.label_separator) if entry.strip()]
