@@ -83,7 +83,7 @@ def finetuned_card(
     run, base, data = record["finetune"], record["base_model"], record["data"]
     kind = record["kind"]
     is_ours = config.get("model_type") == "d2l-bert"
-    on_hub = base["revision"] is not None
+    is_derived = base["revision"] is not None and not run.get("from_scratch")  # a model on the Hub, and its weights
     hub_dataset = next(iter(data["hub_datasets"]), None)
     measured = [split for split in ("validation", "test") if split in metrics.get("mean", {})]
     card_data = ModelCardData(
@@ -93,10 +93,10 @@ def finetuned_card(
         tags=[*(["d2l-bert"] if is_ours else []), "bert", "fine-tuned", kind.replace("_", "-")],
         datasets=data["hub_datasets"] or None,
         model_name=name,
-        base_model=base["name"] if on_hub else None,
-        eval_results=_eval_results(metrics, data, hub_dataset, pipeline_tag) or None,
+        base_model=base["name"] if is_derived else None,
+        eval_results=_eval_results(metrics, data, run, hub_dataset, pipeline_tag) or None,
     )
-    if on_hub:
+    if is_derived:
         card_data.base_model_relation = "finetune"
     pair = data.get("has_pairs")
     texts = "pairs of texts" if pair else "texts"
@@ -211,12 +211,13 @@ def _procedure_rows(record, metrics):
     if len(record["learning_rates"]) > 1:
         rates += f", of {tried} the best on the validation rows"
     batch = record["rows_per_step"]
+    warmup = "" if run["lr_scheduler_type"] == "constant" else f", with {record['warmup']} warm-up"
     return [
         ("base model", f"{base['name']}, {identity}{'; its weights were not used' if run['from_scratch'] else ''}"),
         ("peak rate", rates),
         ("rows in a step", f"{batch:,}"),
         ("steps", f"{kept['steps']:,}; the checkpoint of step {kept['best_step']:,} was kept"),
-        ("schedule", f"`{run['lr_scheduler_type']}`, with {record['warmup']} warm-up"),
+        ("schedule", f"`{run['lr_scheduler_type']}`{warmup}"),
         (
             "optimizer",
             f"AdamW, betas {run['adam_beta1']} and {run['adam_beta2']}, weight decay {run['weight_decay']:g}"
@@ -230,17 +231,18 @@ def _procedure_rows(record, metrics):
     ]
 
 
-def _eval_results(metrics, data, hub_dataset, pipeline_tag):
+def _eval_results(metrics, data, run, hub_dataset, pipeline_tag):
     results = []
     for shown, key, _, metric_type in finetuned_metrics(metrics):
         split = key.partition("_")[0]
         table = data["splits"][split]["name"]
+        source = run.get(f"{split}_file")  # rows of a file are not those of the Hub's dataset
         invented = re.sub(r"[^\w.-]+", "-", table, flags=re.ASCII).strip("-") or "table"
         if math.isfinite(metrics[key]):
             results.append(
                 EvalResult(
                     task_type=pipeline_tag,
-                    dataset_type=hub_dataset or invented,
+                    dataset_type=invented if source or not hub_dataset else hub_dataset,
                     dataset_name=table,
                     dataset_split=split,
                     metric_type=metric_type,

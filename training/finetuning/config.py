@@ -213,7 +213,9 @@ class FinetuneConfig(Options):
         OUTPUT,
         identity=False,
     )
-    save_total_limit: int = option(1, "checkpoints to keep beside the best", OUTPUT, identity=False)
+    save_total_limit: int = option(
+        1, "checkpoints to keep in all; the best and the last are always kept", OUTPUT, identity=False
+    )
     logging_steps: int | None = option(
         None, "steps from one row of the curves to the next; default: a fiftieth of the run", OUTPUT, identity=False
     )
@@ -290,6 +292,12 @@ class FinetuneConfig(Options):
             self._check_range(name, 0)
         self._check_range("warmup_ratio", 0, below=1)
         self._check_range("warmup_steps", 0)
+        for name in ("warmup_ratio", "warmup_steps"):
+            if getattr(self, name) and self.lr_scheduler_type == "constant":
+                raise UserError(
+                    f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave "
+                    f"{name} out"
+                )
         self._check_range("layerwise_decay", 0, most=1, above=True)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             self._check_range(name, 0, below=1)
@@ -308,6 +316,10 @@ class FinetuneConfig(Options):
             raise UserError("eval_strategy steps needs the number of steps; give --eval_steps N")
         if self.eval_strategy == "epoch":
             for name in ("eval_steps", "save_steps"):
+                if name == "eval_steps" and self.eval_steps is not None and not self.validates():
+                    raise UserError(
+                        "eval_steps needs validation rows; give --validation_file, or leave eval_steps out"
+                    )
                 if getattr(self, name) is not None and self.validates():
                     raise UserError(f"{name} is for --eval_strategy steps; give that too, or leave {name} out")
         elif not self.validates():

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.model_cards.card import RUN_FILE
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
@@ -27,6 +27,20 @@ WORK_FOLDER = "models_in_training"
 PARTIAL_FOLDER = ".model.part"
 WEIGHTS_FILE = "model.safetensors"
 PREDICTIONS_FILE = "predictions.csv"
+
+# What a finished run leaves beside the weights, the metrics and the pictures that the metrics name.
+RUN_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "configuration_d2l_bert.py",
+    "modeling_d2l_bert.py",
+    CARD_FILE,
+    CURVES_FILE,
+    PREDICTIONS_FILE,
+)
 
 
 @contextlib.contextmanager
@@ -125,10 +139,18 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
             f"resume_from_checkpoint {config.resume_from_checkpoint}: is in another folder than output_dir {folder}; "
             f"give the output_dir of that run"
         )
-    for path in folder.iterdir():
-        if path.name not in (LOCK_FILE,):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _delete_run(folder)
     folders.write_json(folder / RUN_FILE, record)
+
+
+def _delete_run(folder):
+    """Delete what an earlier run wrote to the folder, the weights first; all other files stay."""
+    pictures = folders.read_json(folder / METRICS_FILE).get("pictures", {})
+    for name in (WEIGHTS_FILE, *RUN_FILES, *(Path(picture).name for picture in pictures), METRICS_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / WORK_FOLDER, folder / PARTIAL_FOLDER, *(folder / "runs").glob("rate-*-seed-*")):
+        if path.exists():
+            shutil.rmtree(path)
 
 
 def _compare(folder, before, now):

@@ -76,7 +76,8 @@ def finetune(config: FinetuneConfig) -> Path:
             metric = best_metric(config, kind)  # of `tags`, the rows decide
             start = read_start(config, kind)
             kind.check_tokenizer(start.tokenizer, start.max_seq_length)
-            make_model(start, kind)  # weights that cannot be loaded are refused here, before anything is written
+            # Weights that cannot be loaded are refused here, before anything is written.
+            make_model(start, kind, config.from_scratch)
         state = _make_state()
         if config.push_to_hub:
             on_main(state, _check_push, config, start)

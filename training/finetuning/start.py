@@ -13,7 +13,6 @@ from transformers.utils.hub import extract_commit_hash
 
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.folders import base_name
-from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.existing import read_tokenizer
@@ -156,32 +155,43 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
     with reading_model(start.name):
-        model, missing, _ = conversion.load_and_compare(
-            auto_class,
+        model, report = auto_class.from_pretrained(
             start.name,
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
-            ignore_mismatched_sizes=_has_own_head(start),
+            ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
+            output_loading_info=True,
             **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
         )
+        missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
         encoder = f"{model.base_model_prefix}."
+        if wrong := sorted(name for name in mismatched if name.startswith(encoder)):
+            raise UserError(
+                f"{wrong[0]} does not have the shape that config.json gives; put back the config.json that was saved "
+                f"with the weights"
+            )
         lacking = sorted(name for name in missing if name.startswith(encoder) and "pooler." not in name)
         if lacking:
             raise UserError(
                 f"it has no weights for {lacking[0]}; give a pretrained encoder, or save the model again with "
                 f"save_pretrained"
             )
-    fresh = sorted({name.rpartition(".")[0] for name in missing})
+    head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
+    if not head <= missing | mismatched:
+        _draw_head(model)
+    fresh = sorted({name.rpartition(".")[0] for name in missing | head})
     return model.train(), fresh
 
 
-def _has_own_head(start):
-    """Whether the saved model has a head with labels, whose number may differ from the task's."""
-    return "architectures" in vars(start.config) and any(
-        name.endswith(("Classification", "MultipleChoice", "QuestionAnswering"))
-        for name in start.config.architectures or []
-    )
+@torch.no_grad()
+def _draw_head(model):
+    """Draw all weights outside the encoder anew: the saved model has a head of another task."""
+    for name, module in model.named_modules():
+        if name and name.partition(".")[0] != model.base_model_prefix:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
+            model._init_weights(module)
 
 
 def is_ours(model_config) -> bool:

@@ -1,0 +1,142 @@
+"""The model that a fine-tuning starts from, its options against each other, and what a new run deletes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from finetuning import finetune, rows_of, write_csv
+from transformers import AutoConfig, AutoTokenizer
+
+from d2l_bert import D2lBertForSequenceClassification
+from d2l_bert.model_cards.card import render_card
+from d2l_bert.model_cards.metadata import read_metadata
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import load_data
+from d2l_bert.training.finetuning.folder import start_folder
+from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.start import make_model, read_start
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    return f"--train_file={write_csv(tmp_path / 'train.csv', rows_of(20, 0))}"
+
+
+def made(model, rows_file, **options):
+    """The model that a run starts with, and the names of its modules with fresh weights."""
+    file = rows_file.partition("=")[2]
+    config = FinetuneConfig(model=str(model), task="classification", train_file=file, **options)
+    kind = make_kind(config)
+    load_data(config, kind)
+    torch.manual_seed(0)
+    return make_model(read_start(config, kind), kind, config.from_scratch)
+
+
+@pytest.mark.parametrize("labels", [2, 5])
+def test_the_head_of_another_task_is_drawn_anew(labels, trained, rows_file, tmp_path):
+    saved = D2lBertForSequenceClassification.from_pretrained(trained, num_labels=labels)
+    with torch.no_grad():
+        saved.classifier.weight.fill_(7.0)
+    saved.save_pretrained(tmp_path / "base")
+    save_tokenizer(AutoTokenizer.from_pretrained(trained), tmp_path / "base")
+    model, fresh = made(tmp_path / "base", rows_file)
+    assert "classifier" in fresh and model.classifier.weight.shape[0] == 2
+    assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
+    assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
+
+
+def test_an_encoder_that_does_not_fit_its_configuration_is_refused(trained, rows_file, tmp_path, fails):
+    saved = D2lBertForSequenceClassification.from_pretrained(trained)
+    saved.save_pretrained(tmp_path / "base")
+    save_tokenizer(AutoTokenizer.from_pretrained(trained), tmp_path / "base")
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    config.intermediate_size += 8
+    config.save_pretrained(tmp_path / "base")
+    line = fails("finetune", tmp_path / "base", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}")
+    assert "bert.encoder.layer.0." in line and "does not have the shape that config.json gives" in line
+
+
+def test_from_scratch_needs_no_weights(trained, rows_file, tmp_path):
+    shutil.copytree(trained, tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    finetune(
+        tmp_path / "base", tmp_path / "out", "--task=classification", rows_file, "--max_steps=1", "--from_scratch"
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(trained, tmp_path_factory):
+    """A folder of a finished run with a constant rate, on files."""
+    folder = tmp_path_factory.mktemp("finished")
+    train, validation = (write_csv(folder / f"{name}.csv", rows_of(20, n)) for n, name in enumerate(("a", "b")))
+    finetune(
+        trained, folder / "out", "--task=classification", f"--train_file={train}", f"--validation_file={validation}",
+        "--max_steps=1", "--lr_scheduler_type=constant",
+    )  # fmt: skip
+    return folder / "out"
+
+
+def changed_card(finished, folder, change):
+    """The card's metadata of a copy of a finished run, after a change of its record."""
+    shutil.copytree(finished, folder)
+    record = json.loads((folder / "run_config.json").read_text())
+    change(record)
+    (folder / "run_config.json").write_text(json.dumps(record))
+    return read_metadata(render_card(folder, "out"))
+
+
+def test_the_card_of_a_model_from_scratch_names_no_base_model(finished, tmp_path):
+    for from_scratch in (False, True):
+
+        def change(record, from_scratch=from_scratch):
+            record["base_model"] |= {"name": "someone/bert", "revision": "0" * 40}
+            record["finetune"]["from_scratch"] = from_scratch
+
+        metadata = changed_card(finished, tmp_path / str(from_scratch), change)
+        assert ("base_model" in metadata, "base_model_relation" in metadata) == (not from_scratch,) * 2
+
+
+def test_figures_of_a_file_are_not_those_of_the_dataset_on_the_hub(finished, tmp_path):
+    def change(record, file="b.csv"):
+        record["data"]["hub_datasets"] = ["someone/rows"]
+        record["finetune"]["validation_file"] = file
+
+    def measured_on(metadata):
+        return {result["dataset"]["type"] for entry in metadata["model-index"] for result in entry["results"]}
+
+    assert measured_on(changed_card(finished, tmp_path / "file", change)) == {"b.csv"}
+    of_hub = changed_card(finished, tmp_path / "hub", lambda record: change(record, None))
+    assert measured_on(of_hub) == {"someone/rows"}
+
+
+def test_the_card_of_a_constant_rate_names_no_warm_up(finished):
+    assert "| schedule | `constant` |" in (finished / "README.md").read_text()
+
+
+def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    pictures = json.loads((folder / "metrics.json").read_text())["pictures"]
+    notes = [folder / "notes.txt", folder / "plots" / "mine.png", folder / "runs" / "mine" / "log"]
+    for note in notes:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text("precious")
+    (folder / "models_in_training" / "rate-1-seed-1").mkdir(parents=True)
+    start_folder(FinetuneConfig(model="m", overwrite_output_dir=True), folder, {"finetune": {}})
+    assert all(note.read_text() == "precious" for note in notes) and "confusion_matrix.png" in pictures
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "plots", "runs", "run_config.json"}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--validation_share 0 --eval_steps 4", "eval_steps needs validation rows"),
+        ("--lr_scheduler_type constant --warmup_ratio 0.1", "warmup_ratio: lr_scheduler_type constant has no warm-up"),
+    ],
+)
+def test_options_without_effect_are_refused(options, words, fails):
+    assert words in fails("finetune", "no/model", "--task", "sst2", *options.split())
