@@ -1,6 +1,8 @@
 """Shared by both conversions: reads d2l-bert models, compares their weights with a checkpoint, renames weights."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoConfig, BertConfig, PreTrainedModel
@@ -45,6 +47,17 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     return model
 
 
+@contextlib.contextmanager
+def without_log_messages() -> Iterator[None]:
+    """Within the block, Transformers logs nothing, such as its report of the weights that a checkpoint lacks."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
     """
     Load a model with `from_pretrained`, without log messages.
@@ -60,10 +73,9 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
     Raises:
         ValueError: a weight does not have the shape that the configuration gives.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
     try:
-        model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
+        with without_log_messages():
+            model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -71,8 +83,6 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
             "a weight does not have the shape that config.json gives; put back the config.json that was saved with "
             "the weights"
         ) from None
-    finally:
-        logging.set_verbosity(verbosity)
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
 
 

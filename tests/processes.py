@@ -45,7 +45,8 @@ def _environment(rank, processes, port):
     """The variables that torchrun sets."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    return {name: str(value) for name, value in {**ranks, **address}.items()}
+    threads = {"OMP_NUM_THREADS": 1}  # without it, Accelerate warns on every rank
+    return {name: str(value) for name, value in {**ranks, **address, **threads}.items()}
 
 
 def free_port():

@@ -13,6 +13,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.folders import base_name
+from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.existing import read_tokenizer
@@ -154,7 +155,7 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     config = copy.deepcopy(start.config)
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
-    with reading_model(start.name):
+    with reading_model(start.name), conversion.without_log_messages():
         model, report = auto_class.from_pretrained(
             start.name,
             config=config,
