@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import finetune, write_splits
+from finetuning import FAST, NAMES, finetune, write_csv, write_splits
 from transformers import TrainerState
 
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
@@ -70,3 +70,24 @@ def test_older_checkpoints_are_deleted_after_the_new_one_is_marked(limit, best, 
     assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == kept
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
     assert 100 <= seconds_before(tmp_path / "checkpoint-12") < 160
+
+
+def test_rows_of_about_the_same_length_may_share_a_batch(trained, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    heroes = [NAMES[number] for number in rng.integers(2, size=240)]
+    rows = [{"text": f"Then {hero} sold it. " * int(rng.integers(1, 12)), "label": hero} for hero in heroes]
+    write_csv(tmp_path / "train.csv", rows)
+    sizes, step = {}, FinetuneTrainer.training_step
+
+    def watched(self, model, inputs, *arguments):
+        sizes.setdefault(self.args.train_sampling_strategy, []).append(inputs["input_ids"].numel())
+        return step(self, model, inputs, *arguments)
+
+    monkeypatch.setattr(FinetuneTrainer, "training_step", watched)
+    options = ["--task=classification", f"--train_file={tmp_path / 'train.csv'}", "--validation_share=0"]
+    options += [f"--test_file={tmp_path / 'train.csv'}", "--per_device_train_batch_size=4", *FAST]
+    for strategy in ("random", "group_by_length"):
+        metrics = finetune(trained, tmp_path / strategy, *options, f"--train_sampling_strategy={strategy}")
+        assert metrics["test_accuracy"] > 0.95  # the metrics take outputs and labels in the same order
+    assert len(sizes["random"]) == len(sizes["group_by_length"]) == 6 * 60
+    assert sum(sizes["group_by_length"]) < 0.85 * sum(sizes["random"])

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.utils.data import SequentialSampler
 from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
@@ -103,6 +104,7 @@ def make_arguments(
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=config.per_device_eval_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
+        train_sampling_strategy=config.train_sampling_strategy,
         num_train_epochs=epochs,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
@@ -181,6 +183,10 @@ class FinetuneTrainer(Trainer):
         # too large by the number of batches in a step. Without it, Trainer averages the batches' losses.
         if not is_ours(self.accelerator.unwrap_model(self.model).config):
             self.model_accepts_loss_kwargs = False
+
+    def _get_eval_sampler(self, eval_dataset):
+        """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
+        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
