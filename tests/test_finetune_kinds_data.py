@@ -98,7 +98,7 @@ WRONG = {
     "half a character": (
         "tags",
         {"train.jsonl": TAGS + '{"tokens": ["\\ud800"], "ner_tags": ["O"]}\n'},
-        ["line 3: half a character in word 1"],
+        ["line 3: half a character (U+D800, a lone surrogate) in word 1"],
     ),
     "no column of words": ("tags", {"train.jsonl": lines({"text": "a", "tags": ["O"]})}, ["no column 'tokens'"]),
     "a line of CoNLL with fewer fields": (

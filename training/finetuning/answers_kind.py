@@ -10,7 +10,7 @@ import numpy as np
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_answer_bars
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text
 
 
 ANSWER_FILE = "answers_by_question.png"
@@ -133,7 +133,7 @@ class Answers(Kind):
         )
         for row in range(len(table)):
             context, question = contexts[row], questions[row]
-            if not (_has_text(context) and _has_text(question)):
+            if not (has_text(context) and has_text(question)):
                 counts["an empty context or question"] += 1
             elif self.label[0] in table.columns and any(
                 _misplaced(context, *answer) for answer in self.answers(table, row)
@@ -145,20 +145,7 @@ class Answers(Kind):
 
     def check(self, table):
         for column, option in ((self.context, "context_column"), (self.question, "question_column")):
-            for row, text in enumerate(table.require(column, option)):
-                if text is not None and not isinstance(text, str):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} holds {type(text).__name__}, not text; name another "
-                        f"column with --{option}"
-                    )
-                if not _has_text(text):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} is empty; write a text there, or take the row out"
-                    )
-                try:
-                    text.encode()
-                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-                    raise UserError(f"{table.place(row)}: half a character in {column!r}; repair the row") from None
+            check_text_column(table, column, option)
         if not self.is_labelled(table):
             return
         impossible = table.columns.get("is_impossible", [False] * len(table))
@@ -420,10 +407,6 @@ def _text(context, span):
 
 def _misplaced(context, text, start):
     return start < 0 or context[start : start + len(text)] != text
-
-
-def _has_text(value):
-    return isinstance(value, str) and value.strip() != ""
 
 
 def _shortened(text, most=60):
