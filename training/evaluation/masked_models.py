@@ -5,6 +5,7 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 
 import copy
 import inspect
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import load_and_compare
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
 
@@ -158,14 +160,8 @@ class MaskedModel(nn.Module):
 
     @property
     def most_positions(self) -> int:
-        """The most tokens in a row, special tokens included."""
-        config, limits = self.model.config, [self.tokenizer.model_max_length]
-        if (positions := getattr(config, "max_position_embeddings", None) or -1) > 0:
-            tables = [m for n, m in self.model.base_model.named_modules() if n.endswith("position_embeddings")]
-            # RoBERTa counts positions from the id of its padding token on, plus 1.
-            unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-            limits.append(positions - max(unused, default=0))
-        return int(min(limits))
+        """The most tokens in a row, special tokens included; `sys.maxsize` if there is no limit."""
+        return longest_input(self.model.base_model, self.tokenizer) or sys.maxsize
 
     def backend(self) -> Tokenizer:
         """A copy of the tokenizer without truncation and padding, which reads a "[MASK]" in a text as text."""

@@ -16,10 +16,11 @@ import torch
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
 from d2l_bert.training.vectors.config import EmbedConfig
-from d2l_bert.training.vectors.encoder import best_device, load_encoder, longest_input
+from d2l_bert.training.vectors.encoder import best_device, load_encoder
 
 
 logger = logging.getLogger(__name__)
