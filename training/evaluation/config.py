@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option
-from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option, option_of
+from d2l_bert.tokenization.config import TextConfig, dataset_and_config
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
 
 
@@ -44,32 +45,20 @@ class EvaluateConfig(Options):
         TEXT,
         metavar="PATH",
     )
-    dataset: list[str] = option(
-        [],
-        "datasets to evaluate on: Hub ids, or folders (also of save_to_disk); a configuration follows a colon: "
-        "Salesforce/wikitext:wikitext-2-raw-v1",
-        TEXT,
-        metavar="ID[:CONFIG]",
-    )
-    dataset_config: str | None = option(
-        None, "configuration of the dataset, if only one is given", TEXT, metavar="NAME"
-    )
+    dataset: list[str] = option_of(TextConfig, "dataset")
+    dataset_config: str | None = option_of(TextConfig, "dataset_config")
     dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
-    streaming: bool = option(False, "read datasets row by row, without a full download", TEXT)
-    text_column: str = option("text", "column that holds the text in datasets and tables", TEXT, metavar="NAME")
-    max_documents: int | None = option(None, "most text files and rows to read from each path and dataset", TEXT)
-    language: str = option("en", "language of the text, for finding the ends of sentences", TEXT, metavar="CODE")
+    streaming: bool = option_of(TextConfig, "streaming")
+    text_column: str = option_of(TextConfig, "text_column")
+    max_documents: int | None = option_of(TextConfig, "max_documents")
+    language: str = option_of(TextConfig, "language")
     held_out: bool = option(
         False,
         "evaluate only on the documents that pretrain, by its default options, holds out of this text; without it the "
         "text is read whole",
         TEXT,
     )
-    preprocessing_num_workers: int | None = option(
-        None,
-        "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
-        TEXT,
-    )
+    preprocessing_num_workers: int | None = option_of(TextConfig, "preprocessing_num_workers")
 
     max_seq_length: int | None = option(
         None, "most tokens in a row; the default is 128, or fewer if a model has fewer positions", BATCHES
@@ -79,11 +68,9 @@ class EvaluateConfig(Options):
         "what rows hold: pairs of segments for NSP or SOP, or single segments (none); auto follows each model's head",
         BATCHES,
     )
-    pairing: Literal["segments", "sentences"] = option(
-        "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
-    )
+    pairing: Literal["segments", "sentences"] = option_of(PretrainConfig, "pairing")
     mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES)
-    masking: Masking = option("token", "mask single tokens, whole words, or spans of words", BATCHES)
+    masking: Masking = option_of(PretrainConfig, "masking")
     max_eval_pairs: int | None = option(
         None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES
     )
