@@ -24,9 +24,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         UserError: the path is a file, the folder cannot be written, or another run has locked it.
     """
     folders.check_name(folder)
+    check_no_file(folder)
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    if existed and not folder.is_dir():
-        raise UserError(f"output_dir {folder}: a file; name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -47,3 +46,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
             lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def check_no_file(folder: Path) -> None:
+    """Refuse the path of a file as an output folder."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output_dir {folder}: a file; name a folder")

@@ -23,7 +23,7 @@ from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.energy import describe_machine
-from d2l_bert.training.folder_lock import LOCK_FILE, locked_folder
+from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 from d2l_bert.training.held_out import example_sentences, fill_mask, report
 from d2l_bert.training.recipes import command_line
 from d2l_bert.training.tracking import TrainingLog
@@ -60,8 +60,7 @@ def check_output_folder(run: PretrainConfig, folder: Path) -> None:
             resume nor to replace it, or ask for both, or name a checkpoint in another folder, or the run is finished
             and has no checkpoint to resume from.
     """
-    if not folder.is_dir():
-        raise UserError(f"output_dir {folder}: a file; name a folder")
+    check_no_file(folder)
     left_by_killed_runs = {LOCK_FILE, f".{RUN_FILE}.part"}
     entries = {path.name for path in folder.iterdir()} - left_by_killed_runs
     start = Path(run.init_from or "").resolve()

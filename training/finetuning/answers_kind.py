@@ -19,6 +19,10 @@ ROWS_AT_ONCE = 500
 # The default of `doc_stride`, as in Transformers' example of question answering.
 STRIDE = 128
 
+# The fewest tokens of the context beside a question of full length, which has half of a row. In shorter windows,
+# answers are cut off, and what they answer to is out of sight.
+LEAST_CONTEXT = 10
+
 
 @dataclass
 class Window:
@@ -181,7 +185,14 @@ class Answers(Kind):
                 f"{self.config.model}: its tokenizer gives no places of tokens in the text; give a model with a fast "
                 f"tokenizer"
             )
-        room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        special = tokenizer.num_special_tokens_to_add(pair=True)
+        room = max_seq_length - special
+        if (left := room - room // 2) < LEAST_CONTEXT:
+            raise UserError(
+                f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
+                f"answers need {LEAST_CONTEXT}; give {2 * LEAST_CONTEXT - 1 + special} or more, and a model with as "
+                f"many positions"
+            )
         stride = self.config.doc_stride
         if stride is not None and stride >= room:
             raise UserError(

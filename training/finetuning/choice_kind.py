@@ -133,7 +133,7 @@ class MultipleChoice(Kind):
         The number of the right choice, from 0: the label is this number, the choice's name, a letter, or its text.
 
         Raises:
-            UserError: the label is none of them.
+            UserError: the label is none of them, or the text of several choices.
         """
         value = table.columns[self.label[0]][row]
         choices, names = self._choices(table, row)
@@ -152,8 +152,9 @@ class MultipleChoice(Kind):
         if choices.count(text) == 1:
             return choices.index(text)
         allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}"
+        fault = f"is the text of {choices.count(text)} equal choices" if text in choices else "is no choice"
         raise UserError(
-            f"{table.place(row)}: label {value!r} in column {self.label[0]!r} is no choice; write one of {allowed}"
+            f"{table.place(row)}: label {value!r} in column {self.label[0]!r} {fault}; write one of {allowed}"
         )
 
     def targets(self, table) -> np.ndarray:

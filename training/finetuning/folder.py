@@ -18,7 +18,7 @@ from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
 from d2l_bert.training.finetuning.trainer import batch_size, warmup
-from d2l_bert.training.folder_lock import LOCK_FILE, locked_folder
+from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
 WORK_FOLDER = "models_in_training"
@@ -67,12 +67,15 @@ def folder_of(config: FinetuneConfig) -> Path:
 
 def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
     """
-    Check that a run may write to an existing folder.
+    Check that a run may write to a folder that may exist.
 
     Raises:
-        UserError: the folder holds the model to start from, other files, or a run that the options neither resume nor
-            replace; or a file to read lies there under a name of the run's own files.
+        UserError: the path is a file; the folder holds the model to start from, other files, or a run that the options
+            neither resume nor replace; or a file to read lies there under a name of the run's own files.
     """
+    check_no_file(folder)
+    if not folder.exists():
+        return
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE, f".{RUN_FILE}.part"}
     start = Path(config.model).resolve()
     if start.exists() and folder.resolve() in (start, *start.parents):

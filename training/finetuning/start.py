@@ -44,7 +44,7 @@ class Start:
 
     Args:
         name: the folder or the id on the Hub.
-        config: the configuration, with the task's labels and the dropout of the run.
+        config: the configuration, with the dropout of the run.
         revision: the commit of a model on the Hub; None for a folder.
         fingerprint: a hash of the files of a folder; None for a model on the Hub.
         max_seq_length: most tokens of a row.
@@ -71,7 +71,7 @@ class Start:
 
 def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     """
-    Read the configuration and the tokenizer of the model, and set labels and dropout.
+    Read the configuration and the tokenizer of the model, and set the dropout.
 
     Raises:
         UserError: there is no such model, the model has no tokenizer, its class has no head for the task, or an option
@@ -91,8 +91,6 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
         raise UserError(f"{name}: the model has no tokenizer; put its tokenizer.json beside its config.json")
     is_folder = Path(name).exists()
     model_config = copy.deepcopy(model_config)
-    for field, value in kind.model_settings().items():
-        setattr(model_config, field, value)
     return Start(
         name=name,
         tokenizer=tokenizer,
@@ -144,7 +142,9 @@ def _length(config, kind, model_config, tokenizer):
 
 def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[PreTrainedModel, list[str]]:
     """
-    The model with a fresh head, in float32, in training mode. PyTorch's global generator draws the fresh weights.
+    The model with a fresh head for the labels that `kind` has learnt, in float32, in training mode.
+
+    PyTorch's global generator draws the fresh weights.
 
     Args:
         from_scratch: draw all weights.
@@ -157,6 +157,8 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     """
     auto_class = getattr(transformers, kind.auto_class)
     config = copy.deepcopy(start.config)
+    for field, value in kind.model_settings().items():
+        setattr(config, field, value)
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
     with reading_model(start.name), conversion.without_log_messages():

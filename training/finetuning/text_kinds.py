@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,9 @@ DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infi
 
 # A table of predictions has a column of probabilities for each class, up to so many classes.
 PROBABILITY_COLUMNS = 20
+
+# The largest number that can be predicted: models compute in float32.
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 TEXTS_AT_ONCE = 1000
 
@@ -346,10 +350,18 @@ class Regression(TextKind):
                 number = float(value) if isinstance(value, str | int | float) else math.nan
             except ValueError:
                 number = math.nan
-            if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
-                shown = "is empty" if not _is_filled(value) else f"holds {value!r}, not a finite number"
-                raise UserError(f"{table.place(row)}: column {column!r} {shown}; write a number, or take the row out")
-            numbers.append(number)
+            except OverflowError:  # a whole number of hundreds of digits
+                number = sys.float_info.max
+            if not _is_filled(value):
+                shown = "is empty; write a number"
+            elif not math.isfinite(number):
+                shown = f"holds {value!r:.40}, not a finite number; write one"
+            elif abs(number) > LARGEST_NUMBER:
+                shown = f"holds {value!r:.40}, beyond float32's {LARGEST_NUMBER:.2g}; write a smaller number"
+            else:
+                numbers.append(number)
+                continue
+            raise UserError(f"{table.place(row)}: column {column!r} {shown}, or take the row out")
         return np.array(numbers)
 
     def in_training(self, targets):
