@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 
-# Above so many classes, the cells of a confusion matrix get no numbers: they could not be read.
+# With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.
 NUMBERED_CLASSES = 30
 
 LABEL_CHARACTERS = 24

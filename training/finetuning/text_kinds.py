@@ -19,7 +19,8 @@ from d2l_bert.training.finetuning.tables import Table
 # A number with a decimal point or an exponent, as in a column of floats.
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infinity)", re.IGNORECASE)
 
-# A table of predictions has a column of probabilities for each class, up to so many classes.
+# The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
+# none of these columns, and `multilabel` writes those of the first classes.
 PROBABILITY_COLUMNS = 20
 
 # The largest number that can be predicted: models compute in float32.
