@@ -94,9 +94,11 @@ class EvaluateConfig(Options):
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, largest=2**24)
 
     output: str | None = option(
-        None, "write all figures into this JSON file, and BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
+        None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
     )
-    plot: str | None = option(None, "draw BLiMP's accuracies by phenomenon into this file", OUTPUT, metavar="FILE.png")
+    plot: str | None = option(
+        None, "new file for the picture of BLiMP's accuracies by phenomenon", OUTPUT, metavar="FILE.png"
+    )
     update_card: bool = option(
         False, "write the figures into metrics.json and the card (README.md) of the models' folders", OUTPUT
     )
@@ -135,6 +137,8 @@ class EvaluateConfig(Options):
         for name, suffix in {"output": ".json", "plot": ".png"}.items():
             if (path := getattr(self, name)) is not None:
                 _check_file(name, Path(path), suffix)
+        if (picture := self.picture()) is not None and picture.exists():
+            raise UserError(f"output {self.output}: its picture {picture} exists already; name another file")
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""
@@ -152,13 +156,14 @@ class EvaluateConfig(Options):
 
 
 def _check_file(name, path, suffix):
-    """Refuse a file that cannot be written, or whose name does not end as its content asks for."""
+    """Refuse a file that exists or cannot be written, or whose name does not end as its content asks for."""
     if path.suffix.lower() != suffix:
         raise UserError(f"{name} {path}: give a name that ends in {suffix}")
     if not path.parent.is_dir():
         raise UserError(f"{name} {path}: no folder {path.parent}; make it, or name a file in another folder")
     if path.is_dir():
         raise UserError(f"{name} {path}: a folder; name a file")
-    existing = path if path.exists() else path.parent
-    if not os.access(existing, os.W_OK):
+    if path.exists():
+        raise UserError(f"{name} {path}: exists already; name another file, or delete this one")
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"{name} {path}: cannot be written (Permission denied); name a file in another folder")

@@ -219,11 +219,14 @@ def load_masked_model(name: str) -> MaskedModel:
         has_both = both_class not in (None, mlm_class) and mlm_weights < _weights_of(both_class, config)
         model, missing, _ = load_and_compare(both_class if has_both else mlm_class, name, dtype=torch.float32)
         if lacking := missing & mlm_weights:
+            of_encoder = [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]
+            if of_encoder:
+                raise UserError(
+                    f"its file of weights is not complete: it lacks {len(of_encoder)} of the encoder's weights, such "
+                    f"as {min(of_encoder)}; save the model there again with save_pretrained"
+                )
             saved_as = (config.architectures or ["a model without a head"])[0]
-            raise UserError(
-                f"it has no weights for {min(lacking)}: it was saved as {saved_as}, without an MLM head; give a model "
-                f"that was trained with one"
-            )
+            raise UserError(f"it was saved as {saved_as}, without an MLM head; give a model that was trained with one")
         if not has_tokenizer(name):
             raise UserError(
                 "it has no tokenizer: no tokenizer.json and no vocab.txt; give a model with one, or save one there "
