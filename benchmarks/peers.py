@@ -90,12 +90,12 @@ class Ours:
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
         from d2l_bert.training import distributed
+        from d2l_bert.training.compilation import compile_now, micro_batches_of_every_kind
         from d2l_bert.training.device import faster_attention
         from d2l_bert.training.initialize import make_model
         from d2l_bert.training.openmp import short_waits
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
-        from d2l_bert.training.trials import compile_now, micro_batches_of_every_kind
 
         keep_freed_memory()
         if setup.get("short_waits", True):

@@ -16,14 +16,13 @@ from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.metadata import check_metadata
+from d2l_bert.model_cards.outgoing import outgoing, published_files
 from d2l_bert.model_cards.publish import (
     AGAIN,
     check_repo_id,
     full_repo_id,
     hub_errors,
-    outgoing,
     publish,
-    published_files,
     send,
     warn_of_earlier_commits,
 )

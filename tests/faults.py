@@ -15,7 +15,7 @@ import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import data, learner, loop, trials
+from d2l_bert.training import compilation, data, learner, loop, trials
 
 
 def at_step(step, act):
@@ -53,7 +53,7 @@ def run_out_of_memory():
 
 
 def compiling_without_memory():
-    trials.compile_blocks = lambda model: None
+    compilation.compile_blocks = lambda model: None
     trials.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
 
 

@@ -164,6 +164,20 @@ def test_the_picture_has_a_bar_for_each_model_and_phenomenon(monkeypatch, tmp_pa
     assert (tmp_path / "bars.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("accuracy", [0.43, 0.47, 0.5, 0.501, 0.55])
+def test_the_line_of_chance_crosses_no_number(accuracy, monkeypatch, tmp_path):
+    figures = {"accuracy": accuracy, "standard_error": 0.001, "paradigm_count": 1}
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **b: (drawn.append(self), save(self, *a, **b)))
+    plot_phenomena(
+        [("one", {**figures, "score": "pll", "pairs": 9, "phenomena": {"verbs": figures}})], tmp_path / "a.png"
+    )
+    (panel,) = drawn[0].axes
+    for text in panel.texts:
+        box = text.get_window_extent().transformed(panel.transData.inverted())
+        assert not box.x0 - 0.2 < 50 < box.x1 + 0.2, text
+
+
 def test_the_hubs_copy_is_read_by_configuration(monkeypatch):
     rows = [{"sentence_good": "a", "sentence_bad": "b", "UID": "u", "linguistics_term": "t"}]
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: ["u", "v"])

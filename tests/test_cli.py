@@ -329,7 +329,9 @@ def test_a_failed_resume_overwrites_nothing(fails, books, trained, tmp_path):
     assert "holds a run, but not the run of the checkpoint" in line
     for checkpoint in other.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    assert "no checkpoint to go on from" in fails("pretrain", *options, "--resume_from_checkpoint=latest")
+    for option in ([], ["--resume_from_checkpoint=latest"]):
+        line = fails("pretrain", *options, *option)
+        assert "no checkpoint to go on from" in line and "go on with" not in line
     assert (other / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 

@@ -14,17 +14,17 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D
 from d2l_bert.cli import main
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 from d2l_bert.training import trials
-from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.distributed import make_accelerator
-from d2l_bert.training.trials import (
+from d2l_bert.training.compilation import (
     compile_blocks,
     compile_now,
     compiling_pays,
-    is_long_enough_to_compile,
     micro_batches_of_every_kind,
     time,
     undo_compile_blocks,
 )
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.distributed import make_accelerator
+from d2l_bert.training.trials import is_long_enough_to_compile
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +98,7 @@ def test_compiled_blocks_compute_the_same_losses_gradients_and_masks(
 def test_compiled_dropout_layers_draw_different_masks_and_each_only_once(recomputed, compiled_anew, monkeypatch):
     """The compiler may merge two equal calls, or repeat a call of the forward pass in the backward pass."""
     if recomputed:
-        trials.compile_blocks(make_model())
+        compile_blocks(make_model())
     first, second = modeling.Dropout(0.5).train(), modeling.Dropout(0.5).train()
 
     def dropped_twice(values, matrix):
@@ -122,7 +122,7 @@ def test_compiled_blocks_with_gradient_checkpointing_draw_the_same_masks(compile
     for is_compiled in (False, True):
         if is_compiled:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-            trials.compile_blocks(model)
+            compile_blocks(model)
         torch.manual_seed(5)
         found.append(loss_and_gradients(model, **make_batch(model)))
     assert_same(found[1], found[0], rtol=1e-4, atol=1e-6)

@@ -20,6 +20,7 @@ from d2l_bert.tokenization.lines import text_lines
 from d2l_bert.training.vectors import embed as module
 from d2l_bert.training.vectors.config import EmbedConfig
 from d2l_bert.training.vectors.embed import embed
+from d2l_bert.training.vectors.encoder import load_encoder
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,6 +101,25 @@ def test_equal_lines_are_shown_in_their_order(encoders, tmp_path):
     done = embed(str(encoders / "ours"), str(path), EmbedConfig(nearest="the tower", top_k=3))
     assert [number for _, number, _ in done.nearest] == [1, 2, 3]
     assert done.nearest[0][0] == pytest.approx(1)
+
+
+def test_vectors_that_are_all_alike_are_said_in_one_line(encoders, texts, tmp_path, capsys):
+    model, tokenizer = load_encoder(str(encoders / "ours"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(float("norm" in name.lower() and name.endswith("bias")))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "collapsed")
+    assert main(["embed", str(tmp_path / "collapsed"), str(texts), "--nearest", "the tower"]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out == ""
+        and "no line is shown, because the vectors of all 58 lines are alike (cosines 1.0000" in said.err
+    )
+    few = tmp_path / "few.txt"
+    few.write_text("the tower\nwater\n")
+    assert main(["embed", str(tmp_path / "collapsed"), str(few), "--nearest", "the tower"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 READ_AS = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import write_books
 from judged_models import save_models, write_pairs
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from d2l_bert.cli import main
@@ -48,7 +49,7 @@ def evaluate(tmp_path):
     """Run the command; returns the content of its JSON file."""
 
     def run(*arguments):
-        output = tmp_path / "figures.json"
+        output = tmp_path / f"figures-{len(list(tmp_path.glob('figures-*.json')))}.json"
         assert main(["evaluate", *map(str, arguments), f"--output={output}"]) == 0
         return json.loads(output.read_text())
 
@@ -287,4 +288,16 @@ def test_a_tokenizer_that_does_not_fit_is_refused(models, tmp_path, fails, other
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, mask_token=None)
         tokenizer.save_pretrained(folder)
+        assert words in fails("evaluate", folder, f"--corpus={other_books}")
+
+
+def test_weights_that_are_missing_are_said_in_the_users_words(models, tmp_path, fails, other_books):
+    folder = shutil.copytree(models["ours"], tmp_path / "lacking")
+    weights = load_file(folder / "model.safetensors")
+    for part, words in {
+        "attention.query": "its file of weights is not complete: it lacks 2 of the encoder's weights, such as",
+        "mlm": "it was saved as D2lBertForPreTraining, without an MLM head; give a model that was trained with one",
+    }.items():
+        kept = {name: tensor for name, tensor in weights.items() if part not in name}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
         assert words in fails("evaluate", folder, f"--corpus={other_books}")

@@ -141,6 +141,16 @@ WRONG = {
         ["line 3", "'nan', not a finite number"],
     ),
     "infinity for a number": ("regression", {"train": "text,label\na,1\nb,inf\n"}, ["line 3", "not a finite number"]),
+    "a number beyond float32": (
+        "regression",
+        {"train": "text,label\na,1\nb,1e39\n"},
+        ["line 3: column 'label' holds '1e39', beyond float32's 3.4e+38; write a smaller number, or take the row out"],
+    ),
+    "a number of 400 digits": (
+        "regression",
+        {"train.jsonl": '{"text": "a", "label": 1}\n{"text": "b", "label": 1' + "0" * 400 + "}\n"},
+        ["line 2: column 'label' holds 1000", "beyond float32's"],
+    ),
     "a word for a number": ("regression", {"train": "text,label\na,1\nb,yes\n"}, ["line 3", "'yes', not a finite"]),
     "no number": ("regression", {"train": "text,label\na,1\nb,\n"}, ["line 3: column 'label' is empty"]),
     "a number that is always the same": ("regression", {"train": "text,label\na,1\nb,1\n"}, ["every row has the num"]),
@@ -160,7 +170,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_rows_get_one_line_and_nothing_is_written(case, tmp_path, fails):
+@pytest.mark.filterwarnings("error")
+def test_wrong_rows_get_one_line_and_nothing_is_written(case, trained, tmp_path, fails):
     kind, contents, words = WRONG[case]
     options = []
     for name, content in contents.items():
@@ -168,25 +179,25 @@ def test_wrong_rows_get_one_line_and_nothing_is_written(case, tmp_path, fails):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         options.append(f"--{name.partition('.')[0]}_file={file}")
     before = sorted(tmp_path.iterdir())
-    line = fails("finetune", "no/model", f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
+    line = fails("finetune", trained, f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
     for word in words:
         assert word in line
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_several_columns_of_labels_are_zero_or_one(tmp_path, fails):
+def test_several_columns_of_labels_are_zero_or_one(trained, tmp_path, fails):
     file = tmp_path / "train.csv"
     file.write_text("text,x,y\na,1,0\nb,0,2\n")
-    options = ["finetune", "no/model", "--task=multilabel", f"--train_file={file}", "--label_column", "x"]
+    options = ["finetune", trained, "--task=multilabel", f"--train_file={file}", "--label_column", "x"]
     assert "column 'y' holds '2'; write 0 or 1" in fails(*options, "y")
     file.write_text("text,x,y\na,1,0\nb,0,0\n")
     assert "no row has the label 'y'" in fails(*options, "y")
     assert "no column 'z'" in fails(*options, "z")
 
 
-def test_a_parquet_file_has_its_checks(tmp_path, fails):
+def test_a_parquet_file_has_its_checks(trained, tmp_path, fails):
     file = tmp_path / "train.parquet"
-    options = ["finetune", "no/model", f"--train_file={file}", "--task"]
+    options = ["finetune", trained, f"--train_file={file}", "--task"]
     pq.write_table(pa.table({"text": ["a", "b"], "label": [0.5, None]}), file)
     assert "row 1: column 'label' holds numbers such as 0.5" in fails(*options, "classification")
     assert "row 2: column 'label' is empty" in fails(*options, "regression")
@@ -227,8 +238,8 @@ OPTIONS = [  # options, words of the error line
 
 
 @pytest.mark.parametrize("options, words", OPTIONS, ids=[options[:60] for options, _ in OPTIONS])
-def test_wrong_options_get_one_line(options, words, fails):
-    line = fails("finetune", "no/model", *options.split())
+def test_wrong_options_get_one_line(options, words, trained, fails):
+    line = fails("finetune", trained, *options.split())
     for word in words:
         assert word in line
 
@@ -254,6 +265,18 @@ def test_a_model_that_cannot_be_fine_tuned_gets_one_line(trained, rows_file, tmp
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "model.safetensors is damaged" in fails("finetune", tmp_path / "cut", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_no_rows_is_refused_before_the_rows(trained, tmp_path, fails):
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("text,label\na,1\nb,2\nc,3\n")
+    command = ["finetune", trained, "--task=classification", f"--train_file={wrong}", f"--output_dir={tmp_path}"]
+    assert "holds other files (wrong.csv) and no run" in fails(*command)
+    command[-1] += "/out"
+    assert "max_seq_length (999) is beyond the model's positions" in fails(*command, "--max_seq_length=999")
+    assert "every row has a label of its own" in fails(*command)
+    command[1] = "no/model"
+    assert "no/model: cannot be loaded" in fails(*command)
 
 
 def test_an_encoder_without_weights_is_refused(trained, rows_file, tmp_path, fails):

@@ -98,7 +98,7 @@ WRONG = {
     "half a character": (
         "tags",
         {"train.jsonl": TAGS + '{"tokens": ["\\ud800"], "ner_tags": ["O"]}\n'},
-        ["line 3: half a character in word 1"],
+        ["line 3: half a character (U+D800, a lone surrogate) in word 1"],
     ),
     "no column of words": ("tags", {"train.jsonl": lines({"text": "a", "tags": ["O"]})}, ["no column 'tokens'"]),
     "a line of CoNLL with fewer fields": (
@@ -227,6 +227,11 @@ WRONG = {
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
         ["line 3: column 'label' is empty; write the number of a choice"],
     ),
+    "the text of two equal choices as a label": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(choices=("It is red.", "It is red."), label="It is red."))},
+        ["label 'It is red.' in column 'label' is the text of 2 equal choices; write one of 0 to 1"],
+    ),
     "an empty choice": (
         "multiple_choice",
         {"train.csv": "sent1,ending0,ending1,label\na,b,c,0\na,,c,1\n"},
@@ -274,14 +279,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_rows_get_one_line_and_nothing_is_written(case, tmp_path, fails):
+def test_wrong_rows_get_one_line_and_nothing_is_written(case, trained, tmp_path, fails):
     kind, contents, words = WRONG[case]
     options = []
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         options.append(f"--{name.partition('.')[0]}_file={tmp_path / name}")
     before = sorted(tmp_path.iterdir())
-    line = fails("finetune", "no/model", f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
+    line = fails("finetune", trained, f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
     for word in words:
         assert word in line
     assert sorted(tmp_path.iterdir()) == before
@@ -309,12 +314,12 @@ OPTIONS = [  # options, words of the error line
 
 
 @pytest.mark.parametrize("options, words", OPTIONS, ids=[options for options, _ in OPTIONS])
-def test_wrong_options_get_one_line(options, words, tmp_path, fails):
+def test_wrong_options_get_one_line(options, words, trained, tmp_path, fails):
     (tmp_path / "train.jsonl").write_text("{}\n")
     given = options.split()
     if len(given) > 2 and given[1] not in ("squad",):
         given.append(f"--train_file={tmp_path / 'train.jsonl'}")
-    line = fails("finetune", "no/model", *given)
+    line = fails("finetune", trained, *given)
     for word in words:
         assert word in line
 
@@ -334,10 +339,18 @@ def test_a_stride_as_long_as_a_window_is_refused(trained, tmp_path, fails):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_metric_that_plain_tags_do_not_have_is_refused(tmp_path, fails):
+def test_a_length_without_room_for_a_context_is_refused(trained, tmp_path, fails):
+    (tmp_path / "train.jsonl").write_text(ANSWERS)
+    options = ["--task=answers", f"--train_file={tmp_path / 'train.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
+    line = fails("finetune", trained, *options, "--max_seq_length=10")
+    assert "max_seq_length 10: leaves 4 tokens of the context beside a long question, and answers need 10" in line
+    assert "give 22 or more" in line and not (tmp_path / "out").exists()
+
+
+def test_a_metric_that_plain_tags_do_not_have_is_refused(trained, tmp_path, fails):
     (tmp_path / "train.jsonl").write_text(lines(tagged(["a", "b"], ["DET", "NOUN"]), tagged(["c"], ["DET"])))
     train = f"--train_file={tmp_path / 'train.jsonl'}"
-    line = fails("finetune", "no/model", "--task=tags", train, "--metric_for_best_model=f1")
+    line = fails("finetune", trained, "--task=tags", train, "--metric_for_best_model=f1")
     assert "metric_for_best_model 'f1': --task tags has accuracy, loss; give one" in line
 
 

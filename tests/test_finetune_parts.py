@@ -14,7 +14,7 @@ from d2l_bert import D2lBertConfig, D2lBertForSequenceClassification
 from d2l_bert.training.finetuning.bars import draw_answer_bars, draw_entity_bars
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import class_metrics, multilabel_metrics, number_metrics
-from d2l_bert.training.finetuning.pictures import draw_confusion
+from d2l_bert.training.finetuning.pictures import draw_confusion, draw_curves
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, default_rate, depths, make_arguments
 
 
@@ -158,3 +158,22 @@ def test_the_benchmark_gives_the_difference_and_its_standard_error():
     sides = [{"mean": {"test": {"f1": mean}}, "sd": {"test": {"f1": sd}}} for mean, sd in ((0.8, 0.03), (0.7, 0.04))]
     ahead, error = difference(*sides, "f1", 25)
     assert ahead == pytest.approx(0.1) and error == pytest.approx(0.01)  # sqrt(0.0009 + 0.0016) / 5
+
+
+@pytest.mark.parametrize("steps", [1, 3, 200])
+def test_curves_have_whole_steps_and_a_legend_outside_that_names_every_line(steps, tmp_path):
+    log = [{"step": step, "loss": 1 / step} for step in range(1, steps + 1)]
+    log += [{"step": steps, "eval_loss": 0.5, "eval_accuracy": 0.9}]
+    attempts = [{"name": f"attempt {number}", "log": log} for number in range(3)]
+    figure = draw_curves(attempts, 1, "accuracy", "title", tmp_path / "curves.png")
+    figure.draw_without_rendering()
+    low, high = figure.legends[0].get_window_extent().intervaly
+    for panel in figure.axes:
+        assert all(tick == round(tick) for tick in panel.get_xticks())
+        assert panel.get_legend() is None and panel.get_tightbbox().y0 >= high > low
+    others = ["training, other seeds and rates", "validation, other seeds and rates"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["training", "validation", *others]
+    lines = {line.get_color() for panel in figure.axes for line in panel.lines}
+    assert {line.get_color() for line in figure.legends[0].get_lines()} == lines
+    empty = draw_curves([{"name": "a", "log": []}], 0, "accuracy", "title", tmp_path / "empty.png")
+    assert not empty.legends

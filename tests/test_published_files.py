@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.cli import main
-from d2l_bert.model_cards.publish import without_paths
+from d2l_bert.model_cards.outgoing import without_paths
 from d2l_bert.modeling.saving import AUTO_MAP
 
 

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from d2l_bert import folders
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import loop, monitor, run_folder
+from d2l_bert.training import folder_lock, loop, monitor, run_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.meter import Meter
 
@@ -158,7 +158,7 @@ def test_deletions_and_new_files_are_on_disk_before_the_new_weights(runs, dying)
 def test_a_lock_taken_while_another_run_releases_it_keeps_further_runs_out(books, tmp_path, monkeypatch):
     """Another run takes the lock right after the first has released it."""
     run = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "model"), max_steps=1)
-    lock_file, held = tmp_path / "model" / run_folder.LOCK_FILE, []
+    lock_file, held = tmp_path / "model" / folder_lock.LOCK_FILE, []
 
     class AnotherTries(FileLock):
         def release(self, force=False):
@@ -167,7 +167,7 @@ def test_a_lock_taken_while_another_run_releases_it_keeps_further_runs_out(books
                 held.append(FileLock(lock_file))
                 held[0].acquire(timeout=5)
 
-    monkeypatch.setattr(run_folder, "FileLock", AnotherTries)
+    monkeypatch.setattr(folder_lock, "FileLock", AnotherTries)
     with run_folder.output_folder(run):
         pass
     with pytest.raises(UserError, match="another run is writing there"):

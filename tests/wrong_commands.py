@@ -236,7 +236,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("pretrain --resume_from_checkpoint run", "run: not a checkpoint (no manifest.json); give a checkpoint-<step>"),
     ("pretrain --resume_from_checkpoint file.txt", "file.txt: not a checkpoint", "give a checkpoint-<step> folder"),
     ("pretrain --resume_from_checkpoint checkpoint-torn", "optimizer.safetensors is not as it was saved", "another"),
-    ("pretrain --output_dir file.txt", "output_dir file.txt: cannot be written", "name another folder"),
+    ("pretrain --output_dir file.txt", "output_dir file.txt: a file; name a folder"),
     ("pretrain --output_dir file.txt --dry_run", "file.txt: a file; name a folder"),
     ("pretrain --output_dir full --dry_run", "full: holds other files (thesis.txt)", "name a new or empty folder"),
     ("prepare --output_dir full", "full: exists already; name a new or empty folder"),

@@ -58,7 +58,11 @@ USES = [
         "evaluate decoder --corpus books",
         "decoder: cannot be loaded: it is a bert decoder, not a masked language model",
     ),
-    ("evaluate classifier --blimp pairs", "without an MLM head; give a model that was trained with one"),
+    (
+        "evaluate classifier --blimp pairs",
+        "classifier: cannot be loaded: it was saved as",
+        "without an MLM head; give a model that was trained with one",
+    ),
     ("evaluate cut --corpus books", "cut: cannot be loaded: model.safetensors is damaged or cut short"),
     ("evaluate bert --corpus books", "bert: cannot be loaded: it has no tokenizer: no tokenizer.json"),
     ("evaluate mute --corpus books", "mute: cannot be loaded: its tokenizer is damaged", "save it there again"),
@@ -78,6 +82,15 @@ USES = [
     ("evaluate run --corpus books --plot x.png", "plot draws BLiMP's accuracies, and no blimp is given; give it, or"),
     ("evaluate run --blimp pairs --plot x.pdf", "plot x.pdf: give a name that ends in .png"),
     ("evaluate run --blimp pairs --output x.txt", "output x.txt: give a name that ends in .json"),
+    ("evaluate run --blimp pairs --output run/config.json", "output run/config.json: exists already; name another"),
+    (
+        "evaluate run --blimp pairs --plot run/training_curves.png",
+        "plot run/training_curves.png: exists already; name",
+    ),
+    (
+        "evaluate run --blimp pairs --output run/training_curves.json",
+        "output run/training_curves.json: its picture run/training_curves.png exists already; name another file",
+    ),
     ("evaluate run --blimp pairs --output no/x.json", "output no/x.json: no folder no; make it, or name a file in"),
     (
         "evaluate some/model --corpus books --update_card",

@@ -68,14 +68,22 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
             raise UserError(
                 f"{file}, line {line}: column {column!r} holds {type(text).__name__}, not text; name another column"
             )
-        try:
-            (text or "").encode()
-        except UnicodeEncodeError as error:  # a JSON string may hold half of a surrogate pair
-            half = f"U+{ord(text[error.start]):04X}"
-            raise UserError(
-                f"{file}, line {line}: half a character ({half}, a lone surrogate); repair the line or take it out"
-            ) from None
+        if half := half_character(text or ""):
+            raise UserError(f"{file}, line {line}: {half}; repair the line or take it out")
         yield text
+
+
+def half_character(text: str) -> str | None:
+    """
+    The words for the first character of a text that is only half of one, for a message; None if all are whole.
+
+    A JSON string may hold one half of a surrogate pair, which no encoding can write.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half a character (U+{ord(text[error.start]):04X}, a lone surrogate)"
+    return None
 
 
 # Each reader below yields the number of a line or row, from 1, and the value in the column.

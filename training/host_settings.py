@@ -24,9 +24,9 @@ def restore_host_settings() -> Iterator[None]:
     """
     Restore, when the block ends or fails, the settings of the whole process that a run changes.
 
-    These are the compiler's settings (changed by `trials.compile_blocks`), the state that all `Accelerator` objects
-    share, such as mixed precision and gradient accumulation (changed by `distributed.make_accelerator`), and the
-    progress bars of Transformers and huggingface_hub. PyTorch's global RNG is not restored: a run seeds it.
+    These are the compiler's settings (changed by `compilation.compile_blocks`), the state that all `Accelerator`
+    objects share, such as mixed precision and gradient accumulation (changed by `distributed.make_accelerator`), and
+    the progress bars of Transformers and huggingface_hub. PyTorch's global RNG is not restored: a run seeds it.
     """
     recomputation = {name: getattr(torch._functorch.config, name) for name in RECOMPUTATION_LIMITS}
     recompile_limit = torch._dynamo.config.recompile_limit

@@ -7,8 +7,6 @@ import platform
 import shutil
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
@@ -25,13 +23,13 @@ from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.energy import describe_machine
+from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 from d2l_bert.training.held_out import example_sentences, fill_mask, report
 from d2l_bert.training.recipes import command_line
 from d2l_bert.training.tracking import TrainingLog
 
 
 LOG_FILE = "training_log.jsonl"
-LOCK_FILE = ".lock"
 WEIGHTS_FILE = "model.safetensors"
 PARTIAL_FOLDER = ".model.part"
 
@@ -47,29 +45,9 @@ def output_folder(run: PretrainConfig):
         UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
     """
     folder = Path(run.output_dir or default_output_dir(run))
-    folders.check_name(folder)
-    existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
-    except OSError as error:
-        raise UserError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
-    try:
+    with locked_folder(folder):
         check_output_folder(run, folder)
         yield folder
-    finally:
-        # The lock file is deleted before the lock is released. Deleted afterwards, a second run could already hold the
-        # lock of the deleted file while a third run makes and locks a new file. A run that opened the file before its
-        # deletion notices, once it has the lock, that the file name is gone.
-        try:
-            with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
-                (folder / LOCK_FILE).unlink(missing_ok=True)
-        finally:
-            lock.release()
-        if not existed and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def check_output_folder(run: PretrainConfig, folder: Path) -> None:
@@ -82,8 +60,7 @@ def check_output_folder(run: PretrainConfig, folder: Path) -> None:
             resume nor to replace it, or ask for both, or name a checkpoint in another folder, or the run is finished
             and has no checkpoint to resume from.
     """
-    if not folder.is_dir():
-        raise UserError(f"output_dir {folder}: a file; name a folder")
+    check_no_file(folder)
     left_by_killed_runs = {LOCK_FILE, f".{RUN_FILE}.part"}
     entries = {path.name for path in folder.iterdir()} - left_by_killed_runs
     start = Path(run.init_from or "").resolve()
@@ -104,12 +81,7 @@ def check_output_folder(run: PretrainConfig, folder: Path) -> None:
             raise UserError(
                 "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
             )
-    elif not run.resume_from_checkpoint:
-        raise UserError(
-            f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
-            f"--overwrite_output_dir, or name another folder"
-        )
-    elif run.resume_from_checkpoint != "latest":
+    elif run.resume_from_checkpoint not in (None, "latest"):
         if Path(run.resume_from_checkpoint).resolve().parent != folder.resolve():
             raise UserError(
                 f"output_dir {folder}: holds a run, but not the run of the checkpoint {run.resume_from_checkpoint}; "
@@ -118,6 +90,11 @@ def check_output_folder(run: PretrainConfig, folder: Path) -> None:
     elif WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder):
         raise UserError(
             f"output_dir {folder}: holds a finished run and no checkpoint to go on from; replace it with "
+            f"--overwrite_output_dir, or name another folder"
+        )
+    elif run.resume_from_checkpoint is None:
+        raise UserError(
+            f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
             f"--overwrite_output_dir, or name another folder"
         )
 

@@ -131,127 +131,51 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     """
     parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name, function, help, usage, description=""):
-        added = commands.add_parser(
-            name,
-            help=help,
-            usage=f"d2l-bert {name} {usage}",
-            description=f"{help[0].upper()}{help[1:]}.{description}",
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
-        )
-        added.set_defaults(command=function, name=name, parser=added)
-        return added
-
-    from d2l_bert.model_cards.config import PublishConfig
-    from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.training.evaluation.config import EvaluateConfig
-    from d2l_bert.training.finetuning.config import FinetuneConfig
-    from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
-
-    prepare = command(
-        "prepare",
-        prepare_command,
-        "tokenize a text once for many runs",
-        "--output_dir DIR [OPTIONS] | --check DIR...",
-        PREPARE,
-    )
-    prepare.add_argument("--output_dir", type=_string, metavar="DIR", help="a new folder to write into")
-    prepare.add_argument(
-        "--check", nargs="+", type=_string, metavar="DIR", help="read every byte of prepared folders instead"
-    )
-    _add_options(prepare, TextConfig())
-    _add_pretrain_options(
-        command("pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", PRETRAIN), argv
-    )
-    evaluate = command(
-        "evaluate",
-        evaluate_command,
-        "measure models on a text and on minimal pairs",
-        "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
-        EVALUATE,
-    )
-    evaluate.add_argument(
-        "model", type=_string, metavar="MODEL", nargs="+", help="a model folder, or an id on the Hub"
-    )
-    _add_options(evaluate, EvaluateConfig())
-    tune = command(
-        "finetune",
-        finetune_command,
-        "train a pretrained model for a task",
-        "MODEL --task KIND --train_file FILE [OPTIONS]",
-        FINETUNE,
-    )
-    tune.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
-    _add_options(tune, FinetuneConfig(model=""))
-    fill = command("fill-mask", fill_mask_command, "predict the [MASK] in a text", "MODEL TEXT... [--top_k N]")
-    fill.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
-    fill.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')
-    fill.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for each mask (5)")
-    follow = command("next-sentence", next_sentence_command, "say whether one sentence follows another", "MODEL A B")
-    follow.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
-    follow.add_argument("first", type=_sentence, metavar="A", help="a sentence")
-    follow.add_argument("second", type=_sentence, metavar="B", help="the sentence that may follow it")
-    usage = "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]"
-    embed = command("embed", embed_command, "turn each line of a file into a vector", usage, EMBED)
-    embed.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
-    embed.add_argument("file", type=_string, metavar="FILE", help="a file with a text in each line; - for stdin")
-    _add_options(embed, EmbedConfig())
-    usage = "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD"
-    attention = command(
-        "attention",
-        attention_command,
-        "draw the attention of each head, or compare a word's vectors",
-        usage,
-        ATTENTION,
-    )
-    attention.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub")
-    attention.add_argument("first", type=_sentence, metavar="TEXT", help="a text")
-    attention.add_argument("second", type=_sentence, metavar="TEXT_B", nargs="?", help="a second text")
-    _add_options(attention, AttentionConfig())
-    usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
-    convert = command("convert", convert_command, "convert checkpoints of d2l and of BERT", usage, CONVERT)
-    convert.add_argument(
-        "source", type=_string, metavar="SRC", help="the checkpoint: a file, a folder, or an id on the Hub"
-    )
-    convert.add_argument("target", type=_string, metavar="DST", help="a new folder to write into")
-    kind = convert.add_mutually_exclusive_group(required=True)
-    kind.add_argument(
-        "--from", dest="source_kind", choices=("d2l", "bert"), help="the kind of SRC; DST becomes a d2l-bert model"
-    )
-    kind.add_argument(
-        "--to", dest="target_kind", choices=("d2l", "bert"), help="the kind that DST becomes; SRC is a d2l-bert model"
-    )
-    convert.add_argument(
-        "--num_attention_heads", type=_whole_number, metavar="N", help="attention heads of the d2l model"
-    )
-    convert.add_argument(
-        "--vocab",
-        type=_string,
-        metavar="FILE",
-        help="the d2l model's Vocab: idx_to_token as JSON, or one token on each line",
-    )
-    publish = command("publish", publish_command, "send a model folder to the Hub", "DIR REPO_ID [OPTIONS]", PUBLISH)
-    publish.add_argument(
-        "folder", type=_string, metavar="DIR", help="the output folder of pretrain, or of save_pretrained"
-    )
-    publish.add_argument("repo_id", type=_string, metavar="REPO_ID", help="owner/name, or a name under your account")
-    _add_options(publish, PublishConfig())
+    _add_prepare(commands)
+    _add_pretrain(commands, argv)
+    _add_evaluate(commands)
+    _add_finetune(commands)
+    _add_fill_mask(commands)
+    _add_next_sentence(commands)
+    _add_embed(commands)
+    _add_attention(commands)
+    _add_convert(commands)
+    _add_publish(commands)
     return parser
 
 
-def _add_pretrain_options(parser, argv):
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands, in the order of the help
+
+
+def _add_prepare(commands):
+    from d2l_bert.tokenization.config import TextConfig
+
+    usage = "--output_dir DIR [OPTIONS] | --check DIR..."
+    parser = _command(
+        commands, "prepare", prepare_command, "tokenize a text once for many runs", usage, description=PREPARE
+    )
+    parser.add_argument("--output_dir", type=_string, metavar="DIR", help="a new folder to write into")
+    parser.add_argument(
+        "--check", nargs="+", type=_string, metavar="DIR", help="read every byte of prepared folders instead"
+    )
+    _add_options(parser, TextConfig())
+
+
+def _add_pretrain(commands, argv):
     from d2l_bert import D2lBertConfig
     from d2l_bert.training.recipes import RECIPES, architecture_options
 
     # --recipe is parsed first: the recipe's values are shown as the defaults of the other flags.
     recipe_parser = Parser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--recipe", choices=RECIPES, default="tiny")
-    recipe_parser.error = lambda message: None  # `parser` will show the same error
+    recipe_parser.error = lambda message: None  # the parser of all flags will show the same error
     parsed, _ = recipe_parser.parse_known_args(argv)
     architecture, run = RECIPES[parsed.recipe]()
 
+    parser = _command(
+        commands, "pretrain", pretrain_command, "pretrain a BERT from text", "[OPTIONS]", description=PRETRAIN
+    )
     parser.set_defaults(recipe=parsed.recipe)
     recipes = parser.add_argument_group("recipe", "the options below show the recipe's values in brackets")
     lines = ", ".join(
@@ -262,6 +186,134 @@ def _add_pretrain_options(parser, argv):
     group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
     for name in architecture_options():
         _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name))
+
+
+def _add_evaluate(commands):
+    from d2l_bert.training.evaluation.config import EvaluateConfig
+
+    usage = "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]"
+    help = "measure models on a text and on minimal pairs"
+    parser = _command(commands, "evaluate", evaluate_command, help, usage, description=EVALUATE)
+    _add_model(parser, nargs="+")
+    _add_options(parser, EvaluateConfig())
+
+
+def _add_finetune(commands):
+    from d2l_bert.training.finetuning.config import FinetuneConfig
+
+    usage = "MODEL --task KIND --train_file FILE [OPTIONS]"
+    help = "train a pretrained model for a task"
+    parser = _command(commands, "finetune", finetune_command, help, usage, description=FINETUNE)
+    _add_model(parser)
+    _add_options(parser, FinetuneConfig(model=""))
+
+
+def _add_fill_mask(commands):
+    usage = "MODEL TEXT... [--top_k N]"
+    parser = _command(commands, "fill-mask", fill_mask_command, "predict the [MASK] in a text", usage)
+    _add_model(parser)
+    parser.add_argument("text", type=_sentence, metavar="TEXT", nargs="+", help='such as "It was a [MASK] night."')
+    parser.add_argument("--top_k", type=_whole_number, default=5, metavar="N", help="tokens to show for each mask (5)")
+
+
+def _add_next_sentence(commands):
+    help = "say whether one sentence follows another"
+    parser = _command(commands, "next-sentence", next_sentence_command, help, "MODEL A B")
+    _add_model(parser)
+    parser.add_argument("first", type=_sentence, metavar="A", help="a sentence")
+    parser.add_argument("second", type=_sentence, metavar="B", help="the sentence that may follow it")
+
+
+def _add_embed(commands):
+    from d2l_bert.training.vectors.config import EmbedConfig
+
+    usage = "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]"
+    help = "turn each line of a file into a vector"
+    parser = _command(commands, "embed", embed_command, help, usage, description=EMBED)
+    _add_model(parser)
+    parser.add_argument("file", type=_string, metavar="FILE", help="a file with a text in each line; - for stdin")
+    _add_options(parser, EmbedConfig())
+
+
+def _add_attention(commands):
+    from d2l_bert.training.vectors.config import AttentionConfig
+
+    usage = "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD"
+    help = "draw the attention of each head, or compare a word's vectors"
+    parser = _command(commands, "attention", attention_command, help, usage, description=ATTENTION)
+    _add_model(parser)
+    parser.add_argument("first", type=_sentence, metavar="TEXT", help="a text")
+    parser.add_argument("second", type=_sentence, metavar="TEXT_B", nargs="?", help="a second text")
+    _add_options(parser, AttentionConfig())
+
+
+def _add_convert(commands):
+    usage = "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l"
+    help = "convert checkpoints of d2l and of BERT"
+    parser = _command(commands, "convert", convert_command, help, usage, description=CONVERT)
+    parser.add_argument(
+        "source", type=_string, metavar="SRC", help="the checkpoint: a file, a folder, or an id on the Hub"
+    )
+    parser.add_argument("target", type=_string, metavar="DST", help="a new folder to write into")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument(
+        "--from", dest="source_kind", choices=("d2l", "bert"), help="the kind of SRC; DST becomes a d2l-bert model"
+    )
+    kind.add_argument(
+        "--to", dest="target_kind", choices=("d2l", "bert"), help="the kind that DST becomes; SRC is a d2l-bert model"
+    )
+    parser.add_argument(
+        "--num_attention_heads", type=_whole_number, metavar="N", help="attention heads of the d2l model"
+    )
+    parser.add_argument(
+        "--vocab",
+        type=_string,
+        metavar="FILE",
+        help="the d2l model's Vocab: idx_to_token as JSON, or one token on each line",
+    )
+
+
+def _add_publish(commands):
+    from d2l_bert.model_cards.config import PublishConfig
+
+    usage = "DIR REPO_ID [OPTIONS]"
+    parser = _command(
+        commands, "publish", publish_command, "send a model folder to the Hub", usage, description=PUBLISH
+    )
+    parser.add_argument(
+        "folder", type=_string, metavar="DIR", help="the output folder of pretrain, or of save_pretrained"
+    )
+    parser.add_argument("repo_id", type=_string, metavar="REPO_ID", help="owner/name, or a name under your account")
+    _add_options(parser, PublishConfig())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What commands have in common
+
+
+def _command(commands, name, function, help, usage, description=""):
+    """
+    Add a command; returns its parser.
+
+    Args:
+        function: carries the command out.
+        help: the command's line in the list of commands.
+        description: what its own help says after this line.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        usage=f"d2l-bert {name} {usage}",
+        description=f"{help[0].upper()}{help[1:]}.{description}",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=function, name=name, parser=parser)
+    return parser
+
+
+def _add_model(parser, **options):
+    parser.add_argument("model", type=_string, metavar="MODEL", help="a model folder, or an id on the Hub", **options)
 
 
 def _add_options(parser, config):

@@ -46,6 +46,18 @@ def option(default, help, group, *, identity=True, metavar=None, largest=None):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def option_of(config: type, name: str, **changes):
+    """
+    The option `name` of another dataclass of options, with the same default and meaning.
+
+    Args:
+        changes: what differs in the other arguments of `option`, such as `help`.
+    """
+    field = config.__dataclass_fields__[name]
+    metadata = {**field.metadata, **changes}
+    return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
+
+
 class Options:
     """
     Base class of dataclasses whose fields are options, with checks of single fields.

@@ -1,6 +1,5 @@
 """BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.tables import json_lines, suffix_unpacked
+from d2l_bert.tokenization.tables import half_character, json_lines, suffix_unpacked
 
 
 HUB_DATASET = "nyu-mll/blimp"
@@ -91,20 +90,12 @@ def _add(paradigms, where, row, default):
     for key in ("sentence_good", "sentence_bad"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise UserError(f"{where}: no {key}; each line of BLiMP has sentence_good and sentence_bad")
-        with _half_characters_refused(where, key):
-            row[key].encode()
+        if half := half_character(row[key]):
+            raise UserError(f"{where}: {half} in {key}; repair the line or take it out")
     name = str(row.get("UID") or default)
     paradigm = paradigms.setdefault(name, Paradigm(name, str(row.get("linguistics_term") or default), [], []))
     paradigm.good.append(row["sentence_good"])
     paradigm.bad.append(row["sentence_bad"])
-
-
-@contextlib.contextmanager
-def _half_characters_refused(where, key):
-    try:
-        yield
-    except UnicodeEncodeError:
-        raise UserError(f"{where}: half a character in {key} (a lone surrogate); repair the line") from None
 
 
 def sentences_of(paradigms: Iterable[Paradigm]) -> list[str]:

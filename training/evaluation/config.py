@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option
-from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option, option_of
+from d2l_bert.tokenization.config import TextConfig, dataset_and_config
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
 
 
@@ -44,32 +45,20 @@ class EvaluateConfig(Options):
         TEXT,
         metavar="PATH",
     )
-    dataset: list[str] = option(
-        [],
-        "datasets to evaluate on: Hub ids, or folders (also of save_to_disk); a configuration follows a colon: "
-        "Salesforce/wikitext:wikitext-2-raw-v1",
-        TEXT,
-        metavar="ID[:CONFIG]",
-    )
-    dataset_config: str | None = option(
-        None, "configuration of the dataset, if only one is given", TEXT, metavar="NAME"
-    )
+    dataset: list[str] = option_of(TextConfig, "dataset")
+    dataset_config: str | None = option_of(TextConfig, "dataset_config")
     dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
-    streaming: bool = option(False, "read datasets row by row, without a full download", TEXT)
-    text_column: str = option("text", "column that holds the text in datasets and tables", TEXT, metavar="NAME")
-    max_documents: int | None = option(None, "most text files and rows to read from each path and dataset", TEXT)
-    language: str = option("en", "language of the text, for finding the ends of sentences", TEXT, metavar="CODE")
+    streaming: bool = option_of(TextConfig, "streaming")
+    text_column: str = option_of(TextConfig, "text_column")
+    max_documents: int | None = option_of(TextConfig, "max_documents")
+    language: str = option_of(TextConfig, "language")
     held_out: bool = option(
         False,
         "evaluate only on the documents that pretrain, by its default options, holds out of this text; without it the "
         "text is read whole",
         TEXT,
     )
-    preprocessing_num_workers: int | None = option(
-        None,
-        "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
-        TEXT,
-    )
+    preprocessing_num_workers: int | None = option_of(TextConfig, "preprocessing_num_workers")
 
     max_seq_length: int | None = option(
         None, "most tokens in a row; the default is 128, or fewer if a model has fewer positions", BATCHES
@@ -79,11 +68,9 @@ class EvaluateConfig(Options):
         "what rows hold: pairs of segments for NSP or SOP, or single segments (none); auto follows each model's head",
         BATCHES,
     )
-    pairing: Literal["segments", "sentences"] = option(
-        "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
-    )
+    pairing: Literal["segments", "sentences"] = option_of(PretrainConfig, "pairing")
     mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES)
-    masking: Masking = option("token", "mask single tokens, whole words, or spans of words", BATCHES)
+    masking: Masking = option_of(PretrainConfig, "masking")
     max_eval_pairs: int | None = option(
         None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES
     )
@@ -107,9 +94,11 @@ class EvaluateConfig(Options):
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, largest=2**24)
 
     output: str | None = option(
-        None, "write all figures into this JSON file, and BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
+        None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
     )
-    plot: str | None = option(None, "draw BLiMP's accuracies by phenomenon into this file", OUTPUT, metavar="FILE.png")
+    plot: str | None = option(
+        None, "new file for the picture of BLiMP's accuracies by phenomenon", OUTPUT, metavar="FILE.png"
+    )
     update_card: bool = option(
         False, "write the figures into metrics.json and the card (README.md) of the models' folders", OUTPUT
     )
@@ -148,6 +137,8 @@ class EvaluateConfig(Options):
         for name, suffix in {"output": ".json", "plot": ".png"}.items():
             if (path := getattr(self, name)) is not None:
                 _check_file(name, Path(path), suffix)
+        if (picture := self.picture()) is not None and picture.exists():
+            raise UserError(f"output {self.output}: its picture {picture} exists already; name another file")
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""
@@ -165,13 +156,14 @@ class EvaluateConfig(Options):
 
 
 def _check_file(name, path, suffix):
-    """Refuse a file that cannot be written, or whose name does not end as its content asks for."""
+    """Refuse a file that exists or cannot be written, or whose name does not end as its content asks for."""
     if path.suffix.lower() != suffix:
         raise UserError(f"{name} {path}: give a name that ends in {suffix}")
     if not path.parent.is_dir():
         raise UserError(f"{name} {path}: no folder {path.parent}; make it, or name a file in another folder")
     if path.is_dir():
         raise UserError(f"{name} {path}: a folder; name a file")
-    existing = path if path.exists() else path.parent
-    if not os.access(existing, os.W_OK):
+    if path.exists():
+        raise UserError(f"{name} {path}: exists already; name another file, or delete this one")
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"{name} {path}: cannot be written (Permission denied); name a file in another folder")

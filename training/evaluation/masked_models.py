@@ -5,6 +5,7 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 
 import copy
 import inspect
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import load_and_compare
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
 
@@ -158,14 +160,8 @@ class MaskedModel(nn.Module):
 
     @property
     def most_positions(self) -> int:
-        """The most tokens in a row, special tokens included."""
-        config, limits = self.model.config, [self.tokenizer.model_max_length]
-        if (positions := getattr(config, "max_position_embeddings", None) or -1) > 0:
-            tables = [m for n, m in self.model.base_model.named_modules() if n.endswith("position_embeddings")]
-            # RoBERTa counts positions from the id of its padding token on, plus 1.
-            unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-            limits.append(positions - max(unused, default=0))
-        return int(min(limits))
+        """The most tokens in a row, special tokens included; `sys.maxsize` if there is no limit."""
+        return longest_input(self.model.base_model, self.tokenizer) or sys.maxsize
 
     def backend(self) -> Tokenizer:
         """A copy of the tokenizer without truncation and padding, which reads a "[MASK]" in a text as text."""
@@ -223,11 +219,14 @@ def load_masked_model(name: str) -> MaskedModel:
         has_both = both_class not in (None, mlm_class) and mlm_weights < _weights_of(both_class, config)
         model, missing, _ = load_and_compare(both_class if has_both else mlm_class, name, dtype=torch.float32)
         if lacking := missing & mlm_weights:
+            of_encoder = [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]
+            if of_encoder:
+                raise UserError(
+                    f"its file of weights is not complete: it lacks {len(of_encoder)} of the encoder's weights, such "
+                    f"as {min(of_encoder)}; save the model there again with save_pretrained"
+                )
             saved_as = (config.architectures or ["a model without a head"])[0]
-            raise UserError(
-                f"it has no weights for {min(lacking)}: it was saved as {saved_as}, without an MLM head; give a model "
-                f"that was trained with one"
-            )
+            raise UserError(f"it was saved as {saved_as}, without an MLM head; give a model that was trained with one")
         if not has_tokenizer(name):
             raise UserError(
                 "it has no tokenizer: no tokenizer.json and no vocab.txt; give a model with one, or save one there "

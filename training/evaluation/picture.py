@@ -11,6 +11,9 @@ OVERALL = "all paradigms"
 
 BAR_INCHES, GAP_INCHES = 0.2, 0.2
 
+# On the axis of accuracies, in percent: the accuracy of a coin, and the most that a number beside a bar takes up.
+CHANCE, NUMBER_WIDTH = 50, 6
+
 
 def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
     """
@@ -34,15 +37,11 @@ def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
         panel.barh(places, accuracies, 0.9 * BAR_INCHES, label=textwrap.shorten(name, 60), color=f"C{number}")
         panel.errorbar(accuracies, places, xerr=errors, fmt="none", ecolor="0.2", elinewidth=1, capsize=2)
         for place, accuracy, error in zip(places, accuracies, errors, strict=True):
-            panel.text(
-                accuracy + error + 0.8,
-                place,
-                f"{accuracy:.1f}",
-                fontsize=7,
-                verticalalignment="center",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # covers the line of chance
-            )
-    panel.axvline(50, color="0.2", linestyle="--", linewidth=1, label="chance (50 %)")
+            start = accuracy + error + 0.8
+            if CHANCE - NUMBER_WIDTH < start < CHANCE + 1:  # the line of chance would cross the number
+                start = CHANCE + 1
+            panel.text(start, place, f"{accuracy:.1f}", fontsize=7, verticalalignment="center")
+    panel.axvline(CHANCE, color="0.2", linestyle="--", linewidth=1, label=f"chance ({CHANCE} %)")
     panel.axhline(group - GAP_INCHES / 2, color="0.6", linewidth=0.8)
     counts = [first["paradigm_count"], *(first["phenomena"][name]["paradigm_count"] for name in phenomena[1:])]
     labels = [f"{name.replace('_', ' ')} ({count})" for name, count in zip(phenomena, counts, strict=True)]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.training.evaluation.config import Score
+from d2l_bert.progress import progress_bar
+from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
 
@@ -164,3 +166,22 @@ def pseudo_log_likelihoods(
                 scores.index_add_(0, sequences, log_probabilities.double().cpu())
             done(int(end - start))
     return scores[torch.from_numpy(sentences.numbers)]
+
+
+def scores_of_all(
+    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, accelerator: Accelerator, title: str
+) -> torch.Tensor:
+    """
+    The pseudo-log-likelihood of each sentence, computed by all processes, with a progress bar of this title.
+
+    Returns:
+        As `pseudo_log_likelihoods`, on the CPU; every process gets all scores.
+    """
+    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar:
+        processes = accelerator.num_processes
+        scores = pseudo_log_likelihoods(
+            model, sentences, config.score, config.batch_tokens, processes, accelerator.process_index, bar.update
+        )
+    if processes == 1:
+        return scores
+    return accelerator.reduce(scores.to(accelerator.device), "sum").cpu()  # each score is computed by one process

@@ -12,21 +12,20 @@ from transformers.utils import logging as transformers_logging
 from d2l_bert.errors import UserError
 from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
-from d2l_bert.progress import progress_bar, report
+from d2l_bert.progress import report
 from d2l_bert.training import distributed
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
 from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
 from d2l_bert.training.evaluation.picture import plot_phenomena
-from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
 from d2l_bert.training.evaluation.table import evaluation_table, short_names
 from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
     pseudo_perplexity,
     read_text,
-    summed,
 )
 from d2l_bert.training.host_settings import restore_host_settings
 
@@ -90,7 +89,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             if sentences:
                 figures["text"] |= pseudo_perplexity(model, sentences, config, accelerator)
         if paradigms:
-            figures["blimp"] = _evaluate_pairs(model, paradigms, encoded_pairs[number], config, accelerator)
+            scores = scores_of_all(model, encoded_pairs[number], config, accelerator, f"{model.name} on BLiMP")
+            figures["blimp"] = {"score": config.score, **blimp_results(paradigms, scores.numpy())}
         results.append(figures)
         model.to("cpu")
         if accelerator.is_main_process:
@@ -124,21 +124,6 @@ def _encode_pairs(model: MaskedModel, paradigms: Sequence[Paradigm], config: Eva
             f"{model.name}: its tokenizer finds no token in the sentence {sentence!r}; take the sentence out"
         )
     return encoded
-
-
-def _evaluate_pairs(model, paradigms, encoded, config, accelerator):
-    total = int(encoded.scored_tokens().sum())
-    with progress_bar(f"{model.name} on BLiMP", total, "tokens") as bar:
-        scores = pseudo_log_likelihoods(
-            model,
-            encoded,
-            config.score,
-            config.batch_tokens,
-            accelerator.num_processes,
-            accelerator.process_index,
-            bar.update,
-        )
-    return {"score": config.score, **blimp_results(paradigms, summed(scores, accelerator).numpy())}
 
 
 def _write(content, config: EvaluateConfig) -> None:

@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 
 from d2l_bert.errors import UserError
@@ -30,7 +29,7 @@ from d2l_bert.training.distributed import on_main
 from d2l_bert.training.epochs import Selection
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
-from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
 from d2l_bert.training.held_out import MAX_LOSS, held_out_counts, held_out_metrics
 
 
@@ -229,17 +228,7 @@ def pseudo_perplexity(
     encoded = encode(model, sentences, config.score)
     tokens, words = int(encoded.scored_tokens().sum()), sum(len(sentence.split()) for sentence in sentences)
     unknown = sum(int((encoded.ids[n] == model.tokenizer.unk_token_id).sum()) for n in encoded.numbers)
-    with progress_bar(f"{model.name}: pseudo-perplexity", tokens, "tokens") as bar:
-        scores = pseudo_log_likelihoods(
-            model,
-            encoded,
-            config.score,
-            config.batch_tokens,
-            accelerator.num_processes,
-            accelerator.process_index,
-            bar.update,
-        )
-    total = float(summed(scores, accelerator).sum())
+    total = float(scores_of_all(model, encoded, config, accelerator, f"{model.name}: pseudo-perplexity").sum())
     return {
         "pseudo_perplexity": math.exp(-total / words) if -total / words < MAX_LOSS else math.inf,
         "pppl_log_likelihood": total,
@@ -248,10 +237,3 @@ def pseudo_perplexity(
         "pppl_tokens": tokens,
         "pppl_unknown_tokens": unknown,
     }
-
-
-def summed(scores: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
-    """The sum of the scores of all processes, float64 on the CPU; each score is computed by one process."""
-    if accelerator.num_processes == 1:
-        return scores.cpu()
-    return accelerator.reduce(scores.to(accelerator.device), "sum").cpu()

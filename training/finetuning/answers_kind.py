@@ -10,7 +10,7 @@ import numpy as np
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_answer_bars
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text
 
 
 ANSWER_FILE = "answers_by_question.png"
@@ -18,6 +18,10 @@ ROWS_AT_ONCE = 500
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
 STRIDE = 128
+
+# The fewest tokens of the context beside a question of full length, which has half of a row. In shorter windows,
+# answers are cut off, and what they answer to is out of sight.
+LEAST_CONTEXT = 10
 
 
 @dataclass
@@ -133,7 +137,7 @@ class Answers(Kind):
         )
         for row in range(len(table)):
             context, question = contexts[row], questions[row]
-            if not (_has_text(context) and _has_text(question)):
+            if not (has_text(context) and has_text(question)):
                 counts["an empty context or question"] += 1
             elif self.label[0] in table.columns and any(
                 _misplaced(context, *answer) for answer in self.answers(table, row)
@@ -145,20 +149,7 @@ class Answers(Kind):
 
     def check(self, table):
         for column, option in ((self.context, "context_column"), (self.question, "question_column")):
-            for row, text in enumerate(table.require(column, option)):
-                if text is not None and not isinstance(text, str):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} holds {type(text).__name__}, not text; name another "
-                        f"column with --{option}"
-                    )
-                if not _has_text(text):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} is empty; write a text there, or take the row out"
-                    )
-                try:
-                    text.encode()
-                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-                    raise UserError(f"{table.place(row)}: half a character in {column!r}; repair the row") from None
+            check_text_column(table, column, option)
         if not self.is_labelled(table):
             return
         impossible = table.columns.get("is_impossible", [False] * len(table))
@@ -194,7 +185,14 @@ class Answers(Kind):
                 f"{self.config.model}: its tokenizer gives no places of tokens in the text; give a model with a fast "
                 f"tokenizer"
             )
-        room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        special = tokenizer.num_special_tokens_to_add(pair=True)
+        room = max_seq_length - special
+        if (left := room - room // 2) < LEAST_CONTEXT:
+            raise UserError(
+                f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
+                f"answers need {LEAST_CONTEXT}; give {2 * LEAST_CONTEXT - 1 + special} or more, and a model with as "
+                f"many positions"
+            )
         stride = self.config.doc_stride
         if stride is not None and stride >= room:
             raise UserError(
@@ -420,10 +418,6 @@ def _text(context, span):
 
 def _misplaced(context, text, start):
     return start < 0 or context[start : start + len(text)] != text
-
-
-def _has_text(value):
-    return isinstance(value, str) and value.strip() != ""
 
 
 def _shortened(text, most=60):

@@ -8,7 +8,7 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning.bars import draw_choice_probabilities
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text, has_text
 from d2l_bert.training.finetuning.text_kinds import softmax
 
 
@@ -97,7 +97,7 @@ class MultipleChoice(Kind):
         for row in range(len(table)):
             if sizes[row] != self.count_on_hub:
                 counts["another number of choices"] += 1
-            elif not all(map(_has_text, [*self._first_texts(table, row), *self._choices(table, row)[0]])):
+            elif not all(map(has_text, [*self._first_texts(table, row), *self._choices(table, row)[0]])):
                 counts["an empty text"] += 1
             elif is_labelled and not _is_given(table, labels[row]):
                 counts["no label"] += 1
@@ -124,14 +124,7 @@ class MultipleChoice(Kind):
             if len(self.choices) == 1:
                 names[-1:] = [f"choice {number} of column {self.choices[0]!r}" for number in range(len(choices))]
             for name, text in zip(names, [*self._first_texts(table, row), *choices], strict=True):
-                if text is not None and not isinstance(text, str):
-                    raise UserError(f"{table.place(row)}: {name} holds {type(text).__name__}, not text; write a text")
-                if not _has_text(text):
-                    raise UserError(f"{table.place(row)}: {name} is empty; write a text there, or take the row out")
-                try:
-                    text.encode()
-                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-                    raise UserError(f"{table.place(row)}: half a character in {name}; repair the row") from None
+                check_text(table, row, name, text, "write a text")
             if is_labelled:
                 self._target(table, row)
 
@@ -140,7 +133,7 @@ class MultipleChoice(Kind):
         The number of the right choice, from 0: the label is this number, the choice's name, a letter, or its text.
 
         Raises:
-            UserError: the label is none of them.
+            UserError: the label is none of them, or the text of several choices.
         """
         value = table.columns[self.label[0]][row]
         choices, names = self._choices(table, row)
@@ -159,8 +152,9 @@ class MultipleChoice(Kind):
         if choices.count(text) == 1:
             return choices.index(text)
         allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}"
+        fault = f"is the text of {choices.count(text)} equal choices" if text in choices else "is no choice"
         raise UserError(
-            f"{table.place(row)}: label {value!r} in column {self.label[0]!r} is no choice; write one of {allowed}"
+            f"{table.place(row)}: label {value!r} in column {self.label[0]!r} {fault}; write one of {allowed}"
         )
 
     def targets(self, table) -> np.ndarray:
@@ -239,10 +233,6 @@ class MultipleChoice(Kind):
 def _is_given(table, value):
     """Whether a label is given; in a dataset, -1 stands for none, as in SWAG's test rows."""
     return value is not None and str(value).strip() not in (("", "-1") if table.is_dataset else ("",))
-
-
-def _has_text(value):
-    return isinstance(value, str) and value.strip() != ""
 
 
 def _listed(columns):

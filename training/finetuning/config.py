@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option
+from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option, option_of
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.tasks import KINDS, NAMED_TASKS, NamedTask
 
 
@@ -203,7 +204,7 @@ class FinetuneConfig(Options):
     output_dir: str | None = option(
         None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR"
     )
-    overwrite_output_dir: bool = option(False, "replace the run in output_dir", OUTPUT, identity=False)
+    overwrite_output_dir: bool = option_of(PretrainConfig, "overwrite_output_dir")
     resume_from_checkpoint: str | None = option(
         None, "go on from a checkpoint of output_dir, or from the latest", OUTPUT, identity=False, metavar="DIR|latest"
     )
@@ -227,12 +228,12 @@ class FinetuneConfig(Options):
     report_to: list[str] = option(
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
     )
-    license: str | None = option(None, "licence of the model (a Hub identifier)", HUB, identity=False, metavar="ID")
-    push_to_hub: bool = option(False, "publish the model at the end, as d2l-bert publish does", HUB, identity=False)
-    hub_model_id: str | None = option(
-        None, "repository to push to; default: the name of output_dir", HUB, identity=False, metavar="ID"
+    license: str | None = option_of(
+        PretrainConfig, "license", help="licence of the model, for its card (a Hub identifier)"
     )
-    hub_private_repo: bool = option(True, "false makes the repository public at the end", HUB, identity=False)
+    push_to_hub: bool = option_of(PretrainConfig, "push_to_hub")
+    hub_model_id: str | None = option_of(PretrainConfig, "hub_model_id")
+    hub_private_repo: bool = option_of(PretrainConfig, "hub_private_repo")
 
     def check(self) -> None:
         """Check every option by itself, then the options against each other."""

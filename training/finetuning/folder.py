@@ -10,8 +10,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE
@@ -20,9 +18,9 @@ from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
 from d2l_bert.training.finetuning.trainer import rows_per_step, warmup
+from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
-LOCK_FILE = ".lock"
 WORK_FOLDER = "models_in_training"
 PARTIAL_FOLDER = ".model.part"
 WEIGHTS_FILE = "model.safetensors"
@@ -54,28 +52,12 @@ def output_folder(config: FinetuneConfig):
         UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
     """
     folder = folder_of(config)
-    folders.check_name(folder)
-    existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    check_output_folder(config, folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
-    except OSError as error:
-        raise UserError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
-    try:
-        yield folder
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: {why_unwritable(error, f', and {GO_ON}')}") from None
-    finally:
+    with locked_folder(folder):
+        check_output_folder(config, folder)
         try:
-            with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
-                (folder / LOCK_FILE).unlink(missing_ok=True)
-        finally:
-            lock.release()
-        if not existed and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+            yield folder
+        except OSError as error:
+            raise UserError(f"{error.filename or folder}: {why_unwritable(error, f', and {GO_ON}')}") from None
 
 
 def folder_of(config: FinetuneConfig) -> Path:
@@ -89,12 +71,11 @@ def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
 
     Raises:
         UserError: the path is a file; the folder holds the model to start from, other files, or a run that the options
-            neither resume nor replace.
+            neither resume nor replace; or a file to read lies there under a name of the run's own files.
     """
+    check_no_file(folder)
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise UserError(f"output_dir {folder}: a file; name a folder")
     entries = {path.name for path in folder.iterdir()} - {LOCK_FILE, f".{RUN_FILE}.part"}
     start = Path(config.model).resolve()
     if start.exists() and folder.resolve() in (start, *start.parents):
@@ -109,16 +90,33 @@ def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
         raise UserError(f"output_dir {folder}: holds a run of another command; name a new or empty folder")
     if config.overwrite_output_dir and config.resume_from_checkpoint:
         raise UserError("resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one")
+    if not config.overwrite_output_dir and WEIGHTS_FILE in entries:
+        raise UserError(
+            f"output_dir {folder}: holds a finished run; replace it with --overwrite_output_dir, or name another "
+            f"folder"
+        )
     if not config.overwrite_output_dir and not config.resume_from_checkpoint:
         raise UserError(
             f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
             f"--overwrite_output_dir, or name another folder"
         )
-    if config.resume_from_checkpoint and (folder / WEIGHTS_FILE).exists():
-        raise UserError(
-            f"output_dir {folder}: holds a finished run; replace it with --overwrite_output_dir, or name another "
-            f"folder"
-        )
+    _check_inputs(config, folder)
+
+
+def _check_inputs(config, folder):
+    """Refuse a file to read that the run would delete or replace, because it has the place of a file of the run."""
+    own = {path.parent.resolve() / path.name for path in (*_files_of_run(folder), *_folders_of_run(folder))}
+    own.add(folder.resolve() / RUN_FILE)
+    for option in ("train_file", "validation_file", "test_file", "dataset"):
+        if not (given := getattr(config, option)) or not Path(given).exists():
+            continue
+        path = Path(given)
+        # The path with symbolic links followed; and the path of the link itself, which the run would delete.
+        if own & {path.resolve(), *path.resolve().parents, path.parent.resolve() / path.name}:
+            raise UserError(
+                f"{option} {path}: lies in output_dir {folder} under a name of the run's own files, and would be "
+                f"deleted; move it to another folder, or name another output_dir"
+            )
 
 
 def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
@@ -145,12 +143,23 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
 
 def _delete_run(folder):
     """Delete what an earlier run wrote to the folder, the weights first; all other files stay."""
+    for path in _files_of_run(folder):
+        path.unlink(missing_ok=True)
+    for path in _folders_of_run(folder):
+        shutil.rmtree(path)
+
+
+def _files_of_run(folder):
+    """The files that a run leaves in its output folder, the weights first; without `run_config.json`."""
     pictures = folders.read_json(folder / METRICS_FILE).get("pictures", {})
-    for name in (WEIGHTS_FILE, *RUN_FILES, *(Path(picture).name for picture in pictures), METRICS_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for path in (folder / WORK_FOLDER, folder / PARTIAL_FOLDER, *(folder / "runs").glob("rate-*-seed-*")):
-        if path.exists():
-            shutil.rmtree(path)
+    names = (WEIGHTS_FILE, *RUN_FILES, *(Path(picture).name for picture in pictures), METRICS_FILE)
+    return [folder / name for name in names]
+
+
+def _folders_of_run(folder):
+    """The folders that a run has made in its output folder."""
+    made = (folder / WORK_FOLDER, folder / PARTIAL_FOLDER, *(folder / "runs").glob("rate-*-seed-*"))
+    return [path for path in made if path.exists()]
 
 
 def _compare(folder, before, now):

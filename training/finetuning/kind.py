@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.tables import Table
 
@@ -134,6 +136,41 @@ class Kind:
     def data_record(self) -> dict:
         """What the run's record says about the task: `labels`, the names of the classes; `has_pairs`."""
         return {}
+
+
+def check_text_column(table: Table, column: str, option: str) -> None:
+    """
+    Refuse a column with a cell that is no text; `option` is the one that names the column.
+
+    Raises:
+        UserError: there is no such column, or as in `check_text`.
+    """
+    for row, text in enumerate(table.require(column, option)):
+        check_text(table, row, f"column {column!r}", text, f"name another column with --{option}")
+
+
+def check_text(table: Table, row: int, name: str, text: object, mend: str) -> None:
+    """
+    Refuse a text of a row that is empty, of another type, or damaged.
+
+    Args:
+        name: where in the row the text stands, such as "column 'text'".
+        mend: what mends a value that is no string.
+
+    Raises:
+        UserError: names the row and the place in the row.
+    """
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{table.place(row)}: {name} holds {type(text).__name__}, not text; {mend}")
+    if not has_text(text):
+        raise UserError(f"{table.place(row)}: {name} is empty; write a text there, or take the row out")
+    if half := half_character(text):
+        raise UserError(f"{table.place(row)}: {half} in {name}; repair the row or take it out")
+
+
+def has_text(value: object) -> bool:
+    """Whether a value is a string with more than white space."""
+    return isinstance(value, str) and value.strip() != ""
 
 
 # Metrics that are best when they are small.

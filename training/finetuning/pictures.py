@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 
-# Above so many classes, the cells of a confusion matrix get no numbers: they could not be read.
+# With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.
 NUMBERED_CLASSES = 30
 
 LABEL_CHARACTERS = 24
@@ -134,45 +134,46 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
         metric: the name of the metric.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     has_validation = any("eval_loss" in row for row in attempts[kept]["log"])
-    figure = Figure(figsize=(9 if has_validation and metric != "loss" else 5, 3.8), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, 2 if has_validation and metric != "loss" else 1))
-    order = [number for number in range(len(attempts)) if number != kept] + [kept]
-    for number in order:
-        log, is_kept = attempts[number]["log"], number == kept
-        style = {"linewidth": 1.6, "zorder": 3} if is_kept else {"linewidth": 0.8, "color": "0.8", "zorder": 1}
-
-        def line(panel, key, label, style=style, log=log, is_kept=is_kept, **more):
-            points = [(row["step"], row[key]) for row in log if key in row]
-            if points:
-                panel.plot(*zip(*points, strict=True), label=label if is_kept else None, **{**style, **more})
-
-        line(panels[0], "loss", "training", **({"color": "0.45"} if is_kept else {}))
-        line(panels[0], "eval_loss", "validation", marker="o", markersize=4, **({"color": "C0"} if is_kept else {}))
-        if len(panels) > 1:
-            line(
-                panels[1],
-                f"eval_{metric}",
-                "validation",
-                marker="o",
-                markersize=4,
-                **({"color": "C0"} if is_kept else {}),
-            )
-    if len(attempts) > 1:
-        panels[0].plot([], [], color="0.8", label="other seeds and rates")
-    panels[0].set_title("loss", fontsize=10)
-    if len(panels) > 1:
-        panels[1].set_title(f"{metric.replace('_', ' ')} on validation rows", fontsize=10)
-    for panel in panels:
+    panels = [("loss", {"training": "loss", "validation": "eval_loss"})]
+    if has_validation and metric != "loss":
+        panels.append((f"{metric.replace('_', ' ')} on validation rows", {"validation": f"eval_{metric}"}))
+    figure = Figure(figsize=(9 if len(panels) > 1 else 5, 4.2), layout="constrained")
+    last_step = max((row["step"] for attempt in attempts for row in attempt["log"]), default=1)
+    labelled = {}
+    for panel, (name, keys) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        for number in [*(number for number in range(len(attempts)) if number != kept), kept]:
+            is_kept = number == kept
+            for kind, key in keys.items():
+                points = [(row["step"], row[key]) for row in attempts[number]["log"] if key in row]
+                if points:
+                    label, style = kind if is_kept else f"{kind}, other seeds and rates", _curve_style(kind, is_kept)
+                    if len(points) == 1:
+                        style.setdefault("marker", ".")  # there is no line to see
+                    labelled[label] = panel.plot(*zip(*points, strict=True), **style)[0]
+        panel.set_title(name, fontsize=10)
         panel.set_xlabel("optimizer step")
+        panel.set_xlim(0, 1.03 * last_step)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    if panels[0].get_legend_handles_labels()[0]:  # a run of few steps has logged no loss
-        panels[0].legend(frameon=False)
+    if labelled:  # a run of few steps has logged no loss
+        names = sorted(labelled, key=lambda label: "other" in label)
+        lines = [labelled[label] for label in names]
+        figure.legend(lines, names, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     return figure
+
+
+def _curve_style(kind, is_kept):
+    """The style of a curve: validation has dots; the kept attempt is thick, coloured and in front, others are grey."""
+    style = {"marker": "o", "markersize": 4 if is_kept else 2.5} if kind == "validation" else {}
+    if is_kept:
+        return {**style, "linewidth": 1.6, "zorder": 3, "color": "C0" if kind == "validation" else "C1"}
+    return {**style, "linewidth": 0.8, "zorder": 1, "color": "0.6" if kind == "validation" else "0.8"}
 
 
 def _shortened(name):

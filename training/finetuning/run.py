@@ -78,11 +78,13 @@ def finetune(config: FinetuneConfig) -> Path:
         with report_errors_once():
             check_machine(config)
             kind = make_kind(config)
-            best_metric(config, kind)  # an unknown name is refused before rows are read
-            data = load_data(config, kind)
-            metric = best_metric(config, kind)  # of `tags`, the rows decide
+            # What can be refused without the rows, which may be many, is refused before the rows are read.
+            best_metric(config, kind)
+            output.check_output_folder(config, output.folder_of(config))
             start = read_start(config, kind)
             kind.check_tokenizer(start.tokenizer, start.max_seq_length)
+            data = load_data(config, kind)
+            metric = best_metric(config, kind)  # of `tags`, the rows decide
             # Weights that cannot be loaded are refused here, before anything is written.
             model, _ = make_model(start, kind, config.from_scratch)
             check_layers(config, model)

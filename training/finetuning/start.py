@@ -15,6 +15,7 @@ from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.folders import base_name
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.existing import read_tokenizer
 from d2l_bert.tokenization.file_hashes import content_hash
@@ -43,7 +44,7 @@ class Start:
 
     Args:
         name: the folder or the id on the Hub.
-        config: the configuration, with the task's labels and the dropout of the run.
+        config: the configuration, with the dropout of the run.
         revision: the commit of a model on the Hub; None for a folder.
         fingerprint: a hash of the files of a folder; None for a model on the Hub.
         max_seq_length: most tokens of a row.
@@ -70,7 +71,7 @@ class Start:
 
 def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     """
-    Read the configuration and the tokenizer of the model, and set labels and dropout.
+    Read the configuration and the tokenizer of the model, and set the dropout.
 
     Raises:
         UserError: there is no such model, the model has no tokenizer, its class has no head for the task, or an option
@@ -96,15 +97,13 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
         )
     is_folder = Path(name).exists()
     model_config = copy.deepcopy(model_config)
-    for field, value in kind.model_settings().items():
-        setattr(model_config, field, value)
     return Start(
         name=name,
         tokenizer=tokenizer,
         revision=None if is_folder else extract_commit_hash(cached_file(name, "config.json"), None),
         fingerprint=folder_fingerprint(Path(name)) if is_folder else None,
         dropout=_set_dropout(config, model_config),
-        max_seq_length=_length(config, kind.default_length, model_config, tokenizer),
+        max_seq_length=_length(config, kind, model_config, tokenizer),
         config=model_config,
     )
 
@@ -145,19 +144,24 @@ def _set_dropout(config, model_config):
     return rates
 
 
-def _length(config, default, model_config, tokenizer):
-    positions = getattr(model_config, "max_position_embeddings", None)
-    if positions is not None and model_config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= model_config.pad_token_id + 1  # positions count from behind the id of padding there
-    most = min(number for number in (positions, tokenizer.model_max_length) if number is not None)
-    if config.max_seq_length is not None and config.max_seq_length > most:
+def _length(config, kind, model_config, tokenizer):
+    """The most tokens of a row: `max_seq_length`, or the kind's default, but at most what the model reads."""
+    with reading_model(config.model), torch.device("meta"):  # no memory is taken for the weights
+        model = getattr(transformers, kind.auto_class).from_config(copy.deepcopy(model_config))
+    most = longest_input(model, tokenizer)
+    wanted = config.max_seq_length or kind.default_length
+    if most is None or wanted <= most:
+        return wanted
+    if config.max_seq_length is not None:
         raise UserError(f"max_seq_length ({config.max_seq_length}) is beyond the model's positions ({most}); lower it")
-    return config.max_seq_length or min(default, most)
+    return most
 
 
 def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[PreTrainedModel, list[str]]:
     """
-    The model with a fresh head, in float32, in training mode. PyTorch's global generator draws the fresh weights.
+    The model with a fresh head for the labels that `kind` has learnt, in float32, in training mode.
+
+    PyTorch's global generator draws the fresh weights.
 
     Args:
         from_scratch: draw all weights.
@@ -170,6 +174,8 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     """
     auto_class = getattr(transformers, kind.auto_class)
     config = copy.deepcopy(start.config)
+    for field, value in kind.model_settings().items():
+        setattr(config, field, value)
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
     with reading_model(start.name), conversion.without_log_messages():

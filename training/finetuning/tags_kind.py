@@ -8,6 +8,7 @@ from tokenizers import pre_tokenizers
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
+from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_entity_bars
 from d2l_bert.training.finetuning.kind import Features, Kind
@@ -95,10 +96,8 @@ class Tags(Kind):
                         f"{table.place(row)}: word {number} of column {self.words!r} is {word!r}; write a word there, "
                         f"or take it and its tag out"
                     )
-                try:
-                    word.encode()
-                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-                    raise UserError(f"{table.place(row)}: half a character in word {number}; repair the row") from None
+                if half := half_character(word):
+                    raise UserError(f"{table.place(row)}: {half} in word {number}; repair the row or take it out")
             if is_labelled:
                 self._numbers(table, row, words)
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column
 from d2l_bert.training.finetuning.pictures import draw_confusion, draw_label_bars, draw_scatter
 from d2l_bert.training.finetuning.tables import Table
 
@@ -18,8 +19,12 @@ from d2l_bert.training.finetuning.tables import Table
 # A number with a decimal point or an exponent, as in a column of floats.
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infinity)", re.IGNORECASE)
 
-# A table of predictions has a column of probabilities for each class, up to so many classes.
+# The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
+# none of these columns, and `multilabel` writes those of the first classes.
 PROBABILITY_COLUMNS = 20
+
+# The largest number that can be predicted: models compute in float32.
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 TEXTS_AT_ONCE = 1000
 
@@ -66,7 +71,7 @@ class TextKind(Kind):
     def usable(self, table):
         if not table.is_dataset:
             return table, {}
-        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(_has_text, texts))}
+        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(_is_filled, texts))}
         without_label = set()
         labels = table.columns.get(self.label[0], [])
         if self.label[0] in table.class_names or all(label == -1 for label in labels):  # -1 is GLUE's "no label"
@@ -83,25 +88,12 @@ class TextKind(Kind):
             return False
         # A multilabel cell may be empty: the row then has no label of them all.
         return self.problem_type == "multi_label_classification" or any(
-            _has_text(value) for value in table.columns[self.label[0]]
+            _is_filled(value) for value in table.columns[self.label[0]]
         )
 
     def check(self, table):
         for column, option in zip(self.text_columns(), ("text_column", "text_pair_column"), strict=False):
-            for row, text in enumerate(table.require(column, option)):
-                if text is not None and not isinstance(text, str):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} holds {type(text).__name__}, not text; name another "
-                        f"column with --{option}"
-                    )
-                if not _has_text(text):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} is empty; write a text there, or take the row out"
-                    )
-                try:
-                    text.encode()
-                except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
-                    raise UserError(f"{table.place(row)}: half a character in {column!r}; repair the row") from None
+            check_text_column(table, column, option)
         if self.is_labelled(table):
             self.targets(table)
 
@@ -200,7 +192,7 @@ class Classification(TextKind):
         names = table.class_names.get(column)
         if names and isinstance(value, int) and 0 <= value < len(names):
             return names[value]
-        if not _has_text(value):
+        if not _is_filled(value):
             raise UserError(f"{table.place(row)}: column {column!r} is empty; write a label, or take the row out")
         return str(value).strip()
 
@@ -286,7 +278,7 @@ class Multilabel(TextKind):
                 f"list, or several columns of 0 and 1"
             )
         for entry in named:
-            if not isinstance(entry, str | int) or not _has_text(entry):
+            if not isinstance(entry, str | int) or not _is_filled(entry):
                 raise UserError(f"{table.place(row)}: {entry!r} in column {column!r} is no label; write a name")
         return [str(entry).strip() for entry in named]
 
@@ -359,10 +351,18 @@ class Regression(TextKind):
                 number = float(value) if isinstance(value, str | int | float) else math.nan
             except ValueError:
                 number = math.nan
-            if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
-                shown = "is empty" if not _has_text(value) else f"holds {value!r}, not a finite number"
-                raise UserError(f"{table.place(row)}: column {column!r} {shown}; write a number, or take the row out")
-            numbers.append(number)
+            except OverflowError:  # a whole number of hundreds of digits
+                number = sys.float_info.max
+            if not _is_filled(value):
+                shown = "is empty; write a number"
+            elif not math.isfinite(number):
+                shown = f"holds {value!r:.40}, not a finite number; write one"
+            elif abs(number) > LARGEST_NUMBER:
+                shown = f"holds {value!r:.40}, beyond float32's {LARGEST_NUMBER:.2g}; write a smaller number"
+            else:
+                numbers.append(number)
+                continue
+            raise UserError(f"{table.place(row)}: column {column!r} {shown}, or take the row out")
         return np.array(numbers)
 
     def in_training(self, targets):
@@ -416,7 +416,7 @@ def _label_settings(classes, problem_type):
     }
 
 
-def _has_text(value):
+def _is_filled(value):
     return value is not None and str(value).strip() != ""
 
 

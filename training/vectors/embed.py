@@ -16,10 +16,11 @@ import torch
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
 from d2l_bert.training.vectors.config import EmbedConfig
-from d2l_bert.training.vectors.encoder import best_device, load_encoder, longest_input
+from d2l_bert.training.vectors.encoder import best_device, load_encoder
 
 
 logger = logging.getLogger(__name__)
@@ -197,6 +198,10 @@ class ParquetWriter:
         self.file.close()
 
 
+# Lines whose cosines with a text differ by less than this are alike: the nearest are shown with three decimals.
+LEAST_DIFFERENCE = 1e-3
+
+
 class Nearest:
     """
     The lines whose vectors have the largest cosine with a vector; of equal cosines, the earlier lines.
@@ -208,13 +213,19 @@ class Nearest:
 
     def __init__(self, vector: np.ndarray, top_k: int):
         self.vector, self.top_k, self.best = unit(vector), top_k, []
+        self.lowest, self.highest, self.some_texts = np.inf, -np.inf, set()
 
     def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
         """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
         passed over."""
         cosines = unit(vectors) @ self.vector
+        has_text = np.array([bool(text.strip()) for text in texts])
+        self.lowest = min(self.lowest, float(cosines.min(initial=np.inf, where=has_text)))
+        self.highest = max(self.highest, float(cosines.max(initial=-np.inf, where=has_text)))
+        if len(self.some_texts) < 3:
+            self.some_texts.update(text.strip() for text in texts)
         for index in np.argsort(-cosines, kind="stable"):
-            if not texts[index].strip():
+            if not has_text[index]:
                 continue
             entry = (float(cosines[index]), -(first_line + int(index)), texts[index])
             if len(self.best) < self.top_k:
@@ -223,6 +234,12 @@ class Nearest:
                 heapq.heapreplace(self.best, entry)
             else:
                 break
+
+    def are_alike(self) -> bool:
+        """
+        Whether the vectors of all lines are alike, though the lines differ: which line is nearest then says nothing.
+        """
+        return len(self.some_texts - {""}) >= 3 and self.highest - self.lowest < LEAST_DIFFERENCE
 
     def lines(self) -> list[tuple[float, int, str]]:
         """The nearest lines, nearest first: (cosine, number of the line from 1, text)."""
@@ -243,7 +260,7 @@ class Embedded:
     Args:
         lines: the number of lines.
         size: the numbers in a vector.
-        nearest: the nearest lines, nearest first: (cosine, number of the line from 1, text).
+        nearest: the nearest lines, nearest first: (cosine, number of the line from 1, text); [] if all are alike.
     """
 
     lines: int
@@ -306,6 +323,12 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if empty:
         left_out = ", and is none of the nearest lines" if nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
+    if nearest and nearest.are_alike():
+        logger.warning(
+            f"nearest: no line is shown, because the vectors of all {lines - empty:,} lines are alike (cosines "
+            f"{nearest.lowest:.4f} to {nearest.highest:.4f}); give a model that has learnt to tell texts apart"
+        )
+        return Embedded(lines, embedder.size, [])
     return Embedded(lines, embedder.size, nearest.lines() if nearest else [])
 
 

@@ -45,16 +45,6 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     return model.float().eval(), tokenizer
 
 
-def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most tokens that a model can read, special tokens included; None if there is no limit."""
-    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 2**31 else []
-    if positions := getattr(model.config, "max_position_embeddings", None):
-        table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
-        padding = getattr(table, "padding_idx", None)
-        limits.append(positions if padding is None else positions - padding - 1)  # RoBERTa counts from padding + 1
-    return min(map(int, limits), default=None)
-
-
 def best_device() -> torch.device:
     """The accelerator of this machine if PyTorch sees one, else the CPU."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

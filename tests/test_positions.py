@@ -1,0 +1,47 @@
+"""The most tokens that a model reads: it runs on so many, and not on one more."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import SIZES
+from transformers import AutoConfig, AutoModel
+
+from d2l_bert import D2lBertConfig
+from d2l_bert.modeling.positions import longest_input
+
+
+UNLIMITED = SimpleNamespace(model_max_length=int(1e30))
+TYPES = ["bert", "distilbert", "albert", "electra", "roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text"]
+
+
+def config_of(model_type, **settings):
+    if model_type == "d2l":
+        return D2lBertConfig(**{**SIZES, "vocab_size": 50, "max_position_embeddings": 20, **settings})
+    names = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "embedding_size": 16, "num_hidden_groups": 1}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, **names}
+    known = AutoConfig.for_model(model_type)
+    sizes = {name: value for name, value in sizes.items() if hasattr(known, name)}
+    given = {"vocab_size": 50, "max_position_embeddings": 20, "pad_token_id": 3, **sizes, **settings}
+    return AutoConfig.for_model(model_type, **given)
+
+
+@pytest.mark.parametrize("model_type", ["d2l", *TYPES])
+def test_a_model_runs_on_the_longest_input_and_on_no_longer_one(model_type):
+    config = config_of(model_type)
+    model = AutoModel.from_config(config).eval()
+    limit = longest_input(model, UNLIMITED)
+    with torch.no_grad():
+        model(input_ids=torch.full((1, limit), 7))
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            model(input_ids=torch.full((1, limit + 1), 7))
+    with torch.device("meta"):
+        assert longest_input(AutoModel.from_config(config), UNLIMITED) == limit
+
+
+def test_the_tokenizer_may_have_the_lower_limit_and_a_model_without_positions_has_none():
+    model = AutoModel.from_config(config_of("bert"))
+    assert longest_input(model, SimpleNamespace(model_max_length=9)) == 9
+    xlnet = AutoConfig.for_model("xlnet", vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    model = AutoModel.from_config(xlnet)
+    assert longest_input(model, UNLIMITED) is None and longest_input(model, SimpleNamespace(model_max_length=7)) == 7
