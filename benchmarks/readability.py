@@ -43,6 +43,24 @@ FILE_FOR = {
     "Keep the best checkpoint besides the last ones": "training/checkpoint.py",
     "React to SIGUSR1 as to SIGTERM": "training/interruption.py",
     "Try three micro-batch sizes more before choosing": "training/trials.py",
+    "Compile the blocks with another mode of torch.compile": "training/compilation.py",
+    "Wait a minute for another run in the same output folder": "training/folder_lock.py",
+    "Save the model at numbers of tokens seen, not of words": "training/word_saves.py",
+    "Count a tie of two sentences as an error": "training/evaluation/blimp.py",
+    "Compute a sentence's score with only every second token masked": "training/evaluation/pseudo_likelihood.py",
+    "Give the models of an evaluation a row each instead of a column": "training/evaluation/table.py",
+    "Know the columns of the data set AG News": "training/finetuning/tasks.py",
+    "Read Excel files of labelled rows": "training/finetuning/tables.py",
+    "Let the tags of words also be written as BILOU": "training/finetuning/span_metrics.py",
+    "Hold out the last rows for validation, not random ones": "training/finetuning/data.py",
+    "Lower the learning rate of the embeddings only": "training/finetuning/trainer.py",
+    "Freeze the encoder's first layers in a fine-tuning": "training/finetuning/start.py",
+    "Keep the models of all seeds, not only the best": "training/finetuning/attempts.py",
+    "Add the balanced accuracy to the figures of a classification": "training/finetuning/metrics.py",
+    "Draw the confusion matrix in another colour": "training/finetuning/pictures.py",
+    "Take the maximum over the tokens as the vector of a line": "training/vectors/embed.py",
+    "Draw a head's attention as lines between two columns of tokens": "training/vectors/attention_picture.py",
+    "Explain standard errors on the card of a fine-tuned model": "model_cards/finetuned.py",
     "Draw the learning rate into the picture of the losses": "training/curves.py",
     "Add a recipe with 6 layers of 384": "training/recipes.py",
     "Show ten filled masks at the end of a run instead of five": "training/held_out.py",
@@ -70,7 +88,8 @@ def main() -> None:
         print(f"{change}: {file}" if arguments.answers else f"{change}?")
     if arguments.answers:
         return
-    texts = [text for room in ROOMS for file in sorted((ROOT / room).glob("*.py")) for text in texts_of(file)]
+    files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+    texts = [text for file in files for text in texts_of(file)]
     for where, text in rng.sample(texts, COMMENTS):
         print(f"\n{where}\n{text}")
 
