@@ -251,7 +251,7 @@ def retries_said_once() -> Iterator[None]:
 
 
 def explanation(error: BaseException, again: str) -> str | None:
-    """The reason and the mend for an error of the Hub's client; None if the error is none of the client's."""
+    """The reason and the mend for an error of the Hub's client; None for any other error."""
     said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
     status = getattr(getattr(error, "response", None), "status_code", None)
     log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"

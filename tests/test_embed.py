@@ -50,7 +50,7 @@ def texts(tmp_path_factory):
 @pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_each_line_gets_the_vector_that_it_has_alone(encoders, texts, tmp_path, monkeypatch, name, pooling):
-    monkeypatch.setattr(module, "WINDOW_LINES", 23)  # three windows
+    monkeypatch.setattr(module, "GROUP_LINES", 23)  # three groups
     out = tmp_path / "vectors.npy"
     embed(str(encoders / name), str(texts), EmbedConfig(output=str(out), pooling=pooling, batch_tokens=100))
     vectors = np.load(out, mmap_mode="r")
@@ -60,7 +60,7 @@ def test_each_line_gets_the_vector_that_it_has_alone(encoders, texts, tmp_path, 
 
 
 def test_a_parquet_file_holds_each_text_beside_its_vector(encoders, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW_LINES", 23)
+    monkeypatch.setattr(module, "GROUP_LINES", 23)
     out = tmp_path / "vectors.parquet"
     embed(str(encoders / "ours"), str(texts), EmbedConfig(output=str(out)))
     table = pq.read_table(out)
@@ -82,7 +82,7 @@ def test_cut_and_empty_lines_are_counted_and_said(encoders, texts, tmp_path, cap
 
 
 def test_the_nearest_lines_are_those_with_the_largest_cosines(encoders, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW_LINES", 23)
+    monkeypatch.setattr(module, "GROUP_LINES", 23)
     query = "a crane is flying"
     assert main(["embed", str(encoders / "ours"), str(texts), "--nearest", query, "--top_k=7"]) == 0
     vectors = vectors_one_by_one(encoders / "ours", [query, *make_lines()]).double()
@@ -152,7 +152,7 @@ def test_lines_are_read_from_the_standard_input(encoders, texts, tmp_path, monke
 
 
 def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "WINDOW_LINES", 2)
+    monkeypatch.setattr(module, "GROUP_LINES", 2)
     monkeypatch.setattr("d2l_bert.tokenization.sources.READ_BYTES", 16)
     (tmp_path / "late.txt").write_bytes(b"the crane\n" * 50 + "Zürich".encode("latin-1"))
     out = tmp_path / "out"

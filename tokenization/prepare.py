@@ -241,7 +241,7 @@ def _from_text(run, has_validation):
 
 def documents_with_tokens(documents: np.ndarray, tokens: TokenizedCorpus) -> np.ndarray:
     """
-    The numbers that documents of a text store have in the token store that was written of it.
+    The numbers that documents of a text store have in the token store that was written from it.
 
     The token store leaves out documents without tokens, so that later documents have smaller numbers there.
 

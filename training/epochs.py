@@ -203,9 +203,14 @@ class EpochPairs:
         self._forget()
 
     def _forget(self):
-        self._places = [Place()]  # the starts of the windows that are known so far, ascending
-        self._open = {}  # the pairs of at most two windows, by (epoch, window)
-        self._ahead = {}  # a list of the chunks that are laid out already, by (epoch, window): of one window at most
+        # Where each window begins, in order; of the windows that the run has reached.
+        self._places = [Place()]
+
+        # The pairs of at most two windows, by (epoch, window).
+        self._open = {}
+
+        # The chunks of the next window whose pairs are computed already, by (epoch, window); at most one entry.
+        self._ahead = {}
 
     def __getstate__(self):  # another process lays out its own windows
         return {**vars(self), "_open": {}, "_ahead": {}}
@@ -242,7 +247,8 @@ class EpochPairs:
     def pieces(self, epoch: int, chunk: int) -> Pieces:
         """The documents of a chunk, and the sentences of each."""
         firsts, ends = self._visits_of_sources(epoch).T
-        visits_up_to = np.cumsum(ends - firsts)  # visits in the epoch up to the end of each source
+        # The stretches that this epoch takes from the first source, from the first two, and so on.
+        visits_up_to = np.cumsum(ends - firsts)
         places = np.arange(chunk * CHUNK_STRETCHES, min((chunk + 1) * CHUNK_STRETCHES, int(visits_up_to[-1])))
         visits = random_order(places, int(visits_up_to[-1]), (self.seed, _ORDER, epoch))
         sources = np.searchsorted(visits_up_to, visits, side="right")
@@ -337,7 +343,7 @@ class EpochPairs:
         return UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
 
     def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs with numbers from `start` to `stop` - 1, and the key of the masks of each pair (n,)."""
+        """The pairs number `start` to `stop` - 1 of the run, and for each the key of its random masks (n,)."""
         pairs, keys = [], []
         while start < stop:
             place = self.place_of(start)

@@ -35,7 +35,7 @@ def user_has_chosen(environment: Mapping[str, str]) -> bool:
 
 
 def torch_brings_gnu_openmp() -> bool:
-    """Whether PyTorch, which is not imported for the answer, comes with a copy of GNU's OpenMP, as its wheels do."""
+    """Whether PyTorch comes with its own copy of GNU's OpenMP, as its wheels do; found without importing PyTorch."""
     spec = find_spec("torch") if sys.platform == "linux" else None
     if spec is None or spec.origin is None:
         return False

@@ -127,7 +127,7 @@ def _encode_pairs(model: MaskedModel, paradigms: Sequence[Paradigm], config: Eva
 
 
 def _write(content, config: EvaluateConfig) -> None:
-    """Show the table; write the JSON file, the picture, and the models' cards, as far as the options ask for them."""
+    """Show the table; then write the JSON file, the picture and the models' cards that the options ask for."""
     report.info(evaluation_table(content))
     try:
         if config.output is not None:

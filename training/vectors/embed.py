@@ -26,10 +26,10 @@ from d2l_bert.training.vectors.encoder import best_device, load_encoder
 logger = logging.getLogger(__name__)
 
 
-# Lines are sorted by length within a window of this many lines, or of this many characters if that is less: the
-# longer the window, the less padding. A window's vectors are in memory: 50 MB with 768 numbers a vector.
-WINDOW_LINES = 2**14
-WINDOW_CHARACTERS = 2**22
+# Lines are sorted by length within a group of this many lines, or of this many characters if that is less: the
+# longer the group, the less padding. A group's vectors are in memory: 50 MB with 768 numbers a vector.
+GROUP_LINES = 2**14
+GROUP_CHARACTERS = 2**22
 
 # `EmbedConfig.batch_tokens` without a value.
 BATCH_TOKENS = {"cpu": 4096}
@@ -120,30 +120,30 @@ class Embedder:
         return (weights[:, None].to(hidden.dtype) @ hidden)[:, 0]
 
 
-def windows(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of consecutive lines, each of `WINDOW_LINES` lines or `WINDOW_CHARACTERS` characters at least."""
-    window, characters = [], 0
+def groups(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Groups of consecutive lines; a group ends after `GROUP_LINES` lines, or earlier after `GROUP_CHARACTERS`."""
+    group, characters = [], 0
     for line in lines:
-        window.append(line)
+        group.append(line)
         characters += len(line)
-        if len(window) >= WINDOW_LINES or characters >= WINDOW_CHARACTERS:
-            yield window
-            window, characters = [], 0
-    if window:
-        yield window
+        if len(group) >= GROUP_LINES or characters >= GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[str], Encoded, np.ndarray]]:
     """
-    Yield windows of lines with their token ids and vectors (n, H), in order.
+    Yield groups of lines with their token ids and vectors (n, H), in order.
 
-    A thread reads and tokenizes a window while the model computes the window before.
+    A thread reads and tokenizes a group while the model computes the group before.
     """
-    ahead = windows(lines)
+    ahead = groups(lines)
 
     def read_next():
-        window = next(ahead, None)
-        return window and (window, embedder.encode(window))
+        group = next(ahead, None)
+        return group and (group, embedder.encode(group))
 
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(read_next)
