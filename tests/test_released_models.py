@@ -1,4 +1,4 @@
-"""Each released model: its card follows from its files, its figures are those of metrics.json, its record is complete."""
+"""Each released model: card and files agree, every figure is that of metrics.json, the record is complete."""
 
 import dataclasses
 import json
