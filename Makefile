@@ -1,5 +1,6 @@
-# make demo | test | test-slow | test-all | fuzz | contract | style | quality | clean
-# Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`).
+# make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | clean
+# Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
+# of `make release`: MODEL, FLAGS (such as --record), and the folder of each text that the model needs (BOOKS, ...).
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
@@ -12,10 +13,18 @@ SUITE := build/transformers
 # Two test processes, each with its own fixtures. tests/conftest.py limits each process to one thread.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-slow test-all fuzz contract style quality clean
+# The texts of releases, in model_cards/texts.toml.
+TEXTS := BOOKS BLIMP FINETUNE
+
+.PHONY: demo release test test-slow test-all fuzz contract style quality clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
+
+# Make a released model again, and compare it with its record.
+release: .venv/installed
+	$(BIN)/python -m d2l_bert.model_cards.release $(MODEL) \
+	    $(foreach text,$(TEXTS),$(if $($(text)),'$(text)=$($(text))')) $(FLAGS)
 
 test: .venv/with-tests
 	$(PYTEST)

@@ -127,7 +127,8 @@ class Ours:
 
     def step(self, micro_batches, rate):
         run = self.run
-        self.train_step(self.accelerator, self.model, self.optimizers, micro_batches, rate, run.max_grad_norm)
+        stats = self.train_step(self.accelerator, self.model, self.optimizers, micro_batches, rate, run.max_grad_norm)
+        return stats[:2]
 
     def scores(self, batch):
         outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own `forward` would compute in bf16
@@ -137,6 +138,9 @@ class Ours:
 class Book:
     """
     The model, loss and step of d2l 1.0.3 (section 15.10): Adam, float32, rows of one length, label 1 for "is next".
+
+    `setup["book"]` may change one thing: `real_slots` leaves padded slots out of the MLM loss, `max_grad_norm` clips
+    the gradient, `initializer_range` is the standard deviation of the embeddings at the start (1 in d2l).
     """
 
     def __init__(self, setup):
@@ -160,6 +164,11 @@ class Book:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
         # A first call lets its lazy layers learn their sizes.
         self.model(ids, ids, torch.ones(1, device=self.device), ids)
+        self.changes = setup.get("book") or {}
+        if deviation := self.changes.get("initializer_range"):
+            encoder = self.model.encoder
+            for table in (encoder.token_embedding.weight, encoder.segment_embedding.weight, encoder.pos_embedding):
+                torch.nn.init.normal_(table, std=deviation)
         self.batch_loss, self.loss = d2l._get_batch_loss_bert, torch.nn.CrossEntropyLoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
@@ -170,17 +179,21 @@ class Book:
         step = whole_step(micro_batches, self.length, self.pad)
         known = step["labels"] != -100
         lengths = step["attention_mask"].sum(1).float()
-        slots = (step["masked_positions"], known.float(), step["labels"].where(known, 0))
+        # d2l gives padded slots the label 0, and its mean counts them; the loss ignores slots with the label -100.
+        labels = step["labels"] if self.changes.get("real_slots") else step["labels"].where(known, 0)
+        slots = (step["masked_positions"], known.float(), labels)
         return step["input_ids"], step["token_type_ids"], lengths, *slots, 1 - step["next_sentence_label"]
 
     def step(self, batch, rate):
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad()
         batch = [tensor.to(self.device) for tensor in batch]
-        *_, loss = self.batch_loss(self.model, self.loss, self.vocab_size, *batch)
+        mlm_loss, nsp_loss, loss = self.batch_loss(self.model, self.loss, self.vocab_size, *batch)
         loss.backward()
+        if norm := self.changes.get("max_grad_norm"):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
         self.optimizer.step()
-        loss.item()  # the book reads each loss as a number
+        return mlm_loss.item(), nsp_loss.item()  # the book reads each loss as a number
 
     def scores(self, batch):
         lengths, slots = batch["attention_mask"].sum(1).float(), batch["masked_positions"]
@@ -260,6 +273,10 @@ class ContestantProcess:
             self.contestant.step(batch, rate)
         self.synchronize()
         return time.perf_counter() - start
+
+    def losses(self, file, rate):
+        """Train on the step in a file; returns its MLM and its NSP loss, before the step and with dropout."""
+        return self.contestant.step(self.contestant.batches(read_step(file)), rate)
 
     def steps_for(self, file, seconds, untimed_seconds):
         """

@@ -17,6 +17,7 @@ from d2l_bert.folders import read_json
 from d2l_bert.model_cards.figures import evaluation_section, finite_metrics, formatted, reported_metrics
 from d2l_bert.model_cards.finetuned import cell, finetuned_card
 from d2l_bert.model_cards.metadata import read_metadata, split_card
+from d2l_bert.model_cards.release_record import RELEASE_FILE, make_again_section
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 
 
@@ -48,7 +49,7 @@ def render_card(folder: Path, name: str | None = None) -> str:
 
     Args:
         folder: has `config.json` and `model.safetensors`. The card also shows the contents of `run_config.json`,
-            `metrics.json` and `training_curves.png`, if the folder has these files.
+            `metrics.json`, `training_curves.png` and `release.json`, if the folder has these files.
         name: the name of the model, by default the name of the folder.
     """
     config = read_json(folder / "config.json")
@@ -60,10 +61,19 @@ def render_card(folder: Path, name: str | None = None) -> str:
         record,
         metrics,
         (folder / CURVES_FILE).exists(),
+        read_json(folder / RELEASE_FILE),
     )
 
 
-def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dict, has_curves: bool) -> str:
+def card_of(
+    name: str,
+    config: dict,
+    parameters: int,
+    record: dict,
+    metrics: dict,
+    has_curves: bool,
+    release: dict | None = None,
+) -> str:
     """
     As `render_card`, from the contents of the files.
 
@@ -73,6 +83,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         record: the content of run_config.json; empty if there is no such file.
         metrics: the content of metrics.json; empty if there is no such file.
         has_curves: whether there is a training_curves.png.
+        release: the content of release.json of a released model; None or empty if there is no such file.
     """
     if "finetune" in record:
         tag = PIPELINE_TAGS.get(head_of(config["architectures"][0]), record["pipeline_task"])
@@ -133,6 +144,7 @@ def card_of(name: str, config: dict, parameters: int, record: dict, metrics: dic
         ],
         further_evaluation=evaluation_section(metrics),
         machine_rows=_machine_rows(record, metrics, task),
+        make_again=make_again_section(release or {}, record, metrics),
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
             for example in metrics.get("predictions", [])

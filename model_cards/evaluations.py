@@ -23,7 +23,10 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 
 
 # In a card that has no figures of an evaluation yet, their section goes before the first of these headings.
-HEADINGS_AFTER = ("## Machine, speed and energy", "## Bias, risks and limitations", "## Reproduce it", "## Citation")
+HEADINGS_AFTER = (
+    *("## Machine, speed and energy", "## Bias, risks and limitations"),
+    *("## Make it again", "## Reproduce it", "## Citation"),
+)
 
 
 def check_updatable(name: str) -> None:

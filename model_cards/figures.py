@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from d2l_bert.model_cards.finetuned import finetuned_metrics
+from d2l_bert.model_cards.finetuned import METRICS, finetuned_metrics
 from d2l_bert.pair_tasks import pair_task
 
 
@@ -16,11 +16,20 @@ BLIMP = "eval_blimp_accuracy"
 # BLiMP's accuracy on one phenomenon, such as "eval_blimp_accuracy/island_effects".
 BLIMP_PHENOMENON = f"{BLIMP}/"
 
+# Figures of models that were fine-tuned from a released one, such as "finetune/sst2/test_accuracy": means over seeds.
+# Their standard deviations have this ending.
+FINETUNED = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
+FINETUNED_SD = ":sd"
+
 # For each score of a sentence: how it is computed.
 SCORES = {
     "pll": "pseudo-log-likelihood, each token masked alone",
     "within_word_l2r": "pseudo-log-likelihood, each token masked with the tokens behind it in its word",
 }
+
+
+# Figures of fine-tuned models have this instead of the name of a text, which is never empty.
+FINE_TUNING = ""
 
 
 class ReportedMetric(NamedTuple):
@@ -33,7 +42,8 @@ class ReportedMetric(NamedTuple):
         unit: `nats`, `%`, `1` (a number with four decimals) or nothing.
         task_type, task_name: the Hub's task, and the task's name in the card's metadata.
         metric_type: the kind of the metric in the card's metadata.
-        text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; else None.
+        text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; for one of a
+            fine-tuned model, `FINE_TUNING`; else None.
         in_metadata: whether the card's metadata has it, too.
     """
 
@@ -62,7 +72,7 @@ def reported_metrics(metrics: dict) -> list[ReportedMetric]:
 
 
 def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
-    """As `reported_metrics`, but only the figures that `d2l-bert evaluate` has added to a run's own."""
+    """As `reported_metrics`, but only the figures that were measured after the run."""
     found = []
     for key in metrics:
         if match := OF_A_TEXT.fullmatch(key):
@@ -80,6 +90,12 @@ def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
             if key.startswith(BLIMP_PHENOMENON):
                 name = f"BLiMP: {key.removeprefix(BLIMP_PHENOMENON).replace('_', ' ')}"
                 found.append(ReportedMetric(name, key, "%", *shared, in_metadata=False))
+    for key in metrics:
+        if (match := FINETUNED.fullmatch(key)) and match["figure"] in METRICS:
+            name = f"{match['task']}: {match['split']} {match['figure'].replace('_', ' ')}"
+            metric_type, unit = METRICS[match["figure"]]
+            shared = ("text-classification", match["task"], metric_type, FINE_TUNING)
+            found.append(ReportedMetric(name, key, unit, *shared, in_metadata=False))
     return found
 
 
@@ -140,6 +156,25 @@ def replaced(metrics: dict, text: str | None, figures: dict | None, blimp: dict 
     return {**kept, **metrics_of_evaluation(text, figures, blimp)}
 
 
+def finetuned_entries(task: str, metrics: dict) -> dict:
+    """
+    The entries of a model's metrics.json for the models that were fine-tuned from it for a task.
+
+    The figure is the task's metric on the test rows, or on the validation rows if there are no labelled test rows.
+
+    Args:
+        metrics: the content of metrics.json of `d2l-bert finetune`.
+    """
+    split = "test" if "test" in metrics["mean"] else "validation"
+    name = metrics["best_metric"]
+    key = f"finetune/{task}/{split}_{name}"
+    return {
+        f"finetune/{task}/seeds": len(metrics["seeds"]),
+        key: metrics["mean"][split][name],
+        f"{key}{FINETUNED_SD}": metrics["sd"][split][name],
+    }
+
+
 # The card's section of these figures stands between two comments, by which later figures find it.
 SECTION_START, SECTION_END = (
     "<!-- figures of d2l-bert evaluate -->",
@@ -155,7 +190,10 @@ def evaluation_section(metrics: dict) -> str:
     blocks = []
     for text in dict.fromkeys(metric.text for metric in found):
         rows = [metric for metric in found if metric.text == text]
-        lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
+        if text == FINE_TUNING:
+            lead = "Fine-tuned (`d2l-bert finetune`), means over the seeds:"
+        else:
+            lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
         table = [f"| {_cell(row.name)} | {formatted(metrics[row.key], row.unit)} |" for row in rows]
         blocks.append("\n".join([lead, "", "| figure | value |", "|---|---|", *table]))
     return "\n\n".join([SECTION_START, "## Further evaluation", *blocks, SECTION_END])

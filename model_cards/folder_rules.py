@@ -22,9 +22,11 @@ from d2l_bert.model_cards.card import (
 )
 from d2l_bert.model_cards.figures import formatted, reported_metrics
 from d2l_bert.model_cards.metadata import check_metadata
+from d2l_bert.model_cards.release_record import RELEASE_FILE, WEIGHTS_FILE
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP, FREE_FIELDS
+from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.tokenization.wordpiece import pieces
 
 
@@ -63,6 +65,7 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     model_class = check_code(folder, config, changed_code)
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
+    check_release(folder)
     check_card(folder, config, license)
 
 
@@ -229,6 +232,19 @@ def check_weights(folder: Path, model_class) -> None:
     if unexpected:
         raise UserError(
             f"{folder}: the weights have {sorted(unexpected)[0]}, which the model of config.json does not have; {mend}"
+        )
+
+
+def check_release(folder: Path) -> None:
+    """Refuse a release.json that was written for other weights, or is damaged."""
+    release = folders.read_json(folder / RELEASE_FILE)
+    if not release:
+        return
+    stated, found = release.get("weights_sha256"), content_hash(folder / WEIGHTS_FILE)
+    if stated != found:
+        raise UserError(
+            f"{folder / RELEASE_FILE}: was written for weights with the SHA-256 {stated!r:.20}..., and {WEIGHTS_FILE} "
+            f"has {found:.16}...; make the release again, or delete {RELEASE_FILE} and {CARD_FILE}"
         )
 
 

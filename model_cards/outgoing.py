@@ -16,6 +16,7 @@ from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE
 from d2l_bert.model_cards.metadata import read_metadata
+from d2l_bert.model_cards.release_record import RELEASE_FILE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP
 from d2l_bert.tokenization.wordpiece import pieces
@@ -38,6 +39,7 @@ WRITTEN = (
     CURVES_FILE,
     RUN_FILE,
     METRICS_FILE,
+    RELEASE_FILE,
     # files of a sentence-transformers model
     "modules.json",
     "sentence_bert_config.json",

@@ -135,9 +135,12 @@ def test_stock_bert_gets_our_pairs_with_the_labels_at_their_positions(variant, t
 
 def test_the_books_model_gets_our_pairs_with_its_own_label_order_and_weights(task):
     book = object.__new__(peers.Book)
-    book.length, book.pad = 32, 0
+    book.length, book.pad, book.changes = 32, 0, {}
     micro_batches = task.steps(1)[0]
     ids, segments, lengths, positions, weights, labels, follows = book.batches(micro_batches)
+    assert (labels[weights == 0] == 0).all()
+    book.changes = {"real_slots": True}
+    assert torch.equal(book.batches(micro_batches)[5], labels.where(weights == 1, -100))
     mask = (torch.arange(32) < lengths[:, None]).long()
     known = labels.where(weights == 1, -100)
     batch = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask, "masked_positions": positions}

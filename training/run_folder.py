@@ -11,6 +11,7 @@ from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.push import STAGED
+from d2l_bert.model_cards.release_record import RELEASE_FILE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.modeling.saving import save_with_code
@@ -193,7 +194,7 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
             checkpoint.delete(old)
     if start == 0:
         delete_weights(folder)
-        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE):
+        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
             (folder / name).unlink(missing_ok=True)
     if not (folder / WEIGHTS_FILE).exists():
         try:  # before the log, because `check_output_folder` refuses a folder with a log and no run_config.json

@@ -1,0 +1,379 @@
+"""`make release`: makes a model again, says whether the bytes are the same, records it; refuses other texts."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from d2l_bert.cli import main
+from d2l_bert.errors import UserError
+from d2l_bert.folders import read_json, write_json
+from d2l_bert.model_cards import release
+from d2l_bert.model_cards.release_recipe import check_texts, flags, read_recipe, read_texts
+from d2l_bert.model_cards.release_record import compare_figures, differences, make_spread, verdict
+from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.sources import file_source
+
+
+RECIPE = """
+device = "cpu"
+threads = 1
+seed = 3
+
+[spread]
+seeds = [4, 5]
+
+[pretrain]
+corpus = ["$BOOKS/train"]
+license = "mit"
+length_schedule = "none"
+max_steps = 6
+eval_steps = 6
+mixed_precision = "no"
+torch_compile = "false"
+micro_batch_size = 8
+num_hidden_layers = 1
+hidden_size = 32
+num_attention_heads = 2
+intermediate_size = 64
+max_position_embeddings = 64
+vocab_size = 400
+max_seq_length = 48
+global_batch_size = 8
+
+[evaluate.books]
+corpus = ["$BOOKS/valid"]
+pppl_sentences = 0
+
+[finetune.places]
+task = "classification"
+train_file = "$TABLES/train.csv"
+test_file = "$TABLES/train.csv"
+num_seeds = 2
+max_steps = 2
+"""
+
+NAME = "d2l-bert-small-books"
+
+
+@pytest.fixture(scope="module")
+def given(books, tmp_path_factory):
+    """The folders of the texts BOOKS (`train` and `valid`) and TABLES (a file train.csv)."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "books" / "valid").mkdir(parents=True)
+    shutil.copytree(books, folder / "books" / "train")
+    shutil.move(folder / "books" / "train" / "book-00.txt", folder / "books" / "valid")
+    (folder / "tables").mkdir()
+    rows = [f"in the {place} number {number},{place}" for number in range(12) for place in ("garden", "tower")]
+    (folder / "tables" / "train.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    return {"BOOKS": folder / "books", "TABLES": folder / "tables"}
+
+
+@pytest.fixture
+def root(given, tmp_path):
+    """A folder like model_cards/ with a release that is not recorded yet."""
+    root = tmp_path / "model_cards"
+    (root / NAME).mkdir(parents=True)
+    (root / NAME / "release.toml").write_text(RECIPE)
+    prints = {
+        name: {below: fingerprint(file_source(folder / below).identity) for below in belows}
+        for (name, folder), belows in zip(given.items(), (("train", "valid"), (".",)), strict=True)
+    }
+    entries = [
+        f'[{name}]\nwhat = "{name.lower()} of the tests"\nsource = "the tests"\n[{name}.fingerprints]\n'
+        + "".join(f'"{below}" = "{found}"\n' for below, found in found_below.items())
+        for name, found_below in prints.items()
+    ]
+    (root / "texts.toml").write_text("\n".join(entries))
+    return root
+
+
+@pytest.fixture
+def in_process(monkeypatch, one_thread):
+    """Run the commands of a release in this process; returns the list of their words, which fills meanwhile."""
+    commands = []
+
+    def run(words, environment):
+        commands.append(words)
+        assert environment["OMP_NUM_THREADS"] == "1" and environment["ACCELERATE_USE_CPU"] == "true"
+        assert "MKL_NUM_THREADS" not in environment
+        if code := main(words):
+            sys.exit(code)
+
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    monkeypatch.setattr(release, "run", run)
+    return commands
+
+
+def changed(root, old, new):
+    path = root / NAME / "release.toml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the recipe to the verdict
+
+
+def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, tmp_path, in_process, capsys):
+    place, first, again = root / NAME, tmp_path / "build" / NAME, tmp_path / "again"
+    assert release.release(NAME, given, first, False, True, root) == 0
+    kinds = [words[0] for words in in_process]
+    assert kinds == ["pretrain", "evaluate", "finetune", *["pretrain", "evaluate"] * 2]
+    seeds = [words[words.index("--seed") + 1] for words in in_process if words[0] == "pretrain"]
+    assert seeds == ["3", "4", "5"]
+    assert {path.name for path in place.iterdir()} == {
+        *("README.md", "config.json", "metrics.json", "release.json", "release.toml", "run_config.json"),
+        "training_curves.png",
+    }
+    record, card = read_json(place / "release.json"), (place / "README.md").read_text()
+    assert record["weights_sha256"] in card and "## Make it again" in card and "## Reproduce it" not in card
+    assert f"make release MODEL={NAME} BOOKS=DIR\n" in card and "| MLM loss on valid |" in card
+    assert "| places: test accuracy |" in card and "seeds 3, 4 and 5" in card
+    assert not any(str(tmp_path) in path.read_text() for path in place.glob("*.[jm]*"))
+    capsys.readouterr()
+
+    # Another folder, without the tables: the same bytes, and the figures that could be measured.
+    del in_process[:]
+    assert release.release(NAME, {"BOOKS": given["BOOKS"]}, again, False, False, root) == 0
+    said = capsys.readouterr()
+    assert f"{NAME}: the same bytes as recorded\n" in said.out
+    assert re.search(r"MLM loss on valid +(\S+ nats) +\1  yes \(", said.out) and "places" not in said.out
+    assert "finetune places: not measured; give TABLES=DIR to measure it" in said.err
+    assert [words[0] for words in in_process] == ["pretrain", "evaluate"]
+
+    # The same command again trains and measures nothing.
+    assert release.release(NAME, {"BOOKS": given["BOOKS"]}, again, False, False, root) == 0
+    said = capsys.readouterr()
+    assert "made before" in said.err and "the same bytes" in said.out and len(in_process) == 2
+
+    # The card of the folder is that of the record, and the folder can be published.
+    assert (first / "README.md").read_text() == card
+    assert main(["publish", str(first), f"me/{NAME}", "--dry_run"]) == 0
+    assert "release.json" in capsys.readouterr().out
+    write_json(first / "release.json", {**record, "weights_sha256": "0" * 64})
+    assert main(["publish", str(first), f"me/{NAME}", "--dry_run"]) == 2
+    assert "make the release again, or delete release.json and README.md" in capsys.readouterr().err
+
+    # Another run in the folder makes the record invalid.
+    options = [f"--corpus={given['BOOKS']}", "--max_steps=1", "--vocab_size=300", "--license=mit"]
+    assert main(["pretrain", f"--output_dir={again}", "--overwrite_output_dir", *options]) == 0
+    assert not (again / "release.json").exists() and "Make it again" not in (again / "README.md").read_text()
+
+
+def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_explained(
+    root, given, tmp_path, in_process, capsys
+):
+    folder = tmp_path / "made"
+    changed(root, "[finetune.places]", "[finetune.left_out]")
+    assert release.release(NAME, given, folder, False, True, root) == 0
+    changed(root, "max_steps = 6\n", "max_steps = 7\n")
+    with pytest.raises(UserError, match="made with another recipe; make it anew with --overwrite_output_dir, or name"):
+        release.release(NAME, given, folder, False, False, root)
+    assert release.release(NAME, given, folder, True, False, root) in (0, 1)
+    said = capsys.readouterr().out
+    assert re.search(rf"{NAME}: other bytes than recorded \(different: max_steps \(6, here 7\)\); \S", said)
+
+
+def test_figures_of_a_measurement_that_changed_are_replaced(root, given, tmp_path, in_process):
+    folder = tmp_path / "made"
+    changed(root, "[finetune.places]", "[finetune.left_out]")
+    release.release(NAME, {"BOOKS": given["BOOKS"]}, folder, False, False, root)
+    assert "eval/valid/mlm_loss" in read_json(folder / "metrics.json")
+    changed(root, '[evaluate.books]\ncorpus = ["$BOOKS/valid"]', '[evaluate.books]\ncorpus = ["$BOOKS/train"]')
+    release.release(NAME, {"BOOKS": given["BOOKS"]}, folder, False, False, root)
+    metrics = read_json(folder / "metrics.json")
+    assert "eval/train/mlm_loss" in metrics and not any("/valid/" in name for name in metrics)
+    assert [words[0] for words in in_process] == ["pretrain", "evaluate", "evaluate"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_a_text_that_is_missing_or_another_is_refused_in_one_line(root, given, tmp_path):
+    recipe, texts = read_recipe(NAME, read_texts(root), root), read_texts(root)
+    other = tmp_path / "books"
+    shutil.copytree(given["BOOKS"], other)
+    check_texts(recipe.pretrain, texts, {"BOOKS": other})
+    (other / "train" / "book-05.txt").write_text("Another book.\n")
+    cases = {
+        "BOOKS is missing: give BOOKS=DIR with books of the tests (from the tests)": {},
+        "there is no folder .*/train; give BOOKS=DIR with books of the tests": {"BOOKS": tmp_path},
+        r"the files in .*/train have the fingerprint \w{16}, and those of the release \w{16}; give": {"BOOKS": other},
+    }
+    for line, folders in cases.items():
+        with pytest.raises(UserError, match=line.replace("(", r"\(").replace(")", r"\)")) as refused:
+            check_texts(recipe.pretrain, texts, folders)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="TABLES is missing"):
+        release.release(NAME, {"BOOKS": given["BOOKS"]}, tmp_path / "out", False, True, root)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("threads = 1", "", "threads is missing; give it"),
+        ("threads = 1", "threads = 0", "threads is 0; give a whole number of at least 1"),
+        ("threads = 1", "thread = 1\nthreads = 1", "thread is not known; the entries are device, evaluate"),
+        ('device = "cpu"', 'device = "tpu"', "device is 'tpu'; give cpu or cuda"),
+        ('torch_compile = "false"', 'torch_compile = "auto"', r"torch_compile in \[pretrain\] is 'auto', .* or false"),
+        ("micro_batch_size = 8", "", r"micro_batch_size in \[pretrain\] is None, .*; give a number"),
+        ("max_steps = 6", "max_minutes = 6", r"max_minutes does not belong into \[pretrain\]; take it out"),
+        ("seeds = [4, 5]", "seeds = [3, 4]", "seeds of .spread. are .3, 4.; give different numbers, and not 3"),
+        ("seeds = [4, 5]", "", "give either seeds, or sd and source"),
+        ("$BOOKS/train", "$NOVELS/train", "texts.toml has no fingerprint for .NOVELS/train; add it there"),
+        ("$BOOKS/train", "$BOOKS/test", "texts.toml has no fingerprint for .BOOKS/test; add it there"),
+        ("[evaluate.books]", "[evaluate]\nbooks = 3\n[evaluate.rest]", "evaluate.books is 3; write a table"),
+        ("device =", "device", "cannot be read .*; mend the file"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_in_one_line(root, old, new, line):
+    changed(root, old, new)
+    with pytest.raises(UserError, match=line) as refused:
+        read_recipe(NAME, read_texts(root), root)
+    assert str(refused.value).startswith(f"{root / NAME / 'release.toml'}: ")
+
+
+def test_wrong_commands_are_refused_in_one_line(capsys):
+    cases = {
+        "": "MODEL is empty: no such release; give the name of one: d2l-bert-",
+        "d2l-bert-huge": "d2l-bert-huge: no such release; give the name of one: d2l-bert-",
+        "d2l-bert-tiny-python-docs books": "books: give TEXT=DIR, with one of the texts BOOKS, ",
+        "d2l-bert-tiny-python-docs NOVELS=there": "NOVELS=there: give TEXT=DIR, with one of the texts BOOKS, ",
+        "d2l-bert-tiny-python-docs --record": "BLIMP is missing: give BLIMP=DIR with ",
+    }
+    for words, line in cases.items():
+        assert release.main(words.split()) == 2
+        assert capsys.readouterr().err.startswith(f"release: error: {line}"), words
+
+
+def test_a_model_is_recorded_only_with_the_pinned_versions(tmp_path):
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("# The versions.\ntorch==2.13.0\ntyping_extensions==4.16.0\n")
+    release.check_pins(pins, {"torch": "2.13.0+cpu", "typing-extensions": "4.16.0"})
+    with pytest.raises(UserError, match="torch 2.14.0 is installed, and constraints.txt pins 2.13.0; install with"):
+        release.check_pins(pins, {"torch": "2.14.0"})
+    with pytest.raises(UserError, match="new 1.0 is installed, and constraints.txt pins no version; .* or pin it"):
+        release.check_pins(pins, {"new": "1.0"})
+    with pytest.raises(UserError, match="record a release in a checkout of the repository"):
+        release.check_pins(tmp_path / "none.txt", {})
+
+
+def test_texts_stand_in_options_by_their_names():
+    options = {"corpus": ["$BOOKS/train", "python-docs"], "blimp": "$BLIMP", "packing": True, "max_steps": 3}
+    given = {"BOOKS": Path("/there/books"), "BLIMP": Path("/there/blimp")}
+    in_card = "--corpus BOOKS/train python-docs --blimp BLIMP --packing true --max_steps 3"
+    assert flags(options) == in_card.split()
+    assert flags(options, given)[:5] == ["--corpus", "/there/books/train", "python-docs", "--blimp", "/there/blimp"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+RECORD = {
+    "machine": {"device": "cpu", "accelerator": None, "processor": "A", "threads": 2, "processes": 1},
+    "run": {"learning_rate": 0.003, "output_dir": "there"},
+    "architecture": {"hidden_size": 128},
+    "data": {"corpus_fingerprint": "0" * 16},
+    "versions": {"python": "3.11.7", "d2l-bert": "0.1.0"},
+}
+RELEASE = {"processor_details": "family 6", "versions": {"torch": "2.13.0", "numpy": "2.4.6"}, "code": "1" * 16}
+
+
+def test_the_differences_name_processor_threads_versions_options_and_text():
+    made, release_made = copy.deepcopy(RECORD), copy.deepcopy(RELEASE)
+    made["run"]["output_dir"] = "elsewhere"
+    made["machine"]["memory_gb"] = 1
+    assert differences((RELEASE, RECORD), (release_made, made)) == []
+    made["machine"] |= {"processor": "B", "threads": 1}
+    made["run"]["learning_rate"] = 0.002
+    made["data"]["corpus_fingerprint"] = "2" * 16
+    release_made["versions"] = {"torch": "2.14.0", "numpy": "2.4.6", "new": "1"}
+    assert differences((RELEASE, RECORD), (release_made, made)) == [
+        "learning_rate (0.003, here 0.002)",
+        f"text ({'0' * 16}, here {'2' * 16})",
+        "processor (A (family 6), here B (family 6))",
+        "threads (2, here 1)",
+        "torch (2.13.0, here 2.14.0)",
+        "new (none, here 1)",
+    ]
+
+
+def test_a_figure_is_within_the_spread_up_to_four_standard_deviations_from_the_mean(root):
+    recipe = read_recipe(NAME, read_texts(root), root)
+    models = [{"eval_mlm_loss": loss, "eval_blimp_accuracy/a": 0.5} for loss in (4.0, 4.1, 4.2)]
+    spread = make_spread(recipe, models[0], models[1:])
+    assert spread["source"] == "the models of seeds 3, 4 and 5"
+    assert spread["figures"] == {"eval_mlm_loss": pytest.approx({"mean": 4.1, "sd": 0.1})}
+    judged = {
+        loss: compare_figures({"spread": spread}, models[0], {"eval_mlm_loss": loss})[0].within
+        for loss in (3.69, 3.71, 4.49, 4.51)
+    }
+    assert judged == {3.69: False, 3.71: True, 4.49: True, 4.51: False}
+    compared = compare_figures({"spread": spread}, models[0], {"eval_mlm_loss": 4.6})
+    why = [f"threads ({number}, here 1)" for number in range(8)]
+    assert verdict("m", False, why[:1], compared) == (
+        "m: other bytes than recorded (different: threads (0, here 1)); MLM loss outside the spread"
+    )
+    assert "threads (5, here 1) and 2 more); all 0 figures within the spread" in verdict("m", False, why, [])
+    assert "nothing differs that the record knows, please report this" in verdict("m", False, [], compared)
+
+
+def test_a_spread_may_be_given_with_its_source(root):
+    changed(root, "seeds = [4, 5]", 'source = "three models of half the size"\nsd = { eval_mlm_loss = 0.02 }')
+    recipe = read_recipe(NAME, read_texts(root), root)
+    metrics = {"eval_mlm_loss": 4.0, "eval_perplexity": 54.6, "finetune/x/test_accuracy": 0.8}
+    metrics["finetune/x/test_accuracy:sd"] = 0.01
+    spread = make_spread(recipe, metrics, [])
+    assert spread["source"] == "three models of half the size"
+    assert spread["figures"] == {
+        "eval_mlm_loss": {"mean": 4.0, "sd": 0.02},
+        "finetune/x/test_accuracy": {"mean": 0.8, "sd": 0.01},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from d2l_bert.model_cards import release
+root, out, books = map(Path, sys.argv[1:])
+sys.exit(release.release({name!r}, {{"BOOKS": books}}, out, False, False, root))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_whose_making_was_ended_goes_on_to_the_same_bytes(root, given, tmp_path):
+    changed(root, "max_steps = 6\n", "max_steps = 400\nsave_steps = 20\n")
+
+    def start(out):
+        command = [sys.executable, "-c", PROGRAM.format(name=NAME), str(root), str(out), str(given["BOOKS"])]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    process = start(out)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143 and "Traceback" not in errors, errors
+    assert not (out / "model.safetensors").exists()
+    for folder in (out, whole):
+        process = start(folder)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    weights = [json.loads((folder / "release.json").read_text())["weights_sha256"] for folder in (out, whole)]
+    assert weights[0] == weights[1]

@@ -1,0 +1,194 @@
+"""Each released model: card and files agree, every figure is that of metrics.json, the record is complete."""
+
+import dataclasses
+import json
+import re
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import d2l_bert
+from d2l_bert.commands import resolve_pretrain
+from d2l_bert.flags import make_parser
+from d2l_bert.folders import read_json
+from d2l_bert.model_cards.card import card_of
+from d2l_bert.model_cards.figures import reported_metrics
+from d2l_bert.model_cards.metadata import check_metadata, read_metadata
+from d2l_bert.model_cards.release_recipe import RELEASES, flags, read_recipe, read_texts, released
+
+
+RECORDED = sorted(path.parent for path in RELEASES.glob("*/release.json"))
+JSON_FILES = ("config.json", "run_config.json", "metrics.json", "release.json")
+MEND = "make release MODEL={} FLAGS='--record --overwrite_output_dir' records the model anew"
+
+pytestmark = pytest.mark.skipif(not (RELEASES.parent / "Makefile").is_file(), reason="the repository is not here")
+
+
+@pytest.fixture(params=RECORDED, ids=lambda folder: folder.name)
+def place(request):
+    """The folder of a recorded release."""
+    return request.param
+
+
+@pytest.fixture
+def files(place):
+    """The contents of its JSON files."""
+    return [read_json(place / name) for name in JSON_FILES]
+
+
+def test_there_is_a_released_model_and_every_release_has_a_recipe_that_can_be_read():
+    assert RECORDED and {place.name for place in RECORDED} <= set(released())
+    for name in released():
+        recipe = read_recipe(name, read_texts())
+        for command, options in (
+            ("pretrain", recipe.pretrain),
+            *(("evaluate", options) for options in recipe.evaluate.values()),
+            *(("finetune", options) for options in recipe.finetune.values()),
+        ):
+            words = [command, *([] if command == "pretrain" else [name]), *flags(options)]
+            make_parser(words).parse_args(words)  # exits if an option is not known
+
+
+def test_the_card_is_rendered_again_from_the_files(place, files):
+    config, record, metrics, release = files
+    with torch.device("meta"):
+        model = getattr(d2l_bert, config["architectures"][0])(d2l_bert.D2lBertConfig(**config))
+    card = card_of(place.name, config, model.num_parameters(), record, metrics, True, release)
+    assert card == (place / "README.md").read_text(encoding="utf-8")
+    assert (place / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    check_metadata(read_metadata(card), mask_token="[MASK]")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The figures of the card
+
+
+# For each figure of the card that a run or an evaluation of a text has: its key in metrics.json and how it is written.
+TEXT_FIGURES = {
+    "MLM loss": ("mlm_loss", "{:.3f} nats", 1),
+    "MLM perplexity": ("perplexity", "{:.1f}", 1),
+    "MLM accuracy": ("mlm_accuracy", "{:.1f} %", 100),
+    "MLM top-5 accuracy": ("mlm_top_5_accuracy", "{:.1f} %", 100),
+    "NSP loss": ("nsp_loss", "{:.3f} nats", 1),
+    "NSP accuracy": ("nsp_accuracy", "{:.1f} %", 100),
+    "SOP loss": ("sop_loss", "{:.3f} nats", 1),
+    "SOP accuracy": ("sop_accuracy", "{:.1f} %", 100),
+    "pseudo-perplexity of a word": ("pseudo_perplexity", "{:.1f}", 1),
+}
+
+
+def source_of(name):
+    """The key in metrics.json of a figure of the card, the format of its value, and the factor before it."""
+    if match := re.fullmatch(r"BLiMP: (.+)", name):
+        return f"eval_blimp_accuracy/{match[1].replace(' ', '_')}", "{:.1f} %", 100
+    if match := re.fullmatch(r"BLiMP (accuracy|standard error)", name):
+        return f"eval_blimp_{match[1].replace(' ', '_')}", "{:.1f} %", 100
+    if match := re.fullmatch(r"(\S+): (test|validation) (.+)", name):
+        return f"finetune/{match[1]}/{match[2]}_{match[3].replace(' ', '_')}", "{:.1f} %", 100
+    figure, _, text = name.partition(" on ")
+    key, pattern, factor = TEXT_FIGURES[figure]
+    return (f"eval/{text}/{key}" if text else f"eval_{key}"), pattern, factor
+
+
+def tables(card):
+    """The tables of a card, each a list of rows without the head, by the first words of their heads."""
+    found = {}
+    for head, body in re.findall(r"^(\|.+\|)\n\|(?:\s*---\s*\|)+\n((?:\|.*\|\n?)*)", card, re.MULTILINE):
+        rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in body.splitlines()]
+        found.setdefault(tuple(re.split(r" \| ", head[2:-2])), []).extend(rows)
+    return found
+
+
+def test_each_figure_of_the_card_is_that_of_metrics_json(place, files):
+    _, _, metrics, release = files
+    card = ModelCard.load(place / "README.md")
+    found = tables(card.text)
+    shown = found["figure", "value"]
+    assert {name for name, _ in shown} == {metric.name for metric in reported_metrics(metrics)}
+    for name, value in shown:
+        key, pattern, factor = source_of(name)
+        assert value == pattern.format(factor * metrics[key]), name
+    for result in card.data.eval_results:
+        assert result.metric_value == round(metrics[source_of(result.metric_name)[0]], 4)
+    spread = found["figure", "this model", "mean", "standard deviation", "within the spread"]
+    for name, own, mean, deviation, within in spread:
+        key, pattern, factor = source_of(name)
+        figure = release["spread"]["figures"][key]
+        low, high = (factor * (figure["mean"] + times * figure["sd"]) for times in (-4, 4))
+        assert own == pattern.format(factor * metrics[key]), name
+        assert mean == pattern.format(factor * figure["mean"]) and deviation == pattern.format(factor * figure["sd"])
+        assert within == f"{pattern.format(low)} to {pattern.format(high)}", name
+        assert low <= factor * metrics[key] <= high, f"{name} of the released model lies outside its own spread"
+
+
+def test_speed_machine_and_counts_of_the_card_are_those_of_the_files(place, files):
+    config, record, metrics, _ = files
+    card = (place / "README.md").read_text(encoding="utf-8")
+    rows = dict(tables(card)["field", "value"])
+    machine, unit = record["machine"], "pairs" if record["run"]["objective"] != "none" else "sequences"
+    assert rows["machine"].startswith(machine["accelerator"] or f"{machine['processor']}, {machine['threads']} thread")
+    assert rows["time"].startswith(f"{metrics['train_seconds']:,.0f} s")
+    assert rows["speed"] == (
+        f"{metrics[f'train_{unit}_per_second']:,.0f} {unit}/s, {metrics['train_tokens_per_second']:,.0f} tokens/s"
+    )
+    assert rows["share of the peak (MFU)"].startswith(f"{100 * metrics['train_mfu']:.1f} %")
+    assert rows["memory"] == f"{metrics['train_memory_mb']:,.0f} MB"
+    assert rows["vocabulary"] == f"{config['vocab_size']:,} WordPiece tokens"
+    data = record["data"]
+    assert rows["training text"] == f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"
+    assert f"On {metrics[f'eval_{unit}']:,} {unit}" in card
+    assert f"{metrics['eval_masked_tokens']:,} masked tokens" in card
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The record
+
+
+def test_the_record_is_complete(place, files):
+    _, record, metrics, release = files
+    recipe = read_recipe(place.name, read_texts())
+    assert release["release"] == place.name and re.fullmatch("[0-9a-f]{64}", release["weights_sha256"])
+    assert release["command"].startswith(f"make release MODEL={place.name}")
+    card = (place / "README.md").read_text(encoding="utf-8")
+    assert release["command"] in card and release["weights_sha256"] in card
+    direct = {Requirement(line).name for line in requires("d2l-bert") if "extra ==" not in line}
+    recorded = {canonicalize_name(name) for name in release["versions"]}
+    assert {canonicalize_name(name) for name in direct} <= recorded and "numpy" in recorded
+    for name, version in release["versions"].items():
+        assert f"{name} {version}" in card
+    machine = record["machine"]
+    assert machine["processor"] and machine["threads"] == recipe.threads and machine["processes"] == 1
+    assert machine["device"].startswith(recipe.device)
+    run = record["run"]
+    assert run["torch_compile"] in ("true", "false") and isinstance(run["micro_batch_size"], int)
+    without = ("eval_blimp_accuracy/", "eval_blimp_standard_error")
+    stated = {metric.key for metric in reported_metrics(metrics) if not metric.key.startswith(without)}
+    assert release["spread"]["figures"].keys() == stated and release["spread"]["source"] in card
+    for name in JSON_FILES:
+        content = json.dumps(read_json(place / name))
+        assert not re.search(r'"(/|~|[A-Z]:\\)\w', content), f"{name} has a path of a machine"
+
+
+def test_the_record_belongs_to_the_recipe_of_today(place, files):
+    _, record, _, release = files
+    recipe, mend = read_recipe(place.name, read_texts()), MEND.format(place.name)
+    assert release["recipe"] == json.loads(json.dumps(dataclasses.asdict(recipe))), mend
+    planned = {f"evaluate {name}": options for name, options in recipe.evaluate.items()}
+    planned |= {f"finetune {name}": options for name, options in recipe.finetune.items()}
+    assert {label: done["options"] for label, done in release["measured"].items()} == planned, mend
+    words = ["pretrain", *flags(recipe.pretrain), "--seed", str(recipe.seed)]
+    architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
+    for field in dataclasses.fields(run):
+        # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.
+        if field.metadata["identity"] and (value := getattr(run, field.name)) is not None:
+            assert record["run"][field.name] == value or field.name == "num_train_epochs", (field.name, mend)
+    for option in ("corpus", "validation_corpus"):
+        paths = run.text_paths() if option == "corpus" else run.validation_corpus
+        assert record["run"][option] == [Path(path).name for path in paths], (option, mend)
+    for name, value in record["architecture"].items():
+        assert name in ("vocab_size", "pad_token_id") or getattr(architecture, name) == value, (name, mend)
