@@ -320,7 +320,8 @@ def plot(runs: dict[str, Losses], path: Path) -> None:
     panels[1].axhline(LN_2, color="black", lw=1, ls=":")
     panels[1].annotate("ln 2, a coin", (1.0, LN_2), xytext=(0, -10), textcoords="offset points", ha="right")
     panels[0].legend(fontsize="small")
-    figure.suptitle("thin: training, with dropout; thick: held-out pairs", fontsize="medium")
+    told = "thin: training, with dropout (d2l counts padded slots in its MLM loss); thick: held-out pairs"
+    figure.suptitle(told, fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
