@@ -322,13 +322,15 @@ class Stopped(BaseException):
 STOPS = {
     "in the middle of an epoch": (["--eval_strategy=steps", "--eval_steps=4"], 8, True),
     "where early stopping ends it": (["--early_stopping_patience=1", "--early_stopping_threshold=2"], 10, False),
+    "at the last step, in an epoch": (["--eval_strategy=steps", "--eval_steps=4", "--max_steps=8"], 8, False),
 }
 
 
 @pytest.mark.parametrize("case", STOPS)
 def test_a_run_that_was_killed_and_resumed_ends_with_the_same_metrics(case, trained, files, tmp_path, monkeypatch):
     more, step, trains_on = STOPS[case]
-    options = ["--task=classification", *files, "--num_seeds=2", "--num_train_epochs=3", "--learning_rate=1e-3", *more]
+    options = ["--task=classification", *files, "--num_seeds=2", "--learning_rate=1e-3", *more]
+    options += [] if "--max_steps=8" in more else ["--num_train_epochs=3"]
     whole = finetune(trained, tmp_path / "whole", *options)
     saved, mark, train = [], MarkComplete.on_save, FinetuneTrainer.train
 

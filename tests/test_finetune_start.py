@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from finetuning import finetune, rows_of, write_csv
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AlbertConfig, AlbertModel, AutoConfig, AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.model_cards.card import render_card
@@ -173,3 +173,26 @@ def test_a_finished_run_is_replaced_and_not_resumed(finished, trained, rows_file
 )
 def test_options_without_effect_are_refused(options, words, fails):
     assert words in fails("finetune", "no/model", "--task", "sst2", *options.split())
+
+
+SIZES_OF_STOCK = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def test_layerwise_decay_needs_layers(trained, rows_file, tmp_path, fails):
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    AlbertModel(AlbertConfig(vocab_size=len(tokenizer), embedding_size=32, **SIZES_OF_STOCK)).save_pretrained(
+        tmp_path / "base"
+    )
+    save_tokenizer(tokenizer, tmp_path / "base")
+    command = ["finetune", tmp_path / "base", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
+    line = fails(*command, "--layerwise_decay=0.9")
+    assert "layerwise_decay: no layers are found in a albert model" in line and not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_padding_token_is_refused(trained, rows_file, tmp_path, fails):
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    BertModel(BertConfig(vocab_size=len(tokenizer), **SIZES_OF_STOCK)).save_pretrained(tmp_path / "base")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    line = fails("finetune", tmp_path / "base", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}")
+    assert "has no padding token (bert)" in line

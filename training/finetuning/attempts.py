@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, set_seed
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.saving import save_model
+from d2l_bert.training.distributed import on_main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER, Features, Kind
@@ -24,6 +25,7 @@ from d2l_bert.training.finetuning.trainer import (
     Progress,
     last_checkpoint,
     make_arguments,
+    seconds_before,
 )
 
 
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
+
+# How to mend a training that diverged.
+LOWER_RATE = "give a lower learning_rate than {rate:g}, or more warm-up, and --overwrite_output_dir"
 
 
 @dataclass
@@ -59,13 +64,49 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
 
     Returns:
         The content of the attempt's `result.json`: `learning_rate`, `seed`, `steps`, `best_step`, `seconds`, the
-        metrics by split, and `log`, the rows of Trainer's log.
+        metrics by split, and `log`, the rows of Trainer's log. If the training diverged, `diverged` is true, and
+        there are no metrics and no model.
     """
     folder = work.folder / attempt_name(rate, seed)
     if (result := folders.read_json(folder / RESULT_FILE)) != {}:
         if work.state.is_main_process:
             logger.info(f"{folder.name}: finished before")
         return result
+    trainer, fresh = _make_trainer(work, folder, rate, seed)
+    if fresh and work.state.is_main_process:
+        logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
+    resumed = last_checkpoint(folder)
+    seconds = 0.0
+    if resumed is not None:
+        seconds = seconds_before(resumed)
+        if work.state.is_main_process:
+            logger.info(f"{folder.name}: goes on from {resumed.name}")
+    began = time.monotonic()
+    trainer.train() if resumed is None else trainer.go_on(resumed)
+    state = trainer.state
+    result = {
+        "learning_rate": rate,
+        "seed": seed,
+        "steps": state.global_step,
+        "best_step": state.best_global_step or state.global_step,
+        "seconds": seconds + time.monotonic() - began,
+        "log": [row for row in state.log_history if "loss" in row or "eval_loss" in row],
+    }
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    if all(parameter.isfinite().all() for parameter in trained.parameters()):
+        trainer.compute_metrics = None
+        for split in work.data.measured():
+            output = trainer.predict(work.features[split].rows)
+            result[split] = {"loss": output.metrics["test_loss"], **measure(work, split, output.predictions)}
+        work.kind.finish(trained)
+    else:
+        trained, result["diverged"] = None, True
+    on_main(work.state, _keep, folder, trained, result, share_result=False)
+    return json.loads(json.dumps(result))
+
+
+def _make_trainer(work, folder, rate, seed):
+    """The trainer of one model, and the names of the model's modules with fresh weights."""
     config, kind = work.config, work.kind
     arguments = make_arguments(
         config,
@@ -79,9 +120,7 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     )
     set_seed(seed)
     model, fresh = make_model(work.start, kind, config.from_scratch)
-    if fresh and work.state.is_main_process:
-        logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
-    callbacks = [MarkComplete(), Progress(folder.name, work.metric)]
+    callbacks = [MarkComplete(config.save_total_limit), Progress(folder.name, work.metric)]
     if config.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
     with _tensorboard_folder(work.folder.parent / "runs" / folder.name):
@@ -95,41 +134,20 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
             callbacks=callbacks,
             layerwise_decay=config.layerwise_decay,
         )
-    resumed = last_checkpoint(folder)
-    if resumed is not None and work.state.is_main_process:
-        logger.info(f"{folder.name}: goes on from {resumed.name}")
-    began = time.monotonic()
-    trainer.train() if resumed is None else trainer.go_on(resumed)
-    seconds = time.monotonic() - began
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):
-        raise UserError(
-            f"{folder.name}: the training diverged (weights are not finite); give a lower learning_rate than "
-            f"{rate:g}, or more warm-up, and --overwrite_output_dir"
-        )
-    state = trainer.state
-    result = {
-        "learning_rate": rate,
-        "seed": seed,
-        "steps": state.global_step,
-        "best_step": state.best_global_step or state.global_step,
-        "seconds": seconds,
-        "log": [row for row in state.log_history if "loss" in row or "eval_loss" in row],
-    }
-    trainer.compute_metrics = None
-    for split in work.data.measured():
-        output = trainer.predict(work.features[split].rows)
-        result[split] = {"loss": output.metrics["test_loss"], **measure(work, split, output.predictions)}
-    if work.state.is_main_process:
-        trained = trainer.accelerator.unwrap_model(trainer.model)
-        kind.finish(trained)
-        shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
-        save_model(trained, folder / MODEL_FOLDER)
+    return trainer, fresh
+
+
+def _keep(folder, trained, result):
+    """Write a trained model (None if the training diverged) and its result; then delete the checkpoints."""
+    shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
+    if trained is not None:
+        with folders.os_errors():
+            save_model(trained, folder / MODEL_FOLDER)
         folders.sync(folder / MODEL_FOLDER / "model.safetensors")
-        folders.write_json(folder / RESULT_FILE, result)
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-    work.state.wait_for_everyone()
-    return json.loads(json.dumps(result))
+    folder.mkdir(parents=True, exist_ok=True)
+    folders.write_json(folder / RESULT_FILE, result)
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
 
 
 @contextlib.contextmanager
@@ -176,18 +194,38 @@ def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int
     """
     Train all models of a run: each rate with the first seed, then the best rate with the further seeds.
 
+    A rate whose training diverges is left out, if there are others.
+
     Returns:
         The results of the rates with the first seed (one for a single rate), the results of the seeds with the best
         rate, and the number of the best seed in the latter.
+
+    Raises:
+        UserError: the training diverged with every rate, or with a further seed.
     """
     tried = []
     for rate in rates:
-        tried.append(run_attempt(work, rate, work.config.seed))
+        result = run_attempt(work, rate, work.config.seed)
+        if result.get("diverged"):
+            diverged = f"{attempt_name(rate, work.config.seed)}: the training diverged (weights are not finite)"
+            if work.state.is_main_process and len(rates) > 1:
+                logger.warning(f"{diverged}; rate {rate:g} is left out")
+            continue
+        tried.append(result)
         forget_models(work, tried, best(tried, work.metric))
+    if not tried:
+        raise UserError(f"{diverged}; {LOWER_RATE.format(rate=min(rates))}")
     seeds = [tried[best(tried, work.metric)]]
-    if len(rates) > 1 and work.state.is_main_process:
-        logger.info(f"rate {seeds[0]['learning_rate']:g} is best on validation rows ({work.metric})")
-    for number in range(1, work.config.num_seeds):
-        seeds.append(run_attempt(work, seeds[0]["learning_rate"], work.config.seed + number))
+    rate = seeds[0]["learning_rate"]
+    if len(tried) > 1 and work.state.is_main_process:
+        logger.info(f"rate {rate:g} is best on validation rows ({work.metric})")
+    for seed in range(work.config.seed + 1, work.config.seed + work.config.num_seeds):
+        result = run_attempt(work, rate, seed)
+        if result.get("diverged"):
+            raise UserError(
+                f"{attempt_name(rate, seed)}: the training diverged (weights are not finite); "
+                f"{LOWER_RATE.format(rate=rate)}"
+            )
+        seeds.append(result)
         forget_models(work, seeds, best(seeds, work.metric))
     return tried, seeds, best(seeds, work.metric)

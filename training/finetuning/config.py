@@ -173,6 +173,11 @@ class FinetuneConfig(Options):
     per_device_eval_batch_size: int = option(
         64, "rows of a process at once, without training", MACHINE, identity=False
     )
+    train_sampling_strategy: Literal["random", "group_by_length"] = option(
+        "random",
+        "rows of a batch: drawn at random, or of about the same length, which needs less padding and less time",
+        OPTIMIZER,
+    )
     gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER)
     weight_decay: float = option(0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER)
     warmup_ratio: float | None = option(None, "share of the steps in which the rate rises (0.1)", OPTIMIZER)

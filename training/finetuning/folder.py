@@ -17,7 +17,7 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
-from d2l_bert.training.finetuning.trainer import batch_size, warmup
+from d2l_bert.training.finetuning.trainer import rows_per_step, warmup
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
@@ -215,12 +215,11 @@ def make_record(
     }
     of_files[config.model] = start.fingerprint
     identity = {**config.identity(), "learning_rates": rates, "processes": processes}
-    rows_per_step = batch_size(config, processes) * processes * config.gradient_accumulation_steps
     dataset = config.dataset_name()
     return {
         "kind": config.kind_name(),
         "pipeline_task": kind.pipeline_task,
-        "rows_per_step": rows_per_step,
+        "rows_per_step": rows_per_step(config, processes),
         "warmup": f"{warmup(config):,} steps" if config.warmup_steps else f"{100 * warmup(config):.3g} % of the steps",
         "finetune": dataclasses.asdict(config),
         "identity": identity,

@@ -21,6 +21,7 @@ from d2l_bert.modeling.saving import save_model, save_with_code
 from d2l_bert.progress import report
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import (
+    PROCESS_TIMEOUT,
     check_engine,
     check_launcher_environment,
     is_set,
@@ -37,7 +38,13 @@ from d2l_bert.training.finetuning.kinds import best_metric, make_kind
 from d2l_bert.training.finetuning.metrics import check_extra
 from d2l_bert.training.finetuning.pictures import draw_curves
 from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
-from d2l_bert.training.finetuning.trainer import check_machine, default_rate, make_arguments
+from d2l_bert.training.finetuning.trainer import (
+    check_layers,
+    check_machine,
+    default_rate,
+    make_arguments,
+    rows_per_step,
+)
 from d2l_bert.training.host_settings import restore_host_settings
 
 
@@ -79,11 +86,13 @@ def finetune(config: FinetuneConfig) -> Path:
             data = load_data(config, kind)
             metric = best_metric(config, kind)  # of `tags`, the rows decide
             # Weights that cannot be loaded are refused here, before anything is written.
-            make_model(start, kind, config.from_scratch)
-        state = _make_state()
-        if config.push_to_hub:
-            on_main(state, _check_push, config, start)
-        return _run(config, kind, metric, data, start, state)
+            model, _ = make_model(start, kind, config.from_scratch)
+            check_layers(config, model)
+            del model
+            state = _make_state()
+            if config.push_to_hub:
+                on_main(state, _check_push, config, start)
+            return _run(config, kind, metric, data, start, state)
 
 
 def _run(config, kind, metric, data, start, state):
@@ -119,7 +128,9 @@ def _make_state():
     """Accelerate's state of the launched processes, on this machine's devices."""
     import torch
 
-    state = PartialState(cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()))
+    state = PartialState(
+        cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()), timeout=PROCESS_TIMEOUT
+    )
     check_engine(_Engine(state))
     keep_process_group(state)
     return state
@@ -175,9 +186,11 @@ def _say_sizes(config, data, features, start, rates, processes):
         logger.info(f"{split}: {len(table):,} rows of {table.name}{labels}{truncated}")
     logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
     if processes > 1:
-        logger.info(f"{processes} processes")
+        logger.info(f"{processes} processes, {rows_per_step(config, processes)} rows in a step")
     given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
     logger.info(f"rate {', '.join(f'{rate:g}' for rate in rates)}{given}")
+    if config.num_seeds > 1 and data.validation is None:
+        logger.info(f"no validation rows choose among the seeds: the model of seed {config.seed} is kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,6 +227,7 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
         metrics |= {
             "truncated": {split: made.truncated for split, made in work.features.items()},
             "shared_with_training": data.shared,
+            "diverged_rates": sorted(set(record["learning_rates"]) - {result["learning_rate"] for result in tried}),
             "pictures": {CURVES_FILE: "Loss and metric over the steps", **pictures},
         }
         folders.write_json(partial / METRICS_FILE, metrics)
@@ -268,7 +282,8 @@ def _outputs(work, model, rows, folder):
     device = arguments.device
     model.to(device).eval()
     found = []
-    with torch.no_grad():
+    half = torch.bfloat16 if config.bf16 else torch.float16  # as the metrics are measured
+    with torch.no_grad(), torch.autocast(device.type, half, enabled=config.bf16 or config.fp16):
         for begin in range(0, len(rows), arguments.per_device_eval_batch_size):
             batch = collator(rows[begin : begin + arguments.per_device_eval_batch_size])
             batch = {name: value.to(device) for name, value in batch.items() if name not in label_names}

@@ -133,9 +133,10 @@ def _read_csv(file, label):
                 rows.append(row)
                 lines.append(reader.line_num)
         except UnicodeDecodeError as error:
+            place = f" after line {reader.line_num}" if reader.line_num else ""
             raise UserError(
-                f"{label}: not UTF-8 text after line {reader.line_num} ({error.reason}); convert the file, for "
-                f"example with `iconv -f LATIN1 -t UTF-8`"
+                f"{label}: not UTF-8 text{place} ({error.reason}); convert the file, for example with "
+                f"`iconv -f LATIN1 -t UTF-8`"
             ) from None
         except csv.Error as error:
             raise UserError(f"{label}, line {reader.line_num}: not CSV ({error}); repair the file") from None

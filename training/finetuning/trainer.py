@@ -2,10 +2,13 @@
 
 import logging
 import re
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
+from torch.utils.data import SequentialSampler
 from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
@@ -34,7 +37,8 @@ WARMUP_RATIO = 0.1
 BATCH_SIZE = 32
 LOGGED_ROWS = 50
 
-# Written into a checkpoint when all its other files are there: a checkpoint without it is never resumed from.
+# Written into a checkpoint when all its other files are there; holds the seconds of training so far. A checkpoint
+# without this file is never resumed from.
 COMPLETE_FILE = "complete"
 
 
@@ -51,6 +55,11 @@ def default_rate(hidden_size: int) -> float:
 def batch_size(config: FinetuneConfig, processes: int) -> int:
     """The rows of a process at once: `per_device_train_batch_size`, or `BATCH_SIZE` divided by the processes."""
     return config.per_device_train_batch_size or max(1, BATCH_SIZE // processes)
+
+
+def rows_per_step(config: FinetuneConfig, processes: int) -> int:
+    """The rows in an optimizer step of all processes."""
+    return batch_size(config, processes) * processes * config.gradient_accumulation_steps
 
 
 def warmup(config: FinetuneConfig) -> float:
@@ -75,9 +84,8 @@ def make_arguments(
         labels: the names of labels in a batch.
     """
     batch = batch_size(config, processes)
-    a_step = batch * processes * config.gradient_accumulation_steps
     epochs = EPOCHS if config.num_train_epochs is None else config.num_train_epochs
-    steps = config.max_steps or max(1, round(epochs * rows / a_step))
+    steps = config.max_steps or max(1, round(epochs * rows / rows_per_step(config, processes)))
     validates, by_steps = config.validates(), config.eval_strategy == "steps"
     evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
     if by_steps:
@@ -96,6 +104,7 @@ def make_arguments(
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=config.per_device_eval_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
+        train_sampling_strategy=config.train_sampling_strategy,
         num_train_epochs=epochs,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
@@ -113,7 +122,6 @@ def make_arguments(
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
         dataloader_num_workers=config.dataloader_num_workers,
         logging_steps=config.logging_steps or max(1, steps // LOGGED_ROWS),
-        save_total_limit=config.save_total_limit,
         report_to=config.report_to,
         run_name=folder.name,
         disable_tqdm=True,
@@ -148,6 +156,21 @@ def check_machine(config: FinetuneConfig) -> None:
             )
 
 
+def check_layers(config: FinetuneConfig, model) -> None:
+    """
+    Check that a model has the layers that `layerwise_decay` needs.
+
+    Raises:
+        UserError: no layer is found, as in ALBERT, whose layers share their weights.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    # Without layers, the embeddings have depth 0 and the head has depth 1.
+    if config.layerwise_decay not in (None, 1.0) and max(depths(names).values()) < 2:
+        raise UserError(
+            f"layerwise_decay: no layers are found in a {model.config.model_type} model; leave layerwise_decay out"
+        )
+
+
 class FinetuneTrainer(Trainer):
     """`Trainer` with rates by layer (`layerwise_decay`), and one mean loss for any gradient accumulation."""
 
@@ -160,6 +183,10 @@ class FinetuneTrainer(Trainer):
         # too large by the number of batches in a step. Without it, Trainer averages the batches' losses.
         if not is_ours(self.accelerator.unwrap_model(self.model).config):
             self.model_accepts_loss_kwargs = False
+
+    def _get_eval_sampler(self, eval_dataset):
+        """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
+        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
@@ -192,8 +219,9 @@ class FinetuneTrainer(Trainer):
         """
         Go on with the training from a checkpoint, to its end.
 
-        The folder may have been moved since: the path of the best checkpoint is corrected first. If early stopping had
-        ended the training at this checkpoint, only the best checkpoint is loaded; Trainer would train on.
+        The folder may have been moved since: the path of the best checkpoint is corrected first. If the training had
+        ended at this checkpoint, by early stopping or at the last step, only weights are loaded; Trainer would train
+        on.
         """
         file = checkpoint / TRAINER_STATE_NAME
         state = TrainerState.load_from_json(str(file))
@@ -211,6 +239,14 @@ class FinetuneTrainer(Trainer):
                     self.state = state
                     self._load_best_model()
                     return
+        # Trainer forgets in `train` that the last step is done, and would train a step more.
+        if 0 < state.max_steps <= state.global_step:
+            self.state = state
+            if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                self._load_best_model()
+            else:
+                self._load_from_checkpoint(str(checkpoint))
+            return
         self.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -264,17 +300,49 @@ class Progress(TrainerCallback):
 
 
 class MarkComplete(TrainerCallback):
-    """Marks each checkpoint as complete after Trainer has written all of its files."""
+    """
+    Marks each checkpoint as complete after Trainer has written all of its files; then deletes older checkpoints.
+
+    Trainer itself would delete an older checkpoint before the new one is marked; a run killed in between would then
+    have no checkpoint to resume from.
+
+    Args:
+        limit: the checkpoints to keep in all; the best and the last are always kept.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.before, self.began = limit, 0.0, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.began = time.monotonic()
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.before = seconds_before(folder) if state.global_step else 0.0
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            if folder.is_dir():
-                (folder / COMPLETE_FILE).touch()
+        last = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if not state.is_world_process_zero or not last.is_dir():
+            return
+        (last / COMPLETE_FILE).write_text(f"{self.before + time.monotonic() - self.began:.2f}", encoding="utf-8")
+        by_steps = sorted(last.parent.glob("checkpoint-*"), key=_step_of, reverse=True)
+        best = [path for path in by_steps if path.name == Path(state.best_model_checkpoint or "").name]
+        kept = list(dict.fromkeys([last, *best, *by_steps]))[: max(self.limit, len({last, *best}))]
+        for path in by_steps:
+            if path not in kept:
+                shutil.rmtree(path)
+
+
+def seconds_before(checkpoint: Path) -> float:
+    """The seconds of training before a complete checkpoint."""
+    written = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
+    return float(written or 0)  # earlier versions left the file empty
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of most steps in the folder of one model; None without one."""
     complete = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(complete, key=_step_of, default=None)
+
+
+def _step_of(checkpoint):
+    return int(checkpoint.name.rpartition("-")[2])

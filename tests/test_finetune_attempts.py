@@ -1,0 +1,93 @@
+"""One model of several in a fine-tuning run: a training that diverges, and the checkpoints that are kept."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from finetuning import FAST, NAMES, finetune, write_csv, write_splits
+from transformers import TrainerState
+
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
+
+
+def test_a_training_that_diverged_is_said(trained, tmp_path, fails, monkeypatch):
+    def diverge(self):
+        for parameter in self.model.parameters():
+            parameter.data.fill_(np.nan)
+
+    monkeypatch.setattr(FinetuneTrainer, "train", diverge)
+    command = [
+        "finetune",
+        trained,
+        "--task=classification",
+        *write_splits(tmp_path),
+        f"--output_dir={tmp_path / 'out'}",
+    ]
+    assert "rate-0.0003-seed-42: the training diverged" in fails(*command)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_of_several_rates_one_that_diverges_is_left_out(trained, tmp_path, monkeypatch, capsys):
+    train = FinetuneTrainer.train
+
+    def diverge_at_the_first_rate(self):
+        train(self)
+        if self.args.learning_rate == 1e-2:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(np.nan)
+
+    monkeypatch.setattr(FinetuneTrainer, "train", diverge_at_the_first_rate)
+    options = [
+        "--task=classification",
+        *write_splits(tmp_path),
+        "--max_steps=2",
+        "--num_seeds=2",
+        "--learning_rate",
+        "1e-2",
+        "1e-3",
+    ]
+    metrics = finetune(trained, tmp_path / "out", *options)
+    assert metrics["diverged_rates"] == [1e-2] and [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
+    assert {result["learning_rate"] for result in metrics["seeds"]} == {1e-3} and len(metrics["seeds"]) == 2
+    said = capsys.readouterr().err
+    assert "rate-0.01-seed-42: the training diverged" in said and "rate 0.01 is left out" in said
+
+
+@pytest.mark.parametrize(
+    "limit, best, kept",
+    [(1, 4, [4, 12]), (1, 12, [12]), (2, 4, [4, 12]), (3, 4, [4, 8, 12]), (2, None, [8, 12]), (9, 4, [4, 8, 12])],
+)
+def test_older_checkpoints_are_deleted_after_the_new_one_is_marked(limit, best, kept, tmp_path):
+    for step in (4, 8, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    mark = MarkComplete(limit)
+    arguments = SimpleNamespace(output_dir=tmp_path, distributed_state=SimpleNamespace(wait_for_everyone=lambda: None))
+    state = TrainerState(global_step=0)
+    mark.on_train_begin(arguments, state, None)
+    mark.before = 100.0
+    state.global_step, state.best_model_checkpoint = 12, best and str(tmp_path / f"checkpoint-{best}")
+    mark.on_save(arguments, state, None)
+    assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == kept
+    assert last_checkpoint(tmp_path).name == "checkpoint-12"
+    assert 100 <= seconds_before(tmp_path / "checkpoint-12") < 160
+
+
+def test_rows_of_about_the_same_length_may_share_a_batch(trained, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    heroes = [NAMES[number] for number in rng.integers(2, size=240)]
+    rows = [{"text": f"Then {hero} sold it. " * int(rng.integers(1, 12)), "label": hero} for hero in heroes]
+    write_csv(tmp_path / "train.csv", rows)
+    sizes, step = {}, FinetuneTrainer.training_step
+
+    def watched(self, model, inputs, *arguments):
+        sizes.setdefault(self.args.train_sampling_strategy, []).append(inputs["input_ids"].numel())
+        return step(self, model, inputs, *arguments)
+
+    monkeypatch.setattr(FinetuneTrainer, "training_step", watched)
+    options = ["--task=classification", f"--train_file={tmp_path / 'train.csv'}", "--validation_share=0"]
+    options += [f"--test_file={tmp_path / 'train.csv'}", "--per_device_train_batch_size=4", *FAST]
+    for strategy in ("random", "group_by_length"):
+        metrics = finetune(trained, tmp_path / strategy, *options, f"--train_sampling_strategy={strategy}")
+        assert metrics["test_accuracy"] > 0.95  # the metrics take outputs and labels in the same order
+    assert len(sizes["random"]) == len(sizes["group_by_length"]) == 6 * 60
+    assert sum(sizes["group_by_length"]) < 0.85 * sum(sizes["random"])
