@@ -202,16 +202,28 @@ def check_made(done: dict, now: dict, folder: Path) -> None:
         now: the same for a model that is made now with the folder's weights.
     """
 
-    def how(release):
-        recipe = {name: release["recipe"].get(name) for name in ("device", "threads", "seed", "pretrain")}
-        entries = ("release", "weights_sha256", "processor_details", "versions", "code", "texts")
-        return {"recipe": recipe, **{name: release.get(name) for name in entries}}
+    if done["weights_sha256"] != now["weights_sha256"]:
+        raise UserError(
+            f"output_dir {folder}: its weights have changed since they were made; make them anew with "
+            f"--overwrite_output_dir, or name another folder"
+        )
 
-    before, now = how(done), how(now)
-    for name, value in now.items():
+    def how(release):
+        recipe = release["recipe"]
+        return {
+            "options of [pretrain]": recipe["pretrain"],
+            "device, threads or seed": [recipe["device"], recipe["threads"], recipe["seed"]],
+            "processors": release["processor_details"],
+            "packages": release["versions"],
+            "code of d2l-bert": release["code"],
+            "texts": release["texts"],
+        }
+
+    before = how(done)
+    for name, value in how(now).items():
         if before[name] != value:
             raise UserError(
-                f"output_dir {folder}: holds a model that was made with another {name}; make it anew with "
+                f"output_dir {folder}: holds a model that was made with other {name}; make it anew with "
                 f"--overwrite_output_dir, or name another folder"
             )
 
