@@ -216,7 +216,7 @@ def check_made(done: dict, now: dict, folder: Path) -> None:
             "processors": release["processor_details"],
             "packages": release["versions"],
             "code of d2l-bert": release["code"],
-            "texts": release["texts"],
+            "texts": fingerprints_of(recipe["pretrain"], release["texts"]),
         }
 
     before = how(done)
@@ -238,8 +238,9 @@ def measure(recipe: Recipe, given: dict[str, Path], folder: Path, environment: d
     planned = {f"evaluate {name}": options for name, options in recipe.evaluate.items()}
     planned |= {f"finetune {task}": options for task, options in recipe.finetune.items()}
     release = read_json(folder / RELEASE_FILE)
+    prints = {label: fingerprints_of(options, release["texts"]) for label, options in planned.items()}
     for label, done in list(release["measured"].items()):
-        if planned.get(label) != done["options"]:
+        if (planned.get(label), prints.get(label)) != (done["options"], done["fingerprints"]):
             metrics = read_json(folder / METRICS_FILE)
             kept = {name: value for name, value in metrics.items() if name not in done["figures"]}
             write_json(folder / METRICS_FILE, kept)
@@ -257,8 +258,13 @@ def measure(recipe: Recipe, given: dict[str, Path], folder: Path, environment: d
         else:
             finetune(name, options, given, folder, environment)
         figures = [name for name in read_json(folder / METRICS_FILE) if name not in before]
-        release["measured"][label] = {"options": options, "figures": figures}
+        release["measured"][label] = {"options": options, "fingerprints": prints[label], "figures": figures}
         write_json(folder / RELEASE_FILE, release)
+
+
+def fingerprints_of(options: Options, texts: dict[str, dict]) -> dict[str, dict]:
+    """The fingerprints of the texts that options name, from the entry `texts` of release.json."""
+    return {name: texts[name]["fingerprints"] for name, _ in texts_of(options)}
 
 
 def finetune(task: str, options: Options, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
