@@ -202,16 +202,28 @@ def check_made(done: dict, now: dict, folder: Path) -> None:
         now: the same for a model that is made now with the folder's weights.
     """
 
-    def how(release):
-        recipe = {name: release["recipe"].get(name) for name in ("device", "threads", "seed", "pretrain")}
-        entries = ("release", "weights_sha256", "processor_details", "versions", "code", "texts")
-        return {"recipe": recipe, **{name: release.get(name) for name in entries}}
+    if done["weights_sha256"] != now["weights_sha256"]:
+        raise UserError(
+            f"output_dir {folder}: its weights have changed since they were made; make them anew with "
+            f"--overwrite_output_dir, or name another folder"
+        )
 
-    before, now = how(done), how(now)
-    for name, value in now.items():
+    def how(release):
+        recipe = release["recipe"]
+        return {
+            "options of [pretrain]": recipe["pretrain"],
+            "device, threads or seed": [recipe["device"], recipe["threads"], recipe["seed"]],
+            "processors": release["processor_details"],
+            "packages": release["versions"],
+            "code of d2l-bert": release["code"],
+            "texts": fingerprints_of(recipe["pretrain"], release["texts"]),
+        }
+
+    before = how(done)
+    for name, value in how(now).items():
         if before[name] != value:
             raise UserError(
-                f"output_dir {folder}: holds a model that was made with another {name}; make it anew with "
+                f"output_dir {folder}: holds a model that was made with other {name}; make it anew with "
                 f"--overwrite_output_dir, or name another folder"
             )
 
@@ -226,8 +238,9 @@ def measure(recipe: Recipe, given: dict[str, Path], folder: Path, environment: d
     planned = {f"evaluate {name}": options for name, options in recipe.evaluate.items()}
     planned |= {f"finetune {task}": options for task, options in recipe.finetune.items()}
     release = read_json(folder / RELEASE_FILE)
+    prints = {label: fingerprints_of(options, release["texts"]) for label, options in planned.items()}
     for label, done in list(release["measured"].items()):
-        if planned.get(label) != done["options"]:
+        if (planned.get(label), prints.get(label)) != (done["options"], done["fingerprints"]):
             metrics = read_json(folder / METRICS_FILE)
             kept = {name: value for name, value in metrics.items() if name not in done["figures"]}
             write_json(folder / METRICS_FILE, kept)
@@ -245,8 +258,13 @@ def measure(recipe: Recipe, given: dict[str, Path], folder: Path, environment: d
         else:
             finetune(name, options, given, folder, environment)
         figures = [name for name in read_json(folder / METRICS_FILE) if name not in before]
-        release["measured"][label] = {"options": options, "figures": figures}
+        release["measured"][label] = {"options": options, "fingerprints": prints[label], "figures": figures}
         write_json(folder / RELEASE_FILE, release)
+
+
+def fingerprints_of(options: Options, texts: dict[str, dict]) -> dict[str, dict]:
+    """The fingerprints of the texts that options name, from the entry `texts` of release.json."""
+    return {name: texts[name]["fingerprints"] for name, _ in texts_of(options)}
 
 
 def finetune(task: str, options: Options, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
