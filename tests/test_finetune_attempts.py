@@ -1,12 +1,16 @@
-"""One model of several in a fine-tuning run: a training that diverges, and the checkpoints that are kept."""
+"""The models of a fine-tuning run: which are kept, which checkpoints, in which order rows are seen and predicted."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import FAST, NAMES, finetune, write_csv, write_splits
+from finetuning import FAST, NAMES, finetune, read_csv, write_csv, write_splits
 from transformers import TrainerState
 
+from d2l_bert.cli import main
+from d2l_bert.errors import UserError
+from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
 
 
@@ -91,3 +95,30 @@ def test_rows_of_about_the_same_length_may_share_a_batch(trained, tmp_path, monk
         assert metrics["test_accuracy"] > 0.95  # the metrics take outputs and labels in the same order
     assert len(sizes["random"]) == len(sizes["group_by_length"]) == 6 * 60
     assert sum(sizes["group_by_length"]) < 0.85 * sum(sizes["random"])
+
+
+def test_after_a_training_in_bf16_the_metrics_are_those_of_the_predictions_in_float32(trained, tmp_path):
+    rows = [{"text": f"Then {NAMES[n % 4].title()} sold it, {n}.", "label": 10 * (n % 4) + n / 7} for n in range(80)]
+    write_csv(tmp_path / "rows.csv", rows)
+    options = [f"--train_file={tmp_path / 'rows.csv'}", f"--test_file={tmp_path / 'rows.csv'}", "--validation_share=0"]
+    metrics = finetune(trained, tmp_path / "out", "--task=regression", *options, "--max_steps=8", "--bf16=true")
+    table = read_csv(tmp_path / "out" / "predictions.csv")
+    errors = [(float(row["prediction"]) - float(row["label"])) ** 2 for row in table]
+    assert metrics["test_mse"] == pytest.approx(np.mean(errors), rel=1e-5)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_newer_options(trained, tmp_path, monkeypatch):
+    command = ["finetune", str(trained), "--task=classification", *write_splits(tmp_path), "--max_steps=2"]
+    command.append(f"--output_dir={tmp_path / 'out'}")
+
+    def stop(*arguments):
+        raise UserError("stopped")
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(run, "run_all", stop)
+        assert main(command) == 2
+    record = json.loads((tmp_path / "out" / "run_config.json").read_text())
+    del record["identity"]["train_sampling_strategy"]
+    (tmp_path / "out" / "run_config.json").write_text(json.dumps(record))
+    assert main([*command, "--resume_from_checkpoint=latest", "--train_sampling_strategy=group_by_length"]) == 2
+    assert main([*command, "--resume_from_checkpoint=latest"]) == 0

@@ -1,4 +1,4 @@
-"""The most tokens that a model reads: it runs on so many, and not on one more."""
+"""`longest_input`: a model runs on an input of that many tokens, and fails on an input with one token more."""
 
 from types import SimpleNamespace
 

@@ -203,7 +203,7 @@ class EpochPairs:
         self._forget()
 
     def _forget(self):
-        # Where each window begins, in order; of the windows that the run has reached.
+        # Where each window that the run has reached begins, in order.
         self._places = [Place()]
 
         # The pairs of at most two windows, by (epoch, window).

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RESULT_FILE = "result.json"
 MODEL_FOLDER = "model"
 
-# How to mend a training that diverged.
+DIVERGED = "{name}: the training diverged (weights are not finite)"
 LOWER_RATE = "give a lower learning_rate than {rate:g}, or more warm-up, and --overwrite_output_dir"
 
 
@@ -92,7 +92,8 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
         "seconds": seconds + time.monotonic() - began,
         "log": [row for row in state.log_history if "loss" in row or "eval_loss" in row],
     }
-    trained = trainer.accelerator.unwrap_model(trainer.model)
+    # Measured in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
+    trained = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if all(parameter.isfinite().all() for parameter in trained.parameters()):
         trainer.compute_metrics = None
         for split in work.data.measured():
@@ -207,7 +208,7 @@ def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int
     for rate in rates:
         result = run_attempt(work, rate, work.config.seed)
         if result.get("diverged"):
-            diverged = f"{attempt_name(rate, work.config.seed)}: the training diverged (weights are not finite)"
+            diverged = DIVERGED.format(name=attempt_name(rate, work.config.seed))
             if work.state.is_main_process and len(rates) > 1:
                 logger.warning(f"{diverged}; rate {rate:g} is left out")
             continue
@@ -222,10 +223,7 @@ def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int
     for seed in range(work.config.seed + 1, work.config.seed + work.config.num_seeds):
         result = run_attempt(work, rate, seed)
         if result.get("diverged"):
-            raise UserError(
-                f"{attempt_name(rate, seed)}: the training diverged (weights are not finite); "
-                f"{LOWER_RATE.format(rate=rate)}"
-            )
+            raise UserError(f"{DIVERGED.format(name=attempt_name(rate, seed))}; {LOWER_RATE.format(rate=rate)}")
         seeds.append(result)
         forget_models(work, seeds, best(seeds, work.metric))
     return tried, seeds, best(seeds, work.metric)

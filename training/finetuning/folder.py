@@ -163,11 +163,13 @@ def _folders_of_run(folder):
 
 
 def _compare(folder, before, now):
+    # A run of an earlier version has no values of newer options: it ran with what are their defaults now.
+    identity = {**FinetuneConfig(model="").identity(), **before.get("identity", {})}
     for name, value in now["identity"].items():
-        if before.get("identity", {}).get(name) != value:
+        if identity.get(name) != value:
             raise UserError(
-                f"output_dir {folder}: the run was started with {name} {before.get('identity', {}).get(name)!r}, and "
-                f"now it is {value!r}; give the same, or start a new run in another folder"
+                f"output_dir {folder}: the run was started with {name} {identity.get(name)!r}, and now it is "
+                f"{value!r}; give the same, or start a new run in another folder"
             )
     for split in now["data"]["splits"]:
         if before["data"]["splits"].get(split) != now["data"]["splits"][split]:

@@ -282,8 +282,7 @@ def _outputs(work, model, rows, folder):
     device = arguments.device
     model.to(device).eval()
     found = []
-    half = torch.bfloat16 if config.bf16 else torch.float16  # as the metrics are measured
-    with torch.no_grad(), torch.autocast(device.type, half, enabled=config.bf16 or config.fp16):
+    with torch.no_grad():
         for begin in range(0, len(rows), arguments.per_device_eval_batch_size):
             batch = collator(rows[begin : begin + arguments.per_device_eval_batch_size])
             batch = {name: value.to(device) for name, value in batch.items() if name not in label_names}
