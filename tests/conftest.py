@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist's processes share the cores: one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and the programs that tests start inherit it.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
