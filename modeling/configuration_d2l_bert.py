@@ -8,9 +8,10 @@ from transformers import PreTrainedConfig
 
 
 ACTIVATIONS = ("relu", "gelu")
-# The limits of `initializer_range` and `layer_norm_eps`. Below 2^-126 a float32 loses digits or becomes 0. Weights of
-# about 1e9 overflow float32, as an attention score multiplies four weights; PyTorch's own initial weights are about 1.
-SMALLEST, LARGEST = 2.0**-126, 100.0
+# The limits of `initializer_range` and `layer_norm_eps`. Below 2^-126 a float32 loses digits or becomes 0. With
+# weights of about 50, attention scores exceed 1e6 and are rounded by 1 or more. The backward pass computes them again
+# in another order, and finds probabilities that overflow. PyTorch's own initial weights are about 1.
+SMALLEST, LARGEST = 2.0**-126, 10.0
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 # Keyword arguments that every configuration of Transformers takes, besides the dataclass fields.
@@ -48,8 +49,8 @@ class D2lBertConfig(PreTrainedConfig):
         max_position_embeddings: longest sequence, in tokens. The book allows 1,000.
         type_vocab_size: number of segment embeddings; 2 for a pair of segments.
         initializer_range: standard deviation of the normal distribution of the initial weights, as in BERT. From
-            1.2e-38, the smallest normal number of float32, to 100.
-        layer_norm_eps: epsilon of every LayerNorm, 1e-5 in the book and 1e-12 in BERT. From 1.2e-38 to 100.
+            1.2e-38, the smallest normal number of float32, to 10.
+        layer_norm_eps: epsilon of every LayerNorm, 1e-5 in the book and 1e-12 in BERT. From 1.2e-38 to 10.
         pad_token_id: the token whose embedding is always zero.
 
     Raises:

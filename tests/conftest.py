@@ -1,5 +1,7 @@
 """Fixtures for all tests: a corpus in a small made-up language, one model trained on it, a local Hub. No downloads."""
 
+import functools
+import gc
 import logging
 import os
 import random
@@ -35,7 +37,11 @@ from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
+from d2l_bert.training import arithmetic  # noqa: E402
 
+
+# Each run measures the CPU's peak for some tenths of a second; for tests a hundredth does.
+arithmetic.matmul_peak = functools.partial(arithmetic.matmul_peak, seconds=0.01)
 
 # A failed assert in these modules shows its values, as one in a test does.
 pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_models")
@@ -44,6 +50,7 @@ pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_mode
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("fuzz", deadline=None, max_examples=2000)
 settings.load_profile("same")
+
 
 HEADS = (
     "Model",
@@ -89,6 +96,11 @@ SMALL = (
     "--max_position_embeddings=64 --vocab_size=400 --max_seq_length=48 "
     "--global_batch_size=8 --dataloader_num_workers=0"
 ).split()
+
+
+def pytest_collection_finish():
+    """What exists by now stays until the end: each run's `gc.collect` need not look at it."""
+    gc.freeze()
 
 
 def write_books(folder, count=24, seed=0):

@@ -147,7 +147,7 @@ def test_a_tokenizer_that_does_not_exist_is_refused(fails_to_pretrain, books, tm
         ("--seed=99999999999999999999999", "seed must be"),
         ("--mlm_probability=nan", "mlm_probability must be"),
         ("--initializer_range=nan", "initializer_range must be a finite number above 0, got nan"),
-        ("--initializer_range=1e300", "initializer_range must be between 1.2e-38 and 100, got 1e+300"),
+        ("--initializer_range=1e300", "initializer_range must be between 1.2e-38 and 10, got 1e+300"),
         ("--layer_norm_eps=inf", "layer_norm_eps must be a finite number above 0, got inf"),
         ("--hidden_dropout_prob=nan", "hidden_dropout_prob must be a probability"),
         ("--type_vocab_size=1", "type_vocab_size must be at least 2"),

@@ -30,13 +30,10 @@ from d2l_bert.training.trials import is_long_enough_to_compile
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_class", "backend"),
-    [
-        (D2lBertForMaskedLM, "eager"),
-        pytest.param(D2lBertForMaskedLM, "inductor", marks=pytest.mark.slow),
-        pytest.param(D2lBertForPreTraining, "inductor", marks=pytest.mark.slow),
-    ],
+    [(D2lBertForMaskedLM, "eager"), (D2lBertForMaskedLM, "inductor"), (D2lBertForPreTraining, "inductor")],
 )
 def test_a_compiled_model_trains_on_labels_of_every_position(model_class, backend, compiled_anew):
     """Reading the number of labelled positions splits the model into two graphs."""

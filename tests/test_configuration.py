@@ -92,12 +92,12 @@ def test_a_dropout_that_is_not_finite_is_refused(field, value):
 def test_numbers_that_float32_cannot_compute_with_are_refused(field, value):
     with pytest.raises(ValueError) as caught:
         D2lBertConfig(**{field: value})
-    assert str(caught.value) == f"{field} must be between 1.2e-38 and 100, got {value}"
+    assert str(caught.value) == f"{field} must be between 1.2e-38 and 10, got {value}"
 
 
 @every_setting
 @pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
-@pytest.mark.parametrize("value", [2.0**-126, 100])
+@pytest.mark.parametrize("value", [2.0**-126, 10])
 def test_the_smallest_and_largest_allowed_numbers_give_finite_gradients(field, value, setting):
     torch.manual_seed(0)
     model = D2lBertForPreTraining(make_config(setting, **{field: value}))

@@ -106,6 +106,7 @@ def cases(draw):
     return stores, documents, listed, source_ends, sizes
 
 
+@settings(max_examples=50)
 @given(cases())
 def test_the_chunks_of_an_epoch_hold_each_sentence_of_the_selected_documents_once(case):
     stores, documents, listed, source_ends, small_sizes = case

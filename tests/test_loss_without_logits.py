@@ -121,7 +121,7 @@ def test_a_score_far_below_the_highest_keeps_its_loss():
     assert loss == 300
 
 
-def scores_of_labels_at(probability, peak, dtype, rows=1000, vocab_size=2000):
+def scores_of_labels_at(probability, peak, dtype, rows=200, vocab_size=1000):
     """Scores (R, V), and labels (R,) that all have the same probability, up to the rounding of the scores.
 
     The scores of other tokens are random. With `peak`, one other token has 99.5 % of the remaining probability.

@@ -11,6 +11,7 @@ from d2l_bert.training.masking import mask_tokens, share_at
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
 SEQUENCES = 20_000
+IS_CONTINUATION = np.arange(2000) >= 1000  # of the ids that `pieces` draws
 KEYS_AND_RANGE = (random_keys([3, 1], np.arange(SEQUENCES)), MASK, FIRST_ORDINARY, VOCAB_SIZE)
 
 
@@ -35,12 +36,11 @@ def many():
     Their tokens lie outside the range of random tokens, so a token replaced by itself does not look like one kept.
     """
     rng = np.random.default_rng(0)
-    results = []
-    for _ in range(SEQUENCES):
-        tokens = rng.integers(1000, 2000, rng.integers(10, 61))
-        masked, positions, _ = mask(tokens, np.arange(len(tokens)), rng)
-        results.append((tokens, masked, positions))
-    return results
+    may = np.arange(60) < rng.integers(10, 61, (SEQUENCES, 1))
+    tokens = rng.integers(1000, 2000, may.shape)
+    keys = random_keys([0], rng.integers(2**40, size=SEQUENCES))
+    masked, chosen = mask_tokens(tokens, may, keys, MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.15)
+    return [(tokens[row, may[row]], masked[row, may[row]], chosen[row].nonzero()[0]) for row in range(SEQUENCES)]
 
 
 def test_fifteen_percent_of_the_candidates_are_chosen(many):
@@ -219,8 +219,7 @@ def pieces(lengths, rng):
 
 
 def mask_words(tokens, candidates, rng, masking, mlm_probability=0.15):
-    goes_on = np.arange(2000) >= 1000
-    return mask(tokens, candidates, rng, mlm_probability, masking, goes_on)
+    return mask(tokens, candidates, rng, mlm_probability, masking, IS_CONTINUATION)
 
 
 @st.composite
@@ -256,13 +255,22 @@ def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(tex
 def many_words(request):
     """20,000 masked sequences of 60 words of one to four pieces: (tokens, masked, positions, words) each."""
     rng = np.random.default_rng(2)
-    results = []
-    for _ in range(SEQUENCES):
-        lengths = rng.integers(1, 5, 60)
-        tokens = pieces(lengths, rng)
-        masked, positions, _ = mask_words(tokens, np.arange(len(tokens)), rng, request.param)
-        results.append((tokens, masked, positions, np.repeat(np.arange(60), lengths)))
-    return request.param, results
+    lengths = rng.integers(1, 5, (SEQUENCES, 60))
+    may = np.arange(4 * 60) < lengths.sum(1, keepdims=True)
+    tokens = np.zeros(may.shape, dtype=np.int64)
+    tokens[may] = pieces(lengths.ravel(), rng)
+    keys = random_keys([0], rng.integers(2**40, size=SEQUENCES))
+    range_and_rate = (MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.15)
+    masked, chosen = mask_tokens(tokens, may, keys, *range_and_rate, request.param, IS_CONTINUATION)
+    return request.param, [
+        (
+            tokens[row, may[row]],
+            masked[row, may[row]],
+            chosen[row].nonzero()[0],
+            np.repeat(np.arange(60), lengths[row]),
+        )
+        for row in range(SEQUENCES)
+    ]
 
 
 def test_fifteen_percent_of_the_tokens_are_chosen_when_words_are_masked(many_words):

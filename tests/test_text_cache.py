@@ -120,6 +120,7 @@ def test_of_two_processes_one_prepares_the_text_and_the_other_says_that_it_waits
     assert lines[0][-1] == lines[1][-1] and lines[0][-1].startswith("books: 22 documents, ")
 
 
+@pytest.mark.slow
 def test_a_waiting_process_continues_when_the_other_is_killed(prepare_beside, tmp_path):
     cache = tmp_path / "home" / "d2l_bert"
     first, said_by_first = prepare_beside("first", seconds=60)

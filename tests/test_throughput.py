@@ -166,6 +166,7 @@ def arithmetic_by_hand(architecture, pairs):
 # The printed numbers
 
 
+@pytest.mark.slow
 def test_the_table_of_a_step_follows_from_the_seconds_of_its_turns(bench):
     settings = ("--torch_compile=false", "--stock", "eager/sdpa/4")
     lines, contestants = bench("--contestants", "ours", "stock", *settings, "--repetitions=3")
@@ -222,6 +223,7 @@ def test_the_table_of_costs_predicts_the_speed_from_the_arithmetic(option, bench
         assert operations[1] > 1.5 * operations[0]
 
 
+@pytest.mark.slow
 def test_the_line_below_the_table_of_costs_is_the_fit_of_the_time_per_token(bench, monkeypatch):
     sizes = [20256, 40512, 81024]
     speeds = iter([1 / (3e-6 + 0.5e-9 * size) for size in sizes for _ in ("tokens", "arithmetic")])
@@ -273,7 +275,8 @@ class PlayedBack:
         self.returncode = self.code
 
 
-@pytest.mark.parametrize("compiled", ["auto", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["auto", "true"])
 def test_a_whole_run_is_compared_with_the_bare_step_that_works_while_the_run_is_stopped(compiled, bench, monkeypatch):
     runs, tokens, stands = [], [], []
 

@@ -71,19 +71,15 @@ def test_the_trial_takes_as_much_memory_as_the_largest_step(books, options, coun
     assert tried == [pytest.approx(largest, rel=0.1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ["--max_seq_length=32", "--length_schedule", "16:0.5"],
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                ["--max_seq_length=32", "--length_schedule", "16:0.5", "--packing=true"],
-                ["--objective=none", "--packing=true", "--gradient_checkpointing"],
-                ["--objective=none", "--micro_batch_size=2", "--hidden_dropout_prob=0.1"],
-                ["--objective=sop", "--attn_implementation=sdpa", "--batch_size_schedule", "3:0.5"],
-            )
-        ),
+        ["--max_seq_length=32", "--length_schedule", "16:0.5", "--packing=true"],
+        ["--objective=none", "--packing=true", "--gradient_checkpointing"],
+        ["--objective=none", "--micro_batch_size=2", "--hidden_dropout_prob=0.1"],
+        ["--objective=sop", "--attn_implementation=sdpa", "--batch_size_schedule", "3:0.5"],
     ],
     ids=" ".join,
 )
