@@ -382,3 +382,12 @@ def test_a_mistake_shows_no_traceback(tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 2 and process.stdout == ""
     assert process.stderr.startswith("d2l-bert pretrain: error: ") and process.stderr.count("\n") == 1
+
+
+def test_a_name_that_the_hub_does_not_have_is_told_from_a_hub_that_cannot_be_reached(here, fails):
+    line = fails("fill-mask", "someone/nothing", "a [MASK]")
+    assert "the Hub gave no model of this name; for a private one log in with `hf auth login`, or set HF_TOKEN" in line
+    here.stop()
+    assert "the Hub gave no model of this name: it cannot be reached; check the name, or" in fails(
+        "fill-mask", "someone/nothing", "a [MASK]"
+    )

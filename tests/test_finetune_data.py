@@ -232,7 +232,10 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --hub_model_id me/x", ["hub_model_id is for push_to_hub"]),
     ("--task sst2 --report_to none wandb", ["none cannot be combined with trackers"]),
     ("--task sst2 --train_fil x", ["unknown option --train_fil; did you mean --train_file?"]),
-    ("--task sst2", ["dataset nyu-mll/glue: cannot be loaded", "the Hub gave no dataset of this name"]),
+    (
+        "--task sst2",
+        ["dataset nyu-mll/glue: cannot be loaded", "the Hub gave no dataset of this name: it cannot be reached"],
+    ),
     ("--task classification --dataset no/where", ["dataset no/where: cannot be loaded"]),
 ]
 

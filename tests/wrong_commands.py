@@ -167,7 +167,12 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
         "pretrain --corpus unrecorded",
         "unrecorded: a prepared folder without its prepared.json; prepare the text again",
     ),
-    ("pretrain --dataset nowhere", "dataset nowhere: cannot be loaded", "no folder here has this name", "HF_TOKEN"),
+    (
+        "pretrain --dataset nowhere",
+        "dataset nowhere: cannot be loaded",
+        "no folder here has this name",
+        "it cannot be reached",
+    ),
     ("pretrain --dataset some/data:en", "dataset some/data: cannot be loaded", "no folder here has this name"),
     ("pretrain --dataset empty", "dataset empty: cannot be loaded", "give a folder of save_to_disk or of data files"),
     ("pretrain --dataset file.txt", "dataset file.txt: a file; give it with --corpus"),
@@ -188,7 +193,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("pretrain --validation_dataset parts parts", "validation_dataset parts: given 2 times; give it once"),
     ("pretrain --validation_dataset tokens", "validation_dataset tokens: a prepared folder; give its text"),
     ("pretrain --validation_dataset parts:", "validation_dataset takes ID or ID:CONFIG, got parts:"),
-    ("pretrain --validation_dataset nowhere", "dataset nowhere: cannot be loaded", "HF_TOKEN"),
+    ("pretrain --validation_dataset nowhere", "dataset nowhere: cannot be loaded", "it cannot be reached"),
     ("pretrain --validation_dataset file.txt", "dataset file.txt: a file; give it with --validation_corpus"),
     (
         "pretrain --validation_split test",
@@ -211,7 +216,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("prepare --check tokens --corpus books", "corpus is for preparing a text, and check reads folders that are"),
     ("prepare --check tokens --output_dir out", "output_dir is for preparing a text, and check reads folders"),
     # Tokenizers.
-    ("prepare --tokenizer nowhere", "tokenizer nowhere: cannot be loaded: no folder here", "or set HF_TOKEN"),
+    ("prepare --tokenizer nowhere", "tokenizer nowhere: cannot be loaded: no folder here", "it cannot be reached"),
     ("prepare --tokenizer empty", "tokenizer empty: cannot be loaded: it has no tokenizer", "give a folder with one"),
     ("prepare --tokenizer books", "tokenizer books: cannot be loaded: it has no tokenizer", "give a folder with one"),
     ("prepare --tokenizer file.txt", "tokenizer file.txt: cannot be loaded: it is a file; give the folder"),
@@ -221,7 +226,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("prepare --tokenizer odd", "tokenizer odd: cannot be loaded: its tokenizer is damaged", "save it there again"),
     ("prepare --tokenizer gpt2", "tokenizer gpt2", "it must be a BertTokenizer"),
     # Models to start from.
-    ("pretrain --init_from nowhere", "init_from nowhere: cannot be loaded: no folder here", "HF_TOKEN"),
+    ("pretrain --init_from nowhere", "init_from nowhere: cannot be loaded: no folder here", "it cannot be reached"),
     ("pretrain --init_from tokens", "it is a prepared text, not a model; d2l-bert pretrain --corpus tokens trains"),
     ("pretrain --init_from bert", "first d2l-bert convert bert DST --from bert"),
     ("pretrain --init_from gpt2", "it is a gpt2 model, not a d2l-bert one; give one of d2l-bert pretrain"),
@@ -243,7 +248,11 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("prepare --output_dir file.txt/x", "file.txt/x: cannot be written (Not a directory); name another folder"),
     ("convert bert full --from bert", "full: exists already; name a new or empty folder"),
     # Models for fill-mask and next-sentence.
-    ("fill-mask nowhere 'a [MASK]'", "nowhere: cannot be loaded: no folder here has this name", "HF_TOKEN"),
+    (
+        "fill-mask nowhere 'a [MASK]'",
+        "nowhere: cannot be loaded: no folder here has this name",
+        "it cannot be reached",
+    ),
     ("fill-mask bert 'a [MASK]'", "it is a bert model", "first d2l-bert convert bert DST --from bert"),
     ("fill-mask gpt2 'a [MASK]'", "it is a gpt2 model", "give one of d2l-bert pretrain or convert"),
     ("fill-mask tokens 'a [MASK]'", "tokens: cannot be loaded: it is a prepared text, not a model"),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, not_on_the_hub
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.documents import BLANK_LINE, Document, join_lines, split_paragraphs
 from d2l_bert.tokenization.file_hashes import content_hashes
@@ -309,10 +309,7 @@ def dataset_mend(name, error, of_files, of_split):
     if re.search("Config name is missing|BuilderConfig", str(error)):
         return f"name a configuration that it has: {name}:CONFIG"
     if not Path(name).exists():
-        return (
-            "no folder here has this name, and the Hub gave no dataset of this name; for a private one log in with "
-            "`hf auth login`, or set HF_TOKEN"
-        )
+        return not_on_the_hub(str(error), "dataset")
     return (
         f"give a folder of save_to_disk or of data files (.jsonl, .csv, .parquet, .txt), or its texts with {of_files}"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,10 +126,7 @@ def why_unreadable(name: str, error: Exception, kind: str = "model") -> str:
         )
     not_found = ("is not a local folder", "couldn't connect", "Repo id must", "Cannot find the requested files")
     if not folder.exists() and any(words in message for words in not_found):
-        return (
-            f"no folder here has this name, and the Hub gave no {kind} of this name; for a private one log in with "
-            f"`hf auth login`, or set HF_TOKEN"
-        )
+        return not_on_the_hub(message, kind)
     if folder.is_file() and "is not a valid JSON file" in message:
         return f"it is a file; give the folder that holds the {kind}"
     again = "save it there again with save_pretrained, or copy the file anew"
@@ -154,6 +152,20 @@ def why_unreadable(name: str, error: Exception, kind: str = "model") -> str:
             )
         return f"its tokenizer is damaged ({message:.150}); {again}"
     return message[:300]
+
+
+def not_on_the_hub(message: str, kind: str) -> str:
+    """
+    The message for a name that neither a folder nor the Hub has, and the mend.
+
+    Args:
+        message: the library's own.
+        kind: "model", "tokenizer" or "dataset".
+    """
+    nothing = f"no folder here has this name, and the Hub gave no {kind} of this name"
+    if re.search("couldn't connect|couldn't reach|offline", message, re.IGNORECASE):
+        return f"{nothing}: it cannot be reached; check the name, or connect to the network"
+    return f"{nothing}; for a private one log in with `hf auth login`, or set HF_TOKEN"
 
 
 def _damaged_weights(folder):
