@@ -58,15 +58,12 @@ def compile_by(backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden_act", "dropout", "backend"),
     [
         ("gelu", 0.3, "eager"),
-        *(
-            pytest.param(hidden_act, dropout, "inductor", marks=pytest.mark.slow)
-            for hidden_act in ("relu", "gelu")
-            for dropout in (0.0, 0.3)
-        ),
+        *((hidden_act, dropout, "inductor") for hidden_act in ("relu", "gelu") for dropout in (0.0, 0.3)),
     ],
 )
 def test_compiled_blocks_compute_the_same_losses_gradients_and_masks(

@@ -247,7 +247,8 @@ def packed_batch():
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_training_step_compiles_without_a_graph_break(backend):
     model = ours("ForPreTraining", num_hidden_layers=1).train()
     eager = model(**packed_batch())

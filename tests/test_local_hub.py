@@ -105,6 +105,7 @@ def test_tags_commits_branches_and_pull_requests_keep_naming_the_same_files(hub,
     assert len(hub.commits("someone/bert")) == 3
 
 
+@pytest.mark.slow
 def test_a_user_without_access_cannot_learn_that_a_repository_exists(hub, say):
     say("api.create_repo(name, private=True); api.upload_folder(repo_id=name, folder_path='model')")
     look = """
@@ -134,6 +135,7 @@ def test_the_hf_command_downloads_a_repository(hub, say, tmp_path):
     assert (tmp_path / "here" / "sub" / "a name.txt").read_text() == "grün\n"
 
 
+@pytest.mark.slow
 def test_a_lost_connection_and_an_error_reach_the_client(hub, say):
     """Even if the Hub had already carried the request out."""
     push = "told(api.upload_folder, repo_id=name, folder_path='model')"
@@ -150,6 +152,7 @@ def test_a_lost_connection_and_an_error_reach_the_client(hub, say):
     assert sum(request.method == "PUT" for request in hub.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_hub_answers_nobody_and_keeps_its_state_when_started_again(hub, say):
     """The Hub is stopped when a client has uploaded its files and is about to commit."""
     say("api.create_repo(name)")

@@ -169,6 +169,7 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
     assert not (again / "release.json").exists() and "Make it again" not in (again / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_explained(
     root, given, tmp_path, in_process, capsys
 ):
