@@ -21,6 +21,7 @@ import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -114,14 +115,16 @@ def main() -> None:
     print(heading(arguments.device))
     task = make_task(arguments)
     print(f"{task}\n", flush=True)
+    print_head()
+    runs = {}
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.experiment is None:
-            runs = side_by_side(task, arguments, Path(folder))
-        else:
-            runs = experiment(task, arguments, Path(folder))
-    if arguments.output:
-        write_json(arguments.output, content_of(task, runs))
-        plot(runs, arguments.output.with_suffix(".png"))
+        trained = side_by_side if arguments.experiment is None else experiment
+        for name, losses in trained(task, arguments, Path(folder)):
+            print_row(name, losses)
+            runs[name] = losses
+            if arguments.output:  # after each run, so that a program that is stopped leaves those before
+                write_json(arguments.output, content_of(task, runs))
+                plot(runs, arguments.output.with_suffix(".png"))
 
 
 def make_task(arguments) -> Task:
@@ -202,8 +205,8 @@ class Repeated:
         return self.steps[number % self.count]
 
 
-def side_by_side(task, arguments, folder) -> dict[str, Losses]:
-    """d2l's run and ours on the same pairs; prints their losses."""
+def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
+    """d2l's run and ours on the same pairs."""
     count, run = arguments.max_steps, task.run
     steps, held_out = task.steps(count), write_held_out(task, folder)
     warmup, decay = run.schedule_steps(count)
@@ -212,19 +215,14 @@ def side_by_side(task, arguments, folder) -> dict[str, Losses]:
         "d2l": ("d2l 1.0.3, the rate stays at 0.01", [RATE] * count, arguments.d2l_python),
         "ours": ("d2l-bert, recipe d2l, the rate falls from 0.01", [run.learning_rate * s for s in share], None),
     }
-    runs = {}
-    print_head()
     for name, (what, rates, python) in plans.items():
         with task.contestant(name, python or sys.executable) as contestant:
-            runs[name] = train(task, contestant, what, rates, steps, held_out, folder, arguments.eval_steps)
-        print_row(name, runs[name])
-    return runs
+            yield name, train(task, contestant, what, rates, steps, held_out, folder, arguments.eval_steps)
 
 
-def experiment(task, arguments, folder) -> dict[str, Losses]:
-    """d2l's run with one thing changed at a time; prints the losses of each."""
-    held_out, runs = write_held_out(task, folder), {}
-    print_head()
+def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
+    """d2l's run with one thing changed at a time."""
+    held_out = write_held_out(task, folder)
     for name in dict.fromkeys(["book", *(arguments.experiment or VARIANTS)]):
         variant = VARIANTS[name]
         changed = task
@@ -238,9 +236,7 @@ def experiment(task, arguments, folder) -> dict[str, Losses]:
         eval_steps = variant.length * arguments.eval_steps
         with contextlib.ExitStack() as stack:
             contestant = stack.enter_context(changed.contestant("d2l", arguments.d2l_python, book=variant.book))
-            runs[name] = train(changed, contestant, variant.what, rates, steps, held_out, folder, eval_steps)
-        print_row(name, runs[name])
-    return runs
+            yield name, train(changed, contestant, variant.what, rates, steps, held_out, folder, eval_steps)
 
 
 def with_dropout(architecture, dropout):
@@ -319,7 +315,7 @@ def plot(runs: dict[str, Losses], path: Path) -> None:
     panels[1].set(title="NSP loss", xlabel="share of the steps", ylim=(0.5, 1.2))
     panels[1].axhline(LN_2, color="black", lw=1, ls=":")
     panels[1].annotate("ln 2, a coin", (1.0, LN_2), xytext=(0, -10), textcoords="offset points", ha="right")
-    panels[0].legend(fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small", ncols=2)
     told = "thin: training, with dropout (d2l counts padded slots in its MLM loss); thick: held-out pairs"
     figure.suptitle(told, fontsize="medium")
     figure.savefig(path, dpi=120)
