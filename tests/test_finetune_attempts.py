@@ -1,6 +1,7 @@
 """The models of a fine-tuning run: which are kept, which checkpoints, in which order rows are seen and predicted."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import TrainerState
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
+from d2l_bert.training.checkpoint import write_manifest
 from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
 
@@ -70,10 +72,76 @@ def test_older_checkpoints_are_deleted_after_the_new_one_is_marked(limit, best, 
     mark.on_train_begin(arguments, state, None)
     mark.before = 100.0
     state.global_step, state.best_model_checkpoint = 12, best and str(tmp_path / f"checkpoint-{best}")
+    state.save_to_json(str(tmp_path / "checkpoint-12" / "trainer_state.json"))
     mark.on_save(arguments, state, None)
     assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == kept
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
     assert 100 <= seconds_before(tmp_path / "checkpoint-12") < 160
+
+
+@pytest.fixture(scope="module")
+def cut(trained, tmp_path_factory):
+    """A run that was stopped after three checkpoints, of steps 2, 4 and 6; and the command that goes on with it."""
+    folder = tmp_path_factory.mktemp("cut")
+    options = ["--task=classification", *write_splits(folder / "rows"), "--eval_strategy=steps", "--eval_steps=2"]
+    options += ["--max_steps=8", "--save_total_limit=3", "--metric_for_best_model=loss", "--learning_rate=1e-3"]
+    save = MarkComplete.on_save
+
+    def stop_at_six(self, args, state, control, **kwargs):
+        save(self, args, state, control, **kwargs)
+        if state.global_step == 6:
+            raise UserError("stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MarkComplete, "on_save", stop_at_six)
+        assert main(["finetune", str(trained), f"--output_dir={folder / 'run'}", *options]) == 2
+    return folder / "run", ["finetune", str(trained), *options, "--resume_from_checkpoint=latest"]
+
+
+DAMAGES = [("model.safetensors", None), ("optimizer.pt", None), ("trainer_state.json", "{"), ("complete", "abc")]
+
+
+@pytest.mark.parametrize("name, content", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(name, content, cut, tmp_path, caplog):
+    shutil.copytree(cut[0] / "models_in_training" / "rate-0.001-seed-42", tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "checkpoint-6" / name, content)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert f"{tmp_path / 'checkpoint-6'}: damaged" in caplog.text and "trying the checkpoint before" in caplog.text
+    for step in (2, 4):
+        damage(tmp_path / f"checkpoint-{step}" / name, content)
+    with pytest.raises(UserError, match="checkpoint-2: damaged .*there is no earlier checkpoint"):
+        last_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_whose_best_checkpoint_is_damaged_is_passed_over(cut, tmp_path):
+    shutil.copytree(cut[0] / "models_in_training" / "rate-0.001-seed-42", tmp_path, dirs_exist_ok=True)
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    state["best_global_step"] = 4
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(tmp_path / "checkpoint-6", "complete", seconds=1.0)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+    damage(tmp_path / "checkpoint-4" / "model.safetensors", None)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(cut, tmp_path, capsys, fails):
+    folder, command = cut
+    for name in ("older", "none"):
+        shutil.copytree(folder, tmp_path / name)
+    for checkpoint in (tmp_path / "none").rglob("checkpoint-*"):
+        damage(checkpoint / "optimizer.pt", None)
+    damaged = tmp_path / "older" / "models_in_training" / "rate-0.001-seed-42" / "checkpoint-6"
+    damage(damaged / "model.safetensors", None)
+    chosen = fails(*command[:-1], f"--output_dir={tmp_path / 'older'}", f"--resume_from_checkpoint={damaged}")
+    assert "checkpoint-6: damaged (model.safetensors is not as it was saved)" in chosen
+    assert main([*command, f"--output_dir={tmp_path / 'older'}"]) == 0
+    assert "goes on from checkpoint-4" in capsys.readouterr().err
+    assert "checkpoint-2: damaged (optimizer.pt" in fails(*command, f"--output_dir={tmp_path / 'none'}")
+
+
+def damage(file, content):
+    """Cut a file to its first half, or replace its content."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content is None else content.encode())
 
 
 def test_rows_of_about_the_same_length_may_share_a_batch(trained, tmp_path, monkeypatch):

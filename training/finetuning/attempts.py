@@ -75,7 +75,7 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     trainer, fresh = _make_trainer(work, folder, rate, seed)
     if fresh and work.state.is_main_process:
         logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
-    resumed = last_checkpoint(folder)
+    resumed = on_main(work.state, last_checkpoint, folder)
     seconds = 0.0
     if resumed is not None:
         seconds = seconds_before(resumed)
