@@ -221,7 +221,27 @@ WRONG = {
         ["line 3: label -1 in column 'label' is no choice"],
     ),
     "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'", "no choice"]),
-    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.0))}, ["label 1.0", "no choice"]),
+    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.5))}, ["label 1.5", "no choice"]),
+    "a label that is a number and a text": (
+        "multiple_choice",
+        {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},
+        ["line 2: label '2' in column 'label' is the number of choice 2 and the text of choice 0, counted from 0"],
+    ),
+    "a label that is a letter and a text": (
+        "multiple_choice",
+        {"train.jsonl": lines(chosen(choices=("B", "A"), label="A"))},
+        ["line 1: label 'A'", "is the letter of choice 0 and the text of choice 1", "such as numbers"],
+    ),
+    "labels of two sorts": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(label="B"))},
+        ["line 3: label 'B'", "is the letter of a choice, and most training rows have its number; write one of 0 to"],
+    ),
+    "a list of choices that pandas has written": (
+        "multiple_choice",
+        {"train.csv": "context,choices,label\na,\"['b', 'c']\",0\n"},
+        ["line 2: column 'choices' holds ['b', 'c'], a list that is not JSON", "json.dumps"],
+    ),
     "an empty label": (
         "multiple_choice",
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
@@ -240,7 +260,7 @@ WRONG = {
     "an empty choice in a list": (
         "multiple_choice",
         {"train.jsonl": lines(chosen(choices=("a", " ")))},
-        ["line 1: choice 1 of column 'choices' is empty"],
+        ["line 1: choice 1 (from 0) of column 'choices' is empty"],
     ),
     "an empty context of choices": (
         "multiple_choice",
@@ -250,7 +270,7 @@ WRONG = {
     "a number as a choice": (
         "multiple_choice",
         {"train.jsonl": lines(chosen(choices=("a", 7)))},
-        ["line 1: choice 1 of column 'choices' holds int, not text"],
+        ["line 1: choice 1 (from 0) of column 'choices' holds int, not text"],
     ),
     "one choice": ("multiple_choice", {"train.jsonl": lines(chosen(choices=("a",)))}, ["line 1: 1 choices in column"]),
     "choices as text": (

@@ -80,6 +80,7 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
                 raise UserError(f"{table.label}: no row is left; give another split")
     train, validation, test = tables.values()
     kind.learn(train)
+    notes += [f"{train.label}: {note}" for note in kind.notes]
     kind.check(train)
     for table, option in ((validation, "validation"), (test, "test")):
         if table is None:

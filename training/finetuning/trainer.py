@@ -39,8 +39,8 @@ WARMUP_RATIO = 0.1
 BATCH_SIZE = 32
 LOGGED_ROWS = 50
 
-# Written into a checkpoint when all its other files are on the disk; holds their SHA-256, and the seconds of training so
-# far. A checkpoint without this file is never resumed from.
+# Written into a checkpoint when all its other files are on the disk; holds their SHA-256, and the seconds of training
+# so far. A checkpoint without this file is never resumed from.
 COMPLETE_FILE = "complete"
 
 
