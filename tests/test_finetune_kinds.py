@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from finetuning import load
 from small_tasks import answer_rows, choice_rows, make_base, squad_json, swag_rows, tag_rows, write_rows
 from transformers import AutoTokenizer, pipeline
 from transformers.pipelines import SUPPORTED_TASKS
@@ -28,14 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def tokenizer(trained):
     return AutoTokenizer.from_pretrained(trained)
-
-
-def load(path, task, **options):
-    """The kind and the rows of a run on a file, without validation rows."""
-    config = FinetuneConfig(model="m", task=task, train_file=str(path), validation_share=0.0, **options)
-    config.check()
-    kind = make_kind(config)
-    return kind, load_data(config, kind)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,27 +297,6 @@ def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokeni
     assert batch["input_ids"].shape[:2] == (8, 3) and batch["labels"].tolist() == [row["label"] for row in rows]
     pads = batch["attention_mask"] == 0
     assert (batch["input_ids"][pads] == tokenizer.pad_token_id).all()
-
-
-def test_one_rule_reads_all_labels_of_a_column(tmp_path):
-    def targets(*rows):
-        path = write_rows(tmp_path / "rows.jsonl", [{"context": "a", "choices": each, "label": label} for each, label in rows])
-        kind, data = load(path, "multiple_choice")
-        return kind.targets(data.train).tolist()
-
-    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "9")) == [0, 2]  # "9" can only be a text
-    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "0")) == [2, 0]  # "0" can only be a number
-    assert targets((["b", "A", "c"], "A"), (["b", "c", "d"], "C")) == [0, 2]
-    assert targets((["a", "b"], 1.0), (["c", "d"], "0.0")) == [1, 0]
-    assert targets((["2", "0", "1"], 2), (["2", "0", "1"], 0)) == [2, 0]
-
-
-def test_columns_of_choices_that_count_from_1_are_said_if_no_label_is_0(tmp_path):
-    rows = [{"context": "a", "choice1": "b", "choice2": "c", "choice3": "d", "label": n} for n in (1, 2)]
-    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple_choice")
-    assert any("label 0 is 'choice1', and no row has label 0" in note for note in data.notes)
-    _, data = load(write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "label": 0}]), "multiple_choice")
-    assert not any("no row has label 0" in note for note in data.notes)
 
 
 def test_truncated_rows_of_choices_are_counted(tmp_path, tokenizer):

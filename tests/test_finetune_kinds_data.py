@@ -222,6 +222,21 @@ WRONG = {
     ),
     "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'", "no choice"]),
     "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.5))}, ["label 1.5", "no choice"]),
+    "tags as a list of pandas": (
+        "tags",
+        {"train.csv": "words,tags\nAda left,\"['B-PER', 'O']\"\n"},
+        ["line 2: column 'tags' holds ['B-PER', 'O'], a list that is not JSON; write it as"],
+    ),
+    "words as a list of pandas": (
+        "tags",
+        {"train.csv": "words,tags\nAda left,B-PER O\n\"['It', 'left']\",O O\n"},
+        ["line 3: column 'words' holds ['It', 'left'], a list that is not JSON"],
+    ),
+    "labels as a list of pandas": (
+        "multilabel",
+        {"train.csv": "text,label\na,\"['x', 'y']\"\nb,x\n"},
+        ["line 2: column 'label' holds ['x', 'y'], a list that is not JSON"],
+    ),
     "a label that is a number and a text": (
         "multiple_choice",
         {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},

@@ -11,7 +11,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_entity_bars
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, json_list, no_json_list
 from d2l_bert.training.finetuning.pictures import draw_confusion
 from d2l_bert.training.finetuning.text_kinds import CONFUSION_FILE, sort_labels
 
@@ -66,7 +66,8 @@ class Tags(Kind):
             self.main_metric, self.metrics_shown = "accuracy", ("accuracy",)
 
     def is_labelled(self, table):
-        return any(_listed(cell) for cell in table.columns.get(self.label[0], []))
+        # A cell that is no list is refused later, by `check`.
+        return any(_listed(cell) != [] for cell in table.columns.get(self.label[0], []))
 
     def usable(self, table):
         if not table.is_dataset:
@@ -83,11 +84,7 @@ class Tags(Kind):
         for row in range(len(table)):
             words = _listed(table.columns[self.words][row])
             if words is None:
-                kind = type(table.columns[self.words][row]).__name__
-                raise UserError(
-                    f"{table.place(row)}: column {self.words!r} holds {kind}, not a list of words; name another "
-                    f"column with --text_column"
-                )
+                raise _no_list(table, row, self.words, "words", "text_column")
             if not words:
                 raise UserError(f"{table.place(row)}: column {self.words!r} has no words; take the row out")
             for number, word in enumerate(words, 1):
@@ -106,11 +103,7 @@ class Tags(Kind):
         column = self.label[0]
         tags, names = _listed(table.columns[column][row]), table.class_names.get(column)
         if tags is None:
-            kind = type(table.columns[column][row]).__name__
-            raise UserError(
-                f"{table.place(row)}: column {column!r} holds {kind}, not a list of tags; name another column with "
-                f"--label_column"
-            )
+            raise _no_list(table, row, column, "tags", "label_column")
         for number, tag in enumerate(tags, 1):
             is_whole = isinstance(tag, int) and not isinstance(tag, bool)
             if names and is_whole and not 0 <= tag < len(names):
@@ -245,7 +238,8 @@ class Tags(Kind):
         cells = table.columns[self.words]
         columns = {
             "prediction": [
-                " ".join(tags) if isinstance(cell, str) else tags for tags, cell in zip(predicted, cells, strict=True)
+                " ".join(tags) if isinstance(cell, str) and json_list(cell) is None else tags
+                for tags, cell in zip(predicted, cells, strict=True)
             ]
         }
         if self.has_entities:
@@ -301,10 +295,28 @@ def _first(names, columns):
 
 
 def _listed(cell):
-    """The entries of a cell: a list, or a text with spaces between the entries; None for a cell of another kind."""
+    """
+    The entries of a cell: a list, also as JSON, or a text with spaces between the entries; None for a cell of another
+    kind.
+    """
     if isinstance(cell, str):
-        return cell.split()
+        try:
+            found = json_list(cell)
+        except ValueError:
+            return None
+        return cell.split() if found is None else found
     return [] if cell is None else cell if isinstance(cell, list) else None
+
+
+def _no_list(table, row, column, entries, option):
+    """The error for a cell of which `_listed` finds no entries."""
+    cell = table.columns[column][row]
+    if isinstance(cell, str):
+        return no_json_list(table, row, column, cell)
+    return UserError(
+        f"{table.place(row)}: column {column!r} holds {type(cell).__name__}, not a list of {entries}; name another "
+        f"column with --{option}"
+    )
 
 
 def _are_words(words):

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
-from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, json_list, no_json_list
 from d2l_bert.training.finetuning.pictures import draw_confusion, draw_label_bars, draw_scatter
 from d2l_bert.training.finetuning.tables import Table
 
@@ -261,6 +261,12 @@ class Multilabel(TextKind):
         value = table.columns[column][row]
         if value is None:
             return []
+        if isinstance(value, str):
+            try:
+                found = json_list(value)
+            except ValueError:
+                raise no_json_list(table, row, column, value) from None
+            value = value if found is None else found
         if isinstance(value, list):
             names = table.class_names.get(column)
             for entry in value:
