@@ -61,6 +61,16 @@ WRONG = {
         {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
         ["line 3: column 'text_pair' is empty"],
     ),
+    "second texts in the test rows only": (
+        "classification",
+        {"train": TWO, "test": "text,text_pair\na,b\n"},
+        ["test_file test.csv: has a column 'text_pair' of second texts, and the training rows have none; add it"],
+    ),
+    "one column of 0 and 1 for several labels": (
+        "multilabel",
+        {"train": "text,label\na,0\nb,1\n"},
+        ["column 'label' holds a 0 or a 1 in each row; name several such columns"],
+    ),
     "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["line 3: column 'label' is empty"]),
     "labels for some test rows only": (
         "classification",

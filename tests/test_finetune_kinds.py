@@ -378,6 +378,8 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
         )
         == "tower"
     )
+    question = 'question, context = "where was there?", "then the anna, the drum and nobody"'
+    assert run_card_code(output, question) == "no answer"
 
 
 @pytest.mark.slow

@@ -237,6 +237,16 @@ WRONG = {
         {"train.csv": "text,label\na,\"['x', 'y']\"\nb,x\n"},
         ["line 2: column 'label' holds ['x', 'y'], a list that is not JSON"],
     ),
+    "an answer to a question that is impossible": (
+        "answers",
+        {"train.jsonl": lines({**asked(), "is_impossible": "True"}, {**asked(), "is_impossible": "false"})},
+        ["train.jsonl, line 1: is_impossible is true, and there is an answer; correct one"],
+    ),
+    "is_impossible that says neither": (
+        "answers",
+        {"train.jsonl": lines({**asked(), "is_impossible": 2})},
+        ["train.jsonl, line 1: is_impossible is 2; write true or false"],
+    ),
     "a label that is a number and a text": (
         "multiple_choice",
         {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},
@@ -332,6 +342,12 @@ OPTIONS = [  # options, words of the error line
     ("--task tags --context_column a", ["context_column is for --task answers and multiple_choice"]),
     ("--task answers --text_column a", ["text_column is for --task classification, multilabel, regression and tags"]),
     ("--task answers --choices_column a b", ["choices_column is for --task multiple_choice"]),
+    ("--task tags --label_separator ;", ["label_separator is for --task multilabel; leave label_separator out"]),
+    (
+        "--task multilabel --label_separator ; --label_column a b",
+        ["label_separator is for one column of labels, and label_column names several"],
+    ),
+    ("--task answers --license foo", ["license 'foo'", "https://huggingface.co/docs/hub/repositories-licenses"]),
     ("--task tags --n_best_size 3", ["n_best_size is for --task answers"]),
     ("--task squad --max_answer_length 0", ["max_answer_length must be at least 1, got 0"]),
     ("--task squad --doc_stride -1", ["doc_stride must be at least 0, got -1"]),

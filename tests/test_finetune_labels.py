@@ -39,3 +39,18 @@ def test_columns_of_choices_that_count_from_1_are_said_if_no_label_is_0(tmp_path
     assert any("label 0 is 'choice1', and no row has label 0" in note for note in data.notes)
     _, data = load(write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "label": 0}]), "multiple_choice")
     assert not any("no row has label 0" in note for note in data.notes)
+
+
+def test_labels_with_another_separator_are_said(tmp_path):
+    path = tmp_path / "rows.csv"
+    write_table(path, {"text": ["one", "two", "three"], "label": ["c", "a;b", "b"]})
+    notes = load(path, "multilabel")[1].notes
+    assert any("holds the separator ','" in note and "one label is 'a;b'" in note for note in notes)
+    kind, data = load(path, "multilabel", label_separator=";")
+    assert kind.classes == ["a", "b", "c"] and not any("separator" in note for note in data.notes)
+
+
+def test_columns_of_whole_numbers_as_floats_are_0_and_1(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "x": 1.0, "y": "0.0"}, {"text": "b", "x": 0.0, "y": "1.0"}])
+    kind, data = load(tmp_path / "rows.jsonl", "multilabel", label_column=["x", "y"])
+    assert kind.targets(data.train).tolist() == [[1, 0], [0, 1]]
