@@ -1,9 +1,14 @@
 """How `d2l-bert finetune` reads cells and labels of files, and what it says about them."""
 
+import shutil
+
+import numpy as np
+import pytest
 from finetuning import load
 from small_tasks import tag_rows, write_rows
 
 from d2l_bert.training.finetuning.folder import write_table
+from d2l_bert.training.finetuning.metrics import class_metrics
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
@@ -39,6 +44,42 @@ def test_columns_of_choices_that_count_from_1_are_said_if_no_label_is_0(tmp_path
     assert any("label 0 is 'choice1', and no row has label 0" in note for note in data.notes)
     _, data = load(write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "label": 0}]), "multiple_choice")
     assert not any("no row has label 0" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    "tags, words",
+    [
+        (["b-per", "o"], "not as BIO does (O, B-... and I-..., in capitals), such as 'b-per'"),
+        (["S-PER", "O"], "such as 'S-PER': entities are not counted"),
+        (["B", "O"], "entities of the tag 'B' have no type"),
+        (["DET", "NOUN"], None),
+        (["B-PER", "O"], None),
+    ],
+)
+def test_tags_that_are_nearly_bio_are_said(tags, words, tmp_path):
+    rows = [{"tokens": ["Ada", "left"], "tags": tags}, {"tokens": ["Bo", "left"], "tags": tags}]
+    notes = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")[1].notes
+    assert words in notes[0] if words else not any("entities" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_class_alone_has_no_correlation_and_no_warning():
+    assert class_metrics(np.array([1, 1]), np.array([1, 1]), 2)["matthews_correlation"] == 0
+    assert class_metrics(np.array([1, 1, 0]), np.array([1, 1, 0]), 2)["matthews_correlation"] == 1
+
+
+def test_an_empty_training_file_cannot_be_left_out(trained, tmp_path, fails):
+    (tmp_path / "rows.csv").write_text("")
+    command = ["finetune", trained, "--task=classification", f"--train_file={tmp_path / 'rows.csv'}"]
+    assert fails(*command).endswith("has no rows; give a file with rows")
+
+
+def test_a_damaged_tokenizer_is_said_once(trained, tmp_path, fails):
+    base = shutil.copytree(trained, tmp_path / "base")
+    (base / "tokenizer.json").write_text("{")
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}])
+    line = fails("finetune", base, "--task=classification", f"--train_file={tmp_path / 'rows.jsonl'}")
+    assert "its tokenizer cannot be read (" in line and line.count("its tokenizer") == 1 and line.count(";") == 1
 
 
 def test_labels_with_another_separator_are_said(tmp_path):

@@ -1,5 +1,6 @@
 """The kind `tags`: a tag for each word of a text, such as the entities of BIO (d2l, section 16.6.3)."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +23,11 @@ TAG_COLUMNS = ("ner_tags", "tags", "labels", "label")
 ENTITY_FILE = "f1_by_entity.png"
 TEXTS_AT_ONCE = 1000
 NO_ENTITY = "O"
+
+BIO_TAG = re.compile(r"O|[BI](-.*)?")
+
+# A tag of BIO, BIOES or BILOU, in capitals or not.
+SPAN_TAG = re.compile(r"[bioeslu](-.+)?", re.IGNORECASE)
 
 
 class Tags(Kind):
@@ -59,9 +65,18 @@ class Tags(Kind):
                 f"rows with two tags at least, or name another column with --label_column"
             )
         self.number_of = {name: number for number, name in enumerate(self.classes)}
-        self.has_entities = all(tag == NO_ENTITY or tag.partition("-")[0] in ("B", "I") for tag in self.classes)
+        self.has_entities = all(map(BIO_TAG.fullmatch, self.classes))
         # The prediction for a word without pieces, such as a lone control character.
         self.default = NO_ENTITY if NO_ENTITY in self.classes else counts.most_common(1)[0][0]
+        bare = [tag for tag in self.classes if tag in ("B", "I")]
+        if not self.has_entities and all(map(SPAN_TAG.fullmatch, self.classes)):
+            other = next(tag for tag in self.classes if not BIO_TAG.fullmatch(tag))
+            self.notes.append(
+                f"the tags mark spans, but not as BIO does (O, B-... and I-..., in capitals), such as "
+                f"{other!r}: entities are not counted, and the accuracy of words chooses"
+            )
+        elif self.has_entities and bare:
+            self.notes.append(f"entities of the tag {bare[0]!r} have no type; B-... and I-... name one")
         if not self.has_entities:
             self.main_metric, self.metrics_shown = "accuracy", ("accuracy",)
 

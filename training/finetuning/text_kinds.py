@@ -17,7 +17,7 @@ from d2l_bert.training.finetuning.tables import Table
 
 
 # A number with a decimal point or an exponent, as in a column of floats.
-DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infinity)", re.IGNORECASE)
+DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+)")
 
 # The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
 # none of these columns, and `multilabel` writes those of the first classes.
@@ -168,6 +168,11 @@ class Classification(TextKind):
                 raise UserError(
                     f"{train.place(row)}: column {column!r} holds {type(value).__name__}, not a class; name another "
                     f"column with --label_column, or give --task multilabel for several labels"
+                )
+            if str(value).strip().lower() == "nan":
+                raise UserError(
+                    f"{train.place(row)}: column {column!r} holds {value}, as pandas writes a cell without a label; "
+                    f"write a label, or take the row out"
                 )
             if isinstance(value, float) or (isinstance(value, str) and DECIMAL.fullmatch(value.strip())):
                 raise UserError(
