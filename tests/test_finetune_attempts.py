@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import FAST, NAMES, finetune, read_csv, write_csv, write_splits
+from finetuning import FAST, NAMES, finetune, load, read_csv, write_csv, write_jsonl, write_splits
 from transformers import TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training.checkpoint import write_manifest
 from d2l_bert.training.finetuning import run
+from d2l_bert.training.finetuning.attempts import best
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
 
 
@@ -190,3 +192,47 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_newer_optio
     (tmp_path / "out" / "run_config.json").write_text(json.dumps(record))
     assert main([*command, "--resume_from_checkpoint=latest", "--train_sampling_strategy=group_by_length"]) == 2
     assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+
+
+def test_of_equal_metrics_the_lower_loss_is_better():
+    trainer = object.__new__(FinetuneTrainer)
+    trainer.args = SimpleNamespace(
+        metric_for_best_model="eval_accuracy", greater_is_better=True, save_strategy=SaveStrategy.EPOCH
+    )
+    trainer.state, chosen = TrainerState(), []
+    for step, (accuracy, loss) in enumerate([(0.5, 3.0), (0.5, 2.0), (0.5, 2.5), (0.6, 4.0), (0.5, 1.0)], 1):
+        trainer.state.global_step = step
+        metrics = {"eval_accuracy": accuracy, "eval_loss": loss}
+        trainer.state.log_history.append({**metrics, "step": step})
+        chosen.append(trainer._determine_best_metric(metrics, None))
+    assert chosen == [True, True, False, True, False] and trainer.state.best_global_step == 4
+    figures = ((1, 3), (1, 2), (1, 2), (0, 1))
+    results = [{"validation": {"accuracy": accuracy, "loss": loss}} for accuracy, loss in figures]
+    assert best(results, "accuracy") == 1 and best(results, "loss") == 3 and best([{}, {}], "accuracy") == 0
+
+
+def test_a_metric_that_is_always_0_and_a_warm_up_without_training_are_said(trained, tmp_path, capsys, fails):
+    rows = [{"text": f"Then {NAMES[n % 4].title()} sold it, {n}.", "label": n / 7} for n in range(8)]
+    file = f"--train_file={write_csv(tmp_path / 'rows.csv', rows)}"
+    command = ["finetune", str(trained), "--task=regression", file, f"--output_dir={tmp_path / 'out'}"]
+    line = fails(*command, "--warmup_steps=4", "--max_steps=4")
+    assert "warmup_steps 4: the warm-up (4 steps) is not shorter than the run (4 steps)" in line
+    assert "warmup_ratio 0.5: the warm-up (1 steps)" in fails(*command, "--warmup_ratio=0.5", "--num_train_epochs=1")
+    assert not (tmp_path / "out").exists()
+    finetune(trained, tmp_path / "out", *command[2:4], "--max_steps=1")
+    said = capsys.readouterr().err
+    assert "the warm-up takes the whole run (1 steps), at rate 0" in said
+    assert "pearson_spearman_mean is 0 there whatever is predicted (1 rows" in said
+
+
+def test_metrics_that_no_prediction_can_change(tmp_path):
+    def found(task, *labels, **options):
+        rows = [{"text": "a", "tokens": ["a"], "label": label} for label in labels]
+        kind, data = load(write_jsonl(tmp_path / "rows.jsonl", rows), task, **options)
+        return [set(kind.constant_metrics(data.train.select(chosen))) for chosen in ([0, 1], [0], [1])]
+
+    of_numbers = {"pearson", "spearman", "pearson_spearman_mean"}
+    assert found("regression", 1, 2) == [set(), of_numbers, of_numbers]
+    assert found("classification", "a", "b") == [set(), {"f1", "matthews_correlation"}, {"matthews_correlation"}]
+    assert found("multilabel", [], ["a"]) == [set(), {"f1", "macro_f1"}, set()]
+    assert found("tags", ["O"], ["B-X"]) == [set(), {"f1", "precision", "recall", "strict_f1"}, set()]

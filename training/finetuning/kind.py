@@ -123,6 +123,10 @@ class Kind:
         """The metrics of a labelled table, by name; without the loss."""
         raise NotImplementedError
 
+    def constant_metrics(self, table: Table) -> tuple[str, ...]:
+        """The metrics that are 0 on a labelled table whatever is predicted, by its labels alone."""
+        return ()
+
     def predicted_columns(self, table: Table, features: Features, predictions) -> dict[str, list]:
         """Columns with the predictions for each row of a table, to stand beside the columns of the table."""
         raise NotImplementedError

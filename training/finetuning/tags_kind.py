@@ -248,6 +248,10 @@ class Tags(Kind):
         predicted = self.predicted_tags(table, features, predictions)
         return span_metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
 
+    def constant_metrics(self, table):
+        is_empty = all(tag == NO_ENTITY for tags in self.true_tags(table) for tag in tags)
+        return ("f1", "precision", "recall", "strict_f1") if self.has_entities and is_empty else ()
+
     def predicted_columns(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
         cells = table.columns[self.words]

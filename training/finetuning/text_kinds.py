@@ -222,6 +222,11 @@ class Classification(TextKind):
     def metrics(self, table, features, predictions):
         return metrics.class_metrics(self.targets(table), predictions.argmax(-1), len(self.classes))
 
+    def constant_metrics(self, table):
+        found = set(self.targets(table).tolist())
+        without_second = ("f1",) if len(self.classes) == 2 and found == {0} else ()
+        return (*without_second, "matthews_correlation") if len(found) == 1 else ()
+
     def predicted_columns(self, table, features, predictions):
         probabilities = softmax(predictions)
         chosen = predictions.argmax(-1)
@@ -303,6 +308,9 @@ class Regression(TextKind):
 
     def metrics(self, table, features, predictions):
         return metrics.number_metrics(self.targets(table), predictions[:, 0])
+
+    def constant_metrics(self, table):
+        return ("pearson", "spearman", "pearson_spearman_mean") if np.ptp(self.targets(table)) == 0 else ()
 
     def predicted_columns(self, table, features, predictions):
         return {"prediction": [float(f"{value:.6g}") for value in predictions[:, 0]]}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 import sys
@@ -71,6 +72,42 @@ def warmup(config: FinetuneConfig) -> float:
     return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
 
 
+def _epochs(config):
+    return EPOCHS if config.num_train_epochs is None else config.num_train_epochs
+
+
+def total_steps(config: FinetuneConfig, processes: int, rows: int) -> int:
+    """The optimizer steps of one model on so many training rows, as Trainer counts them."""
+    batches = math.ceil(rows / (batch_size(config, processes) * processes))
+    in_epoch = math.ceil(batches / config.gradient_accumulation_steps)
+    return config.max_steps or max(1, math.ceil(_epochs(config) * in_epoch))
+
+
+def check_warmup(config: FinetuneConfig, steps: int) -> str | None:
+    """
+    Check that the warm-up ends before the run does: the first step of a warm-up has rate 0.
+
+    Returns:
+        What to say if the default share of warm-up takes all steps; None if nothing is to be said.
+
+    Raises:
+        UserError: `warmup_steps` or `warmup_ratio` is too large for the steps of the run.
+    """
+    if config.lr_scheduler_type == "constant":
+        return None
+    name = "warmup_ratio" if config.warmup_steps is None else "warmup_steps"
+    share = warmup(config)
+    warm = math.ceil(share * steps) if config.warmup_steps is None else share
+    if warm < steps or warm == 0:
+        return None
+    if getattr(config, name) is not None:
+        raise UserError(
+            f"{name} {share:g}: the warm-up ({warm:,} steps) is not shorter than the run ({steps:,} steps); give less "
+            f"warm-up, or more steps"
+        )
+    return f"the warm-up takes the whole run ({steps:,} steps), at rate 0; --warmup_ratio 0 trains without a warm-up"
+
+
 def make_arguments(
     config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, rows: int, labels
 ) -> TrainingArguments:
@@ -86,8 +123,8 @@ def make_arguments(
         labels: the names of labels in a batch.
     """
     batch = batch_size(config, processes)
-    epochs = EPOCHS if config.num_train_epochs is None else config.num_train_epochs
-    steps = config.max_steps or max(1, round(epochs * rows / rows_per_step(config, processes)))
+    epochs = _epochs(config)
+    steps = total_steps(config, processes, rows)
     validates, by_steps = config.validates(), config.eval_strategy == "steps"
     evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
     if by_steps:
@@ -189,6 +226,19 @@ class FinetuneTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset):
         """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
+
+    def _determine_best_metric(self, metrics, trial):
+        """Whether an evaluation is the best so far; of equal values, that of the lower loss is better."""
+        before = self.state.best_metric
+        if super()._determine_best_metric(metrics, trial):
+            return True
+        if before is None or metrics[self.args.metric_for_best_model] != before:
+            return False
+        losses = {row["step"]: row["eval_loss"] for row in self.state.log_history if "eval_loss" in row}
+        if not metrics["eval_loss"] < losses.get(self.state.best_global_step, -math.inf):
+            return False
+        self.state.best_global_step = self.state.global_step
+        return True
 
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
