@@ -1,14 +1,15 @@
 """The kind `multilabel`: several labels at once, or none, for a text or a pair of texts."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.bars import draw_label_bars
 from d2l_bert.training.finetuning.kind import json_list, no_json_list, whole_number
-from d2l_bert.training.finetuning.pictures import draw_label_bars
 from d2l_bert.training.finetuning.text_kinds import (
     PROBABILITY_COLUMNS,
     TextKind,
@@ -140,7 +141,11 @@ class Multilabel(TextKind):
         return columns
 
     def pictures(self, table, features, predictions, folder):
-        draw_label_bars(
-            self.targets(table), (predictions > 0).astype(int), self.classes, table.name, Path(folder, LABEL_FILE)
-        )
+        true, said = self.targets(table).astype(bool), predictions > 0
+        totals = {"right": true & said, "predicted": said, "gold": true}
+        counts = {
+            name: Counter(dict(zip(self.classes, cells.sum(0).tolist(), strict=True)))
+            for name, cells in totals.items()
+        }
+        draw_label_bars(counts, table.name, Path(folder, LABEL_FILE))
         return {LABEL_FILE: f"Precision, recall and F1 of each label on {table.name}"}
