@@ -7,7 +7,10 @@ import pytest
 from finetuning import load
 from small_tasks import tag_rows, write_rows
 
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.folder import write_table
+from d2l_bert.training.finetuning.kinds import make_kind
 from d2l_bert.training.finetuning.metrics import class_metrics
 
 
@@ -95,3 +98,9 @@ def test_columns_of_whole_numbers_as_floats_are_0_and_1(tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"text": "a", "x": 1.0, "y": "0.0"}, {"text": "b", "x": 0.0, "y": "1.0"}])
     kind, data = load(tmp_path / "rows.jsonl", "multilabel", label_column=["x", "y"])
     assert kind.targets(data.train).tolist() == [[1, 0], [0, 1]]
+
+
+def test_held_out_rows_are_named_after_their_file(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"text {n}", "label": n % 2} for n in range(20)])
+    config = FinetuneConfig(model="m", task="classification", train_file=str(tmp_path / "rows.jsonl"))
+    assert load_data(config, make_kind(config)).validation.name == "rows.jsonl (held out)"

@@ -7,6 +7,7 @@ step, but no RNG state. A checkpoint is also a model folder that `from_pretraine
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -242,7 +243,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: the folder is not a checkpoint, or is damaged.
     """
-    if not (path / MANIFEST_FILE).exists():
+    if not os.path.exists(path / MANIFEST_FILE):  # false also in a folder that cannot be entered
         problem = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
         raise UserError(f"{path}: {problem} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest")
     read_manifest(path, MANIFEST_FILE)

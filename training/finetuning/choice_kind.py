@@ -203,7 +203,7 @@ class MultipleChoice(Kind):
             return found[self.rule]
         value, (choices, names) = table.columns[self.label[0]][row], self._choices(table, row)
         text = str(value).strip()
-        allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}"
+        allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}, counted from 0"
         fault = f"is the text of {choices.count(text)} equal choices" if text in choices else "is no choice"
         if found:
             fault = f"is the {next(iter(found))} of a choice, and most training rows have its {self.rule}"
