@@ -121,6 +121,7 @@ def finetuned_card(
         auto_class=auto_class,
         example=record.get("example") or example,
         how_to_read=_how_to_read(kind, data),
+        null_threshold=run["null_score_diff_threshold"] if data.get("has_unanswerable") else None,
         versions=record.get("versions", {}),
         figures=[(shown, formatted(metrics[key], unit)) for shown, key, unit, _ in finetuned_metrics(metrics)],
         notes=_notes(metrics, data, run),
@@ -146,6 +147,11 @@ def _how_to_read(kind, data):
         return 'The number is in the units of the training labels: call the pipeline with `function_to_apply="none"`.'
     if kind == "tags":
         return 'Call the pipeline with `aggregation_strategy="first"` for whole words, entities of BIO tags joined.'
+    if kind == "answers" and data.get("has_unanswerable"):
+        return (
+            "It has learnt that some questions have no answer in their context: it says so if the scores of [CLS] are "
+            "larger than those of the best span by more than the threshold, a number in the code above."
+        )
     if kind == "multilabel":
         return "Call the pipeline with `top_k=None`: every label with a score above 0.5 is predicted."
     return ""

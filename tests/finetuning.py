@@ -5,6 +5,9 @@ import json
 import random
 
 from d2l_bert.cli import main
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import load_data
+from d2l_bert.training.finetuning.kinds import make_kind
 
 
 NAMES = ["anna", "boris", "clara", "daniel"]
@@ -57,3 +60,11 @@ def write_splits(folder, classes=2, sizes=(160, 40, 40)):
 def finetune(model, output, *options):
     assert main(["finetune", str(model), f"--output_dir={output}", *map(str, options)]) == 0
     return json.loads((output / "metrics.json").read_text())
+
+
+def load(path, task, **options):
+    """The kind and the rows of a run on a file, without validation rows."""
+    config = FinetuneConfig(model="m", task=task, train_file=str(path), validation_share=0.0, **options)
+    config.check()
+    kind = make_kind(config)
+    return kind, load_data(config, kind)

@@ -1,16 +1,20 @@
 """The models of a fine-tuning run: which are kept, which checkpoints, in which order rows are seen and predicted."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import FAST, NAMES, finetune, read_csv, write_csv, write_splits
+from finetuning import FAST, NAMES, finetune, load, read_csv, write_csv, write_jsonl, write_splits
 from transformers import TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
+from d2l_bert.training.checkpoint import write_manifest
 from d2l_bert.training.finetuning import run
+from d2l_bert.training.finetuning.attempts import best
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
 
 
@@ -70,10 +74,76 @@ def test_older_checkpoints_are_deleted_after_the_new_one_is_marked(limit, best, 
     mark.on_train_begin(arguments, state, None)
     mark.before = 100.0
     state.global_step, state.best_model_checkpoint = 12, best and str(tmp_path / f"checkpoint-{best}")
+    state.save_to_json(str(tmp_path / "checkpoint-12" / "trainer_state.json"))
     mark.on_save(arguments, state, None)
     assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == kept
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
     assert 100 <= seconds_before(tmp_path / "checkpoint-12") < 160
+
+
+@pytest.fixture(scope="module")
+def cut(trained, tmp_path_factory):
+    """A run that was stopped after three checkpoints, of steps 2, 4 and 6; and the command that goes on with it."""
+    folder = tmp_path_factory.mktemp("cut")
+    options = ["--task=classification", *write_splits(folder / "rows"), "--eval_strategy=steps", "--eval_steps=2"]
+    options += ["--max_steps=8", "--save_total_limit=3", "--metric_for_best_model=loss", "--learning_rate=1e-3"]
+    save = MarkComplete.on_save
+
+    def stop_at_six(self, args, state, control, **kwargs):
+        save(self, args, state, control, **kwargs)
+        if state.global_step == 6:
+            raise UserError("stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MarkComplete, "on_save", stop_at_six)
+        assert main(["finetune", str(trained), f"--output_dir={folder / 'run'}", *options]) == 2
+    return folder / "run", ["finetune", str(trained), *options, "--resume_from_checkpoint=latest"]
+
+
+DAMAGES = [("model.safetensors", None), ("optimizer.pt", None), ("trainer_state.json", "{"), ("complete", "abc")]
+
+
+@pytest.mark.parametrize("name, content", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(name, content, cut, tmp_path, caplog):
+    shutil.copytree(cut[0] / "models_in_training" / "rate-0.001-seed-42", tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "checkpoint-6" / name, content)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert f"{tmp_path / 'checkpoint-6'}: damaged" in caplog.text and "trying the checkpoint before" in caplog.text
+    for step in (2, 4):
+        damage(tmp_path / f"checkpoint-{step}" / name, content)
+    with pytest.raises(UserError, match="checkpoint-2: damaged .*there is no earlier checkpoint"):
+        last_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_whose_best_checkpoint_is_damaged_is_passed_over(cut, tmp_path):
+    shutil.copytree(cut[0] / "models_in_training" / "rate-0.001-seed-42", tmp_path, dirs_exist_ok=True)
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    state["best_global_step"] = 4
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(tmp_path / "checkpoint-6", "complete", seconds=1.0)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+    damage(tmp_path / "checkpoint-4" / "model.safetensors", None)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(cut, tmp_path, capsys, fails):
+    folder, command = cut
+    for name in ("older", "none"):
+        shutil.copytree(folder, tmp_path / name)
+    for checkpoint in (tmp_path / "none").rglob("checkpoint-*"):
+        damage(checkpoint / "optimizer.pt", None)
+    damaged = tmp_path / "older" / "models_in_training" / "rate-0.001-seed-42" / "checkpoint-6"
+    damage(damaged / "model.safetensors", None)
+    chosen = fails(*command[:-1], f"--output_dir={tmp_path / 'older'}", f"--resume_from_checkpoint={damaged}")
+    assert "checkpoint-6: damaged (model.safetensors is not as it was saved)" in chosen
+    assert main([*command, f"--output_dir={tmp_path / 'older'}"]) == 0
+    assert "goes on from checkpoint-4" in capsys.readouterr().err
+    assert "checkpoint-2: damaged (optimizer.pt" in fails(*command, f"--output_dir={tmp_path / 'none'}")
+
+
+def damage(file, content):
+    """Cut a file to its first half, or replace its content."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content is None else content.encode())
 
 
 def test_rows_of_about_the_same_length_may_share_a_batch(trained, tmp_path, monkeypatch):
@@ -122,3 +192,47 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_newer_optio
     (tmp_path / "out" / "run_config.json").write_text(json.dumps(record))
     assert main([*command, "--resume_from_checkpoint=latest", "--train_sampling_strategy=group_by_length"]) == 2
     assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+
+
+def test_of_equal_metrics_the_lower_loss_is_better():
+    trainer = object.__new__(FinetuneTrainer)
+    trainer.args = SimpleNamespace(
+        metric_for_best_model="eval_accuracy", greater_is_better=True, save_strategy=SaveStrategy.EPOCH
+    )
+    trainer.state, chosen = TrainerState(), []
+    for step, (accuracy, loss) in enumerate([(0.5, 3.0), (0.5, 2.0), (0.5, 2.5), (0.6, 4.0), (0.5, 1.0)], 1):
+        trainer.state.global_step = step
+        metrics = {"eval_accuracy": accuracy, "eval_loss": loss}
+        trainer.state.log_history.append({**metrics, "step": step})
+        chosen.append(trainer._determine_best_metric(metrics, None))
+    assert chosen == [True, True, False, True, False] and trainer.state.best_global_step == 4
+    figures = ((1, 3), (1, 2), (1, 2), (0, 1))
+    results = [{"validation": {"accuracy": accuracy, "loss": loss}} for accuracy, loss in figures]
+    assert best(results, "accuracy") == 1 and best(results, "loss") == 3 and best([{}, {}], "accuracy") == 0
+
+
+def test_a_metric_that_is_always_0_and_a_warm_up_without_training_are_said(trained, tmp_path, capsys, fails):
+    rows = [{"text": f"Then {NAMES[n % 4].title()} sold it, {n}.", "label": n / 7} for n in range(8)]
+    file = f"--train_file={write_csv(tmp_path / 'rows.csv', rows)}"
+    command = ["finetune", str(trained), "--task=regression", file, f"--output_dir={tmp_path / 'out'}"]
+    line = fails(*command, "--warmup_steps=4", "--max_steps=4")
+    assert "warmup_steps 4: the warm-up (4 steps) is not shorter than the run (4 steps)" in line
+    assert "warmup_ratio 0.5: the warm-up (1 steps)" in fails(*command, "--warmup_ratio=0.5", "--num_train_epochs=1")
+    assert not (tmp_path / "out").exists()
+    finetune(trained, tmp_path / "out", *command[2:4], "--max_steps=1")
+    said = capsys.readouterr().err
+    assert "the warm-up takes the whole run (1 steps), at rate 0" in said
+    assert "pearson_spearman_mean is 0 there whatever is predicted (1 rows" in said
+
+
+def test_metrics_that_no_prediction_can_change(tmp_path):
+    def found(task, *labels, **options):
+        rows = [{"text": "a", "tokens": ["a"], "label": label} for label in labels]
+        kind, data = load(write_jsonl(tmp_path / "rows.jsonl", rows), task, **options)
+        return [set(kind.constant_metrics(data.train.select(chosen))) for chosen in ([0, 1], [0], [1])]
+
+    of_numbers = {"pearson", "spearman", "pearson_spearman_mean"}
+    assert found("regression", 1, 2) == [set(), of_numbers, of_numbers]
+    assert found("classification", "a", "b") == [set(), {"f1", "matthews_correlation"}, {"matthews_correlation"}]
+    assert found("multilabel", [], ["a"]) == [set(), {"f1", "macro_f1"}, set()]
+    assert found("tags", ["O"], ["B-X"]) == [set(), {"f1", "precision", "recall", "strict_f1"}, set()]

@@ -24,12 +24,8 @@ TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
 
 # The kind, the files by option (bytes or text; .csv, unless the name says otherwise), words of the error line.
 WRONG = {
-    "no label column": (
-        "classification",
-        {"train": "text\na\nb\n"},
-        ["no column 'label'; it has text", "--label_col"],
-    ),
-    "no text column": ("classification", {"train": "label\n1\n0\n"}, ["no column 'text'; it has label"]),
+    "no label column": ("classification", {"train": "text\na\n"}, ["no column 'label'; it has 'text'", "--label_col"]),
+    "no text column": ("classification", {"train": "label\n1\n0\n"}, ["no column 'text'; it has 'label'"]),
     "validation without text": (
         "classification",
         {"train": TWO, "validation": "txt,label\na,yes\n"},
@@ -60,6 +56,16 @@ WRONG = {
         "classification",
         {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
         ["line 3: column 'text_pair' is empty"],
+    ),
+    "second texts in the test rows only": (
+        "classification",
+        {"train": TWO, "test": "text,text_pair\na,b\n"},
+        ["test_file test.csv: has a column 'text_pair' of second texts, and the training rows have none; add it"],
+    ),
+    "one column of 0 and 1 for several labels": (
+        "multilabel",
+        {"train": "text,label\na,0\nb,1\n"},
+        ["column 'label' holds a 0 or a 1 in each row; name several such columns"],
     ),
     "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["line 3: column 'label' is empty"]),
     "labels for some test rows only": (
@@ -102,8 +108,19 @@ WRONG = {
         ["every row has the label '1'", "two classes at least"],
     ),
     "a class for each row": ("classification", {"train": "text,label\na,1\nb,2\nc,3\n"}, ["a label of its own"]),
-    "another encoding": ("classification", {"train": "text,label\nZürich,1\n".encode("latin-1")}, ["not UTF-8 text"]),
-    "UTF-16": ("classification", {"train": TWO.encode("utf-16")}, ["not UTF-8 text"]),
+    "another encoding": ("classification", {"train": "text,label\nü,1\n".encode("latin-1")}, ["line 2: not UTF-8"]),
+    "UTF-16": ("classification", {"train": TWO.encode("utf-16")}, ["UTF-16, not UTF-8", "`iconv -f UTF-16 -t UTF-8`"]),
+    "a NUL": ("classification", {"train": TWO + "a\0b,yes\n"}, ["train_file train.csv, line 6: a NUL byte"]),
+    "a label of pandas for none": (
+        "classification",
+        {"train": "text,label\na,yes\nb,nan\nc,no\n"},
+        ["line 3: column 'label' holds nan, as pandas writes a cell without a label; write a label"],
+    ),
+    "one text in all rows": (
+        "classification",
+        {"train": "text,label\na,yes\na,no\na,no\n"},
+        ["has too few different texts to hold out some for validation"],
+    ),
     "another encoding in JSON": (
         "classification",
         {"train.jsonl": '{"text": "Zürich", "label": 1}\n'.encode("latin-1")},

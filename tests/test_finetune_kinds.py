@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from finetuning import load
 from small_tasks import answer_rows, choice_rows, make_base, squad_json, swag_rows, tag_rows, write_rows
 from transformers import AutoTokenizer, pipeline
 from transformers.pipelines import SUPPORTED_TASKS
@@ -28,14 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def tokenizer(trained):
     return AutoTokenizer.from_pretrained(trained)
-
-
-def load(path, task, **options):
-    """The kind and the rows of a run on a file, without validation rows."""
-    config = FinetuneConfig(model="m", task=task, train_file=str(path), validation_share=0.0, **options)
-    config.check()
-    kind = make_kind(config)
-    return kind, load_data(config, kind)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -385,6 +378,8 @@ def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path,
         )
         == "tower"
     )
+    question = 'question, context = "where was there?", "then the anna, the drum and nobody"'
+    assert run_card_code(output, question) == "no answer"
 
 
 @pytest.mark.slow

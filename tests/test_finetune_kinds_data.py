@@ -221,7 +221,52 @@ WRONG = {
         ["line 3: label -1 in column 'label' is no choice"],
     ),
     "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'", "no choice"]),
-    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.0))}, ["label 1.0", "no choice"]),
+    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.5))}, ["label 1.5", "no choice"]),
+    "tags as a list of pandas": (
+        "tags",
+        {"train.csv": "words,tags\nAda left,\"['B-PER', 'O']\"\n"},
+        ["line 2: column 'tags' holds ['B-PER', 'O'], a list that is not JSON; write it as"],
+    ),
+    "words as a list of pandas": (
+        "tags",
+        {"train.csv": "words,tags\nAda left,B-PER O\n\"['It', 'left']\",O O\n"},
+        ["line 3: column 'words' holds ['It', 'left'], a list that is not JSON"],
+    ),
+    "labels as a list of pandas": (
+        "multilabel",
+        {"train.csv": "text,label\na,\"['x', 'y']\"\nb,x\n"},
+        ["line 2: column 'label' holds ['x', 'y'], a list that is not JSON"],
+    ),
+    "an answer to a question that is impossible": (
+        "answers",
+        {"train.jsonl": lines({**asked(), "is_impossible": "True"}, {**asked(), "is_impossible": "false"})},
+        ["train.jsonl, line 1: is_impossible is true, and there is an answer; correct one"],
+    ),
+    "is_impossible that says neither": (
+        "answers",
+        {"train.jsonl": lines({**asked(), "is_impossible": 2})},
+        ["train.jsonl, line 1: is_impossible is 2; write true or false"],
+    ),
+    "a label that is a number and a text": (
+        "multiple_choice",
+        {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},
+        ["line 2: label '2' in column 'label' is the number of choice 2 and the text of choice 0, counted from 0"],
+    ),
+    "a label that is a letter and a text": (
+        "multiple_choice",
+        {"train.jsonl": lines(chosen(choices=("B", "A"), label="A"))},
+        ["line 1: label 'A'", "is the letter of choice 0 and the text of choice 1", "such as numbers"],
+    ),
+    "labels of two sorts": (
+        "multiple_choice",
+        {"train.jsonl": CHOICES + lines(chosen(label="B"))},
+        ["line 3: label 'B'", "is the letter of a choice, and most training rows have its number; write one of 0 to"],
+    ),
+    "a list of choices that pandas has written": (
+        "multiple_choice",
+        {"train.csv": "context,choices,label\na,\"['b', 'c']\",0\n"},
+        ["line 2: column 'choices' holds ['b', 'c'], a list that is not JSON", "json.dumps"],
+    ),
     "an empty label": (
         "multiple_choice",
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
@@ -240,7 +285,7 @@ WRONG = {
     "an empty choice in a list": (
         "multiple_choice",
         {"train.jsonl": lines(chosen(choices=("a", " ")))},
-        ["line 1: choice 1 of column 'choices' is empty"],
+        ["line 1: choice 1 (from 0) of column 'choices' is empty"],
     ),
     "an empty context of choices": (
         "multiple_choice",
@@ -250,7 +295,7 @@ WRONG = {
     "a number as a choice": (
         "multiple_choice",
         {"train.jsonl": lines(chosen(choices=("a", 7)))},
-        ["line 1: choice 1 of column 'choices' holds int, not text"],
+        ["line 1: choice 1 (from 0) of column 'choices' holds int, not text"],
     ),
     "one choice": ("multiple_choice", {"train.jsonl": lines(chosen(choices=("a",)))}, ["line 1: 1 choices in column"]),
     "choices as text": (
@@ -297,6 +342,12 @@ OPTIONS = [  # options, words of the error line
     ("--task tags --context_column a", ["context_column is for --task answers and multiple_choice"]),
     ("--task answers --text_column a", ["text_column is for --task classification, multilabel, regression and tags"]),
     ("--task answers --choices_column a b", ["choices_column is for --task multiple_choice"]),
+    ("--task tags --label_separator ;", ["label_separator is for --task multilabel; leave label_separator out"]),
+    (
+        "--task multilabel --label_separator ; --label_column a b",
+        ["label_separator is for one column of labels, and label_column names several"],
+    ),
+    ("--task answers --license foo", ["license 'foo'", "https://huggingface.co/docs/hub/repositories-licenses"]),
     ("--task tags --n_best_size 3", ["n_best_size is for --task answers"]),
     ("--task squad --max_answer_length 0", ["max_answer_length must be at least 1, got 0"]),
     ("--task squad --doc_stride -1", ["doc_stride must be at least 0, got -1"]),

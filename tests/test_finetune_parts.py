@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks.finetune import difference
 from d2l_bert import D2lBertConfig, D2lBertForSequenceClassification
-from d2l_bert.training.finetuning.bars import draw_answer_bars, draw_entity_bars
+from d2l_bert.training.finetuning.bars import draw_answer_bars, draw_entity_bars, draw_label_bars
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import class_metrics, multilabel_metrics, number_metrics
 from d2l_bert.training.finetuning.pictures import draw_confusion, draw_curves
@@ -152,6 +152,18 @@ def test_groups_may_be_called_all_and_other(tmp_path):
     counts = {name: Counter({"all": 2, "LOC": 2}) for name in ("right", "predicted", "gold")}
     panel = draw_entity_bars(counts, "rows", tmp_path / "entities.png").axes[0]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["all (4)", "all (2)", "LOC (2)"]
+
+
+def test_a_picture_of_many_labels_shows_the_most_frequent_ones(tmp_path):
+    gold = Counter({f"label_{number:04}_{'x' * 40}": 1 + (number == 7) for number in range(1200)})
+    counts = {"right": Counter(dict.fromkeys(list(gold)[:600], 1)), "predicted": gold, "gold": gold}
+    figure = draw_label_bars(counts, "rows", tmp_path / "labels.png")
+    panel = figure.axes[0]
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    assert len(names) == 22 and names[0] == "all (1,201)" and names[-1] == "1,180 other labels (1,180)"
+    assert names[1].startswith("label_0007_xxx") and names[1].endswith("… (2)")
+    assert [bar.get_width() for bar in panel.containers[0]][:2] == pytest.approx([600 / 1201, 0.5])
+    assert figure.get_size_inches()[1] < 30
 
 
 def test_the_benchmark_gives_the_difference_and_its_standard_error():

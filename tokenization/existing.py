@@ -90,18 +90,18 @@ def read_tokenizer(name: str, config):
         config: the model's configuration.
 
     Raises:
-        ValueError: the tokenizer cannot be loaded, or has more tokens than the model.
+        UserError: the tokenizer cannot be loaded, or has more tokens than the model.
     """
     if not has_tokenizer(name):
         return None
     try:
         tokenizer = stock_tokenizer(name)
     except Exception as error:  # Transformers raises many classes of exceptions
-        raise ValueError(
+        raise UserError(
             f"its tokenizer cannot be read ({str(error):.150}); put back the model's own, or take it out"
         ) from None
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
             f"or take it out"
         )

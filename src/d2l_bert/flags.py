@@ -90,8 +90,9 @@ DST is a new folder. The weights keep their values. A model that the other side 
 FINETUNE = """
 
 MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. The files are tables (.csv, .tsv, .jsonl,
-.parquet) with columns of texts and labels. The output folder then holds the model, the figures of every seed, the
-predictions for the test rows, pictures and a model card. docs/finetune.md has a command for each kind of task."""
+.parquet, .json, .conll) with columns of texts and labels. The output folder then holds the model, the figures of every
+seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command for each kind of
+task."""
 
 PUBLISH = """
 

@@ -10,7 +10,7 @@ import numpy as np
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_answer_bars
-from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text
+from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text, whole_number
 
 
 ANSWER_FILE = "answers_by_question.png"
@@ -22,6 +22,10 @@ STRIDE = 128
 # The fewest tokens of the context beside a question of full length, which has half of a row. In shorter windows,
 # answers are cut off, and what they answer to is out of sight.
 LEAST_CONTEXT = 10
+
+
+# How tables write the values of `is_impossible`; an empty cell says nothing.
+IMPOSSIBLE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False, "none": False}
 
 
 @dataclass
@@ -124,8 +128,15 @@ class Answers(Kind):
     def is_labelled(self, table):
         if self.label[0] not in table.columns:
             return False
-        impossible = table.columns.get("is_impossible", [])
-        return any(value is True for value in impossible) or any(self.answers(table, row) for row in range(len(table)))
+        return any(self._is_impossible(table, row) or self.answers(table, row) for row in range(len(table)))
+
+    def _is_impossible(self, table, row):
+        """Whether a row says in SQuAD's column that its question has no answer."""
+        value = table.columns["is_impossible"][row] if "is_impossible" in table.columns else None
+        written = str(whole_number(value)).strip().lower()
+        if written not in IMPOSSIBLE:
+            raise UserError(f"{table.place(row)}: is_impossible is {value!r:.40}; write true or false")
+        return IMPOSSIBLE[written]
 
     def usable(self, table):
         if not table.is_dataset:
@@ -152,7 +163,6 @@ class Answers(Kind):
             check_text_column(table, column, option)
         if not self.is_labelled(table):
             return
-        impossible = table.columns.get("is_impossible", [False] * len(table))
         for row in range(len(table)):
             context, gold = table.columns[self.context][row], self.answers(table, row)
             if not gold and not self.has_unanswerable:
@@ -160,7 +170,7 @@ class Answers(Kind):
                     f"{table.place(row)}: a question without an answer, and every training row has an answer; take "
                     f"the row out, or add training rows without an answer"
                 )
-            if gold and impossible[row] is True:
+            if gold and self._is_impossible(table, row):
                 raise UserError(f"{table.place(row)}: is_impossible is true, and there is an answer; correct one")
             for text, start in gold:
                 if not text.strip():

@@ -75,7 +75,7 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     trainer, fresh = _make_trainer(work, folder, rate, seed)
     if fresh and work.state.is_main_process:
         logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
-    resumed = last_checkpoint(folder)
+    resumed = on_main(work.state, last_checkpoint, folder)
     seconds = 0.0
     if resumed is not None:
         seconds = seconds_before(resumed)
@@ -178,8 +178,13 @@ def score(result: dict, metric: str) -> float:
 
 
 def best(results: list[dict], metric: str) -> int:
-    """The number of the best result by the validation rows; the first of equal ones."""
-    return max(range(len(results)), key=lambda number: (score(results[number], metric), -number))
+    """The number of the best result by the validation rows; of equal ones that of the lower loss, then the first."""
+
+    def worth(number):
+        result = results[number]
+        return score(result, metric), score(result, "loss"), -number
+
+    return max(range(len(results)), key=worth)
 
 
 def forget_models(work: Work, results: list[dict], kept: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of bars: entities by type, answers by the question's first word, the probabilities of right choices."""
+"""Pictures of bars: entities by type, labels, answers by question, the probabilities of right choices."""
 
 import textwrap
 from collections import Counter
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from d2l_bert.training.finetuning.pictures import shortened
 from d2l_bert.training.finetuning.span_metrics import precision_recall_f1
 
 
@@ -23,18 +24,33 @@ def draw_entity_bars(counts: dict[str, Counter], rows_name: str, path: Path):
         counts: as of `span_metrics.entity_counts`.
         rows_name: the name of the data, for the title.
     """
+    title = f"Entities on {rows_name}: precision, recall and F1 by type (number of true entities)"
+    return _draw_counts(counts, "types", title, path)
+
+
+def draw_label_bars(counts: dict[str, Counter], rows_name: str, path: Path):
+    """
+    Draw precision, recall and F1 of each label, the most frequent first, and of all; returns the figure.
+
+    Args:
+        counts: counters `right`, `predicted` and `gold` of rows by label.
+    """
+    title = f"Labels on {rows_name}: precision, recall and F1 by label (number of rows with the label)"
+    return _draw_counts(counts, "labels", title, path)
+
+
+def _draw_counts(counts, unit, title, path):
     kinds = [kind for kind, _ in (counts["gold"] + counts["predicted"]).most_common()]
     # A list of pairs, because a type may be called "all".
     groups = [(f"all ({counts['gold'].total():,})", [counter.total() for counter in counts.values()])]
     groups += [
-        (f"{kind or 'entity'} ({counts['gold'][kind]:,})", [counter[kind] for counter in counts.values()])
+        (f"{shortened(kind) or 'entity'} ({counts['gold'][kind]:,})", [counter[kind] for counter in counts.values()])
         for kind in kinds[:MOST_GROUPS]
     ]
     if rest := kinds[MOST_GROUPS:]:
         totals = [sum(counter[kind] for kind in rest) for counter in counts.values()]
-        groups.append((f"{len(rest)} other types ({totals[2]:,})", totals))
+        groups.append((f"{len(rest):,} other {unit} ({totals[2]:,})", totals))
     figures = [precision_recall_f1(*totals) for _, totals in groups]
-    title = f"Entities on {rows_name}: precision, recall and F1 by type (number of true entities)"
     return _draw([name for name, _ in groups], np.array(figures).T, ("precision", "recall", "F1"), title, path)
 
 
@@ -50,7 +66,7 @@ def draw_answer_bars(scores: dict[str, list[tuple[float, float]]], rows_name: st
     shown = [("all", [pair for _, pairs in groups for pair in pairs]), *groups[: MOST_GROUPS // 2]]
     if rest := groups[MOST_GROUPS // 2 :]:
         shown.append(("other", [pair for _, pairs in rest for pair in pairs]))
-    names = [f"{name} ({len(pairs):,})" for name, pairs in shown]
+    names = [f"{shortened(name)} ({len(pairs):,})" for name, pairs in shown]
     figures = np.array([np.mean(pairs, axis=0) for _, pairs in shown]).T
     title = f"Answers on {rows_name}: exact match and F1 by first word of the question (number of questions)"
     return _draw(names, figures, ("exact match", "F1"), title, path)
@@ -67,7 +83,7 @@ def _draw(names, figures, figure_names, title, path):
         heights = np.arange(len(names)) + (number - (len(figure_names) - 1) / 2) * width
         bars = panel.barh(heights, values, 0.92 * width, label=name, color=COLORS[-len(figure_names) :][number])
         panel.bar_label(bars, [f"{value:.1%}" for value in values], fontsize=7, padding=2)
-    panel.set_yticks(range(len(names)), [textwrap.shorten(name, 32, placeholder=" …") for name in names])
+    panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.12)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if value <= 1 else "")

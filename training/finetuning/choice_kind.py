@@ -8,12 +8,23 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning.bars import draw_choice_probabilities
-from d2l_bert.training.finetuning.kind import Features, Kind, check_text, has_text
+from d2l_bert.training.finetuning.kind import (
+    Features,
+    Kind,
+    check_text,
+    has_text,
+    json_list,
+    no_json_list,
+    whole_number,
+)
 from d2l_bert.training.finetuning.text_kinds import softmax
 
 
 # Columns with a choice each: SWAG's ending0, ending1, ..., or choice0, option1 and the like.
 CHOICE_COLUMN = re.compile(r"(ending|choice|option)_?(\d+)")
+
+# What the labels of a column may be, the usual first.
+RULES = ("number", "letter", "text")
 
 PROBABILITY_FILE = "true_choices.png"
 ROWS_AT_ONCE = 500
@@ -68,12 +79,41 @@ class MultipleChoice(Kind):
                 f"{train.place(0)}: {self.count} choices in {_listed(self.choices)}; name a column of lists of two "
                 f"choices at least, or several columns, with --choices_column"
             )
+        self._learn_rule(train)
+
+    def _learn_rule(self, train):
+        """Choose how all labels are read: the rule by which every row's label is a choice."""
+        known = [self._readings(train, row) for row in range(len(train))]
+        reads_all = [rule for rule in RULES if all(rule in found for found in known)]
+        for row, found in enumerate(known):
+            places = {found[rule] for rule in reads_all}
+            if len(places) > 1 and isinstance(train.columns[self.label[0]][row], str):
+                one, other = reads_all[0], next(rule for rule in reads_all if found[rule] != found[reads_all[0]])
+                raise UserError(
+                    f"{train.place(row)}: label {train.columns[self.label[0]][row]!r} in column {self.label[0]!r} is "
+                    f"the {one} of choice {found[one]} and the {other} of choice {found[other]}, counted from 0; "
+                    f"write labels that are only one of both, such as {'letters' if one == 'number' else 'numbers'}"
+                )
+        reads_most = max(RULES, key=lambda rule: sum(rule in found for found in known))
+        self.rule = reads_all[0] if reads_all else reads_most
+        counts = [match[2] for column in self.choices if (match := CHOICE_COLUMN.fullmatch(column))]
+        if len(counts) > 1 and "0" not in counts and self.rule == "number" and reads_all:
+            if all(found["number"] > 0 for found in known):
+                self.notes.append(
+                    f"the columns of choices count from {min(map(int, counts))}, and labels count from 0: label 0 is "
+                    f"{self.choices[0]!r}, and no row has label 0; if your labels count from 1, subtract 1"
+                )
 
     def _choices(self, table, row) -> tuple[list[str], list[str]]:
         """The choices of a row, and their names in a dataset that names them (such as A, B, C), else []."""
         if len(self.choices) > 1:
             return [table.require(column, "choices_column")[row] for column in self.choices], []
         value, names = table.require(self.choices[0], "choices_column")[row], []
+        if isinstance(value, str):
+            try:
+                value = json_list(value) or value
+            except ValueError:
+                raise no_json_list(table, row, self.choices[0], value) from None
         if isinstance(value, dict):  # as in CommonsenseQA and ARC
             value, names = value.get("text"), [str(name) for name in value.get("label") or []]
         if not isinstance(value, list):
@@ -122,20 +162,16 @@ class MultipleChoice(Kind):
                 )
             names = [f"column {name!r}" for name in (*columns, *self.choices)]
             if len(self.choices) == 1:
-                names[-1:] = [f"choice {number} of column {self.choices[0]!r}" for number in range(len(choices))]
+                column = self.choices[0]
+                names[-1:] = [f"choice {number} (from 0) of column {column!r}" for number in range(len(choices))]
             for name, text in zip(names, [*self._first_texts(table, row), *choices], strict=True):
                 check_text(table, row, name, text, "write a text")
             if is_labelled:
                 self._target(table, row)
 
-    def _target(self, table, row) -> int:
-        """
-        The number of the right choice, from 0: the label is this number, the choice's name, a letter, or its text.
-
-        Raises:
-            UserError: the label is none of them, or the text of several choices.
-        """
-        value = table.columns[self.label[0]][row]
+    def _readings(self, table, row) -> dict[str, int]:
+        """The number of the choice, from 0, that a label means by each of `RULES`; without the rules that fail."""
+        value = whole_number(table.columns[self.label[0]][row])
         choices, names = self._choices(table, row)
         if not _is_given(table, value):
             raise UserError(f"{table.place(row)}: column {self.label[0]!r} is empty; write the number of a choice")
@@ -144,15 +180,38 @@ class MultipleChoice(Kind):
         if class_names and isinstance(value, int) and 0 <= value < len(class_names):
             text = class_names[value]
         if text in names:
-            return names.index(text)
-        if re.fullmatch(r"\d+", text) and int(text) < len(choices):
-            return int(text)
+            return {rule: names.index(text) for rule in RULES}
+        found = {}
+        if re.fullmatch(r"[0-9]+", text) and int(text) < len(choices):
+            found["number"] = int(text)
         if not names and re.fullmatch(r"[A-Z]", text) and ord(text) - ord("A") < len(choices):
-            return ord(text) - ord("A")
+            found["letter"] = ord(text) - ord("A")
         if choices.count(text) == 1:
-            return choices.index(text)
-        allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}"
+            found["text"] = choices.index(text)
+        return found
+
+    def _target(self, table, row) -> int:
+        """
+        The number of the right choice, from 0: the label is this number, the choice's name, a letter, or its text.
+
+        Raises:
+            UserError: the label is none of them, or the text of several choices, or another of them than in the other
+                training rows.
+        """
+        found = self._readings(table, row)
+        if self.rule in found:
+            return found[self.rule]
+        value, (choices, names) = table.columns[self.label[0]][row], self._choices(table, row)
+        text = str(value).strip()
+        allowed = ", ".join(names) if names else f"0 to {len(choices) - 1}, counted from 0"
         fault = f"is the text of {choices.count(text)} equal choices" if text in choices else "is no choice"
+        if found:
+            fault = f"is the {next(iter(found))} of a choice, and most training rows have its {self.rule}"
+        elif self.rule != "number" and not names:
+            raise UserError(
+                f"{table.place(row)}: label {value!r} in column {self.label[0]!r} {fault}; write the {self.rule} of a "
+                f"choice, as in the other rows"
+            )
         raise UserError(
             f"{table.place(row)}: label {value!r} in column {self.label[0]!r} {fault}; write one of {allowed}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2l_bert.errors import UserError
+from d2l_bert.model_cards.metadata import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option, option_of
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.tasks import KINDS, NAMED_TASKS, NamedTask
@@ -25,6 +26,7 @@ KINDS_OF_OPTIONS = {
     "context_column": ("answers", "multiple_choice"),
     "question_column": ("answers", "multiple_choice"),
     "choices_column": ("multiple_choice",),
+    "label_separator": ("multilabel",),
     "doc_stride": ("answers",),
     "max_answer_length": ("answers",),
     "n_best_size": ("answers",),
@@ -252,6 +254,8 @@ class FinetuneConfig(Options):
         self._check_numbers()
         self._check_evaluations()
         self.learning_rates()
+        if self.license is not None:
+            check_license(self.license)
         if "none" in self.report_to and len(self.report_to) > 1:
             raise UserError("report_to: none cannot be combined with trackers; give either")
         if not self.push_to_hub and (self.hub_model_id or not self.hub_private_repo):
@@ -273,7 +277,8 @@ class FinetuneConfig(Options):
                 )
         if len(self.label_column) > 1 and self.kind_name() != "multilabel":
             raise UserError("label_column: several columns are for --task multilabel; name one")
-
+        if len(self.label_column) > 1 and self.label_separator != ",":
+            raise UserError("label_separator is for one column of labels, and label_column names several; give one")
         for name, kinds in KINDS_OF_OPTIONS.items():
             default = [] if name == "choices_column" else type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default and self.kind_name() not in kinds:

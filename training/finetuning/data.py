@@ -80,6 +80,7 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
                 raise UserError(f"{table.label}: no row is left; give another split")
     train, validation, test = tables.values()
     kind.learn(train)
+    notes += [f"{train.label}: {note}" for note in kind.notes]
     kind.check(train)
     for table, option in ((validation, "validation"), (test, "test")):
         if table is None:
@@ -164,8 +165,8 @@ def hold_out(train: Table, kind: Kind, share: float, seed: int) -> tuple[Table, 
     number = min(max(1, round(share * len(different))), len(different) - 1)
     if len(different) < 2:
         raise UserError(
-            f"{train.label}: has too few rows to hold out some for validation; give --validation_file, or "
-            f"--validation_share 0"
+            f"{train.label}: has too few different texts to hold out some for validation; give --validation_file, "
+            f"or --validation_share 0"
         )
     drawn = np.random.default_rng(seed).permutation(len(different))[:number]
     chosen = kind.holdable(train, [different[row] for row in drawn])
@@ -177,7 +178,7 @@ def hold_out(train: Table, kind: Kind, share: float, seed: int) -> tuple[Table, 
             f"--validation_file, or --validation_share 0"
         )
     validation = train.select(held)
-    validation.label, validation.name = f"{train.label}, rows held out", f"rows held out of {train.name}"
+    validation.label, validation.name = f"{train.label}, rows held out", f"{train.name} (held out)"
     return train.select(kept), validation
 
 

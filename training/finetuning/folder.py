@@ -13,11 +13,12 @@ from pathlib import Path
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE
+from d2l_bert.training.checkpoint import checkpoints, step_of
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
-from d2l_bert.training.finetuning.trainer import rows_per_step, warmup
+from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, check_checkpoint, rows_per_step, warmup
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
@@ -186,18 +187,18 @@ def _compare(folder, before, now):
 
 
 def _go_back_to(folder, checkpoint):
-    """Delete the later checkpoints of the model that a checkpoint belongs to."""
+    """Delete the later checkpoints of the model that an undamaged checkpoint belongs to."""
     if (
-        not (checkpoint / "complete").is_file()
+        not (checkpoint / COMPLETE_FILE).is_file()
         or checkpoint.resolve().parent.parent != (folder / WORK_FOLDER).resolve()
     ):
         raise UserError(
             f"resume_from_checkpoint {checkpoint}: no complete checkpoint of output_dir {folder}; give latest, or a "
             f"folder checkpoint-* below {folder / WORK_FOLDER}"
         )
-    step = int(checkpoint.name.rpartition("-")[2])
-    for later in checkpoint.parent.glob("checkpoint-*"):
-        if int(later.name.rpartition("-")[2]) > step:
+    check_checkpoint(checkpoint)
+    for later in checkpoints(checkpoint.parent):
+        if step_of(later) > step_of(checkpoint):
             shutil.rmtree(later)
 
 

@@ -1,5 +1,7 @@
 """`Kind`: what a kind of tasks brings to a run: columns, checks, features, model class, metrics, predictions."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -59,6 +61,7 @@ class Kind:
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
+        self.notes: list[str] = []  # what the user should know about how `learn` reads the rows, a sentence each
 
     def find_columns(self, train: Table) -> None:
         """Choose the columns: the options', or the named data set's if the table has them, or the defaults."""
@@ -120,6 +123,10 @@ class Kind:
         """The metrics of a labelled table, by name; without the loss."""
         raise NotImplementedError
 
+    def constant_metrics(self, table: Table) -> tuple[str, ...]:
+        """The metrics that are 0 on a labelled table whatever is predicted, by its labels alone."""
+        return ()
+
     def predicted_columns(self, table: Table, features: Features, predictions) -> dict[str, list]:
         """Columns with the predictions for each row of a table, to stand beside the columns of the table."""
         raise NotImplementedError
@@ -171,6 +178,42 @@ def check_text(table: Table, row: int, name: str, text: object, mend: str) -> No
 def has_text(value: object) -> bool:
     """Whether a value is a string with more than white space."""
     return isinstance(value, str) and value.strip() != ""
+
+
+def json_list(text: str) -> list | None:
+    """
+    The list in a cell of CSV that holds one as JSON.
+
+    Returns:
+        None if the text does not begin with [ and end with ].
+
+    Raises:
+        ValueError: it does, and is not JSON, such as a list that pandas has written.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def no_json_list(table: Table, row: int, column: str, text: str) -> UserError:
+    """The error for a cell on which `json_list` has raised `ValueError`."""
+    return UserError(
+        f"{table.place(row)}: column {column!r} holds {text:.40}, a list that is not JSON; write it as "
+        f'["a", "b"], for example with json.dumps, or give JSONL or Parquet with lists'
+    )
+
+
+def whole_number(value: object) -> object:
+    """A value as it is; a whole number that is written as a float (1.0, as pandas writes it) without the point."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+)\.0+\s*", value)):
+        return match[1]
+    return value
 
 
 # Metrics that are best when they are small.

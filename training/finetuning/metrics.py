@@ -40,11 +40,13 @@ def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
     average = {"average": "binary", "pos_label": 1} if classes == 2 else {"average": "macro"}
     accuracy = float(accuracy_score(labels, predicted))
     f1 = float(f1_score(labels, predicted, zero_division=0.0, **average))
+    # Of one class alone, scikit-learn warns and gives 0.
+    has_two = np.ptp(labels) > 0 and np.ptp(predicted) > 0
     return {
         "accuracy": accuracy,
         "f1": f1,
         "accuracy_f1_mean": (accuracy + f1) / 2,
-        "matthews_correlation": float(matthews_corrcoef(labels, predicted)),
+        "matthews_correlation": float(matthews_corrcoef(labels, predicted)) if has_two else 0.0,
     }
 
 

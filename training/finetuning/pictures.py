@@ -1,4 +1,4 @@
-"""Pictures of a fine-tuning: curves, confusion matrix, predicted and true numbers, F1 by label."""
+"""Pictures of a fine-tuning: curves, confusion matrix, predicted and true numbers."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     np.add.at(counts, (np.asarray(true), np.asarray(predicted)), 1)
     totals = counts.sum(1, keepdims=True)
     shares = counts / np.maximum(totals, 1)
-    names = [_shortened(name) for name in classes]
+    names = [shortened(name) for name in classes]
     longest = max(map(len, names))
     size = max(3.2, 0.55 * len(classes)) if len(classes) <= NUMBERED_CLASSES else 12
     figure = Figure(figsize=(size + 2.2 + 0.08 * longest, size + 1.4 + 0.08 * longest), layout="constrained")
@@ -60,42 +60,6 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     panel.set_title(
         f"Confusion matrix on {rows_name}:\n{counts.sum():,} {unit}, accuracy {accuracy:.1%}", fontsize=10, wrap=True
     )
-    figure.savefig(path, dpi=120)
-    return figure
-
-
-def draw_label_bars(true, predicted, classes: list[str], rows_name: str, path: Path):
-    """
-    Draw precision, recall and F1 of each label as horizontal bars; returns the figure.
-
-    Args:
-        true, predicted: 0 or 1 for each row and label (N, C).
-    """
-    from matplotlib.figure import Figure
-
-    true, predicted = np.asarray(true).astype(bool), np.asarray(predicted).astype(bool)
-    hits, said, there = (true & predicted).sum(0), predicted.sum(0), true.sum(0)
-    figures = {
-        "precision": hits / np.maximum(said, 1),
-        "recall": hits / np.maximum(there, 1),
-        "F1": 2 * hits / np.maximum(said + there, 1),
-    }
-    figure = Figure(figsize=(7, 1.6 + 0.5 * len(classes)), layout="constrained")
-    panel = figure.subplots()
-    for number, (name, values) in enumerate(figures.items()):
-        heights = np.arange(len(classes)) + (number - 1) * 0.26
-        bars = panel.barh(heights, values, 0.24, label=name, color=("#9ecae1", "#fdae6b", "#08519c")[number])
-        panel.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=7, padding=2)
-    panel.set_yticks(
-        range(len(classes)),
-        [f"{_shortened(name)} ({count:,} rows)" for name, count in zip(classes, there, strict=True)],
-    )
-    panel.invert_yaxis()
-    panel.set_xlim(0, 1.12)
-    panel.set_xlabel("share")
-    panel.set_title(f"Precision, recall and F1 of each label on {rows_name} ({len(true):,} rows)", fontsize=10)
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
     return figure
 
@@ -176,5 +140,6 @@ def _curve_style(kind, is_kept):
     return {**style, "linewidth": 0.8, "zorder": 1, "color": "0.6" if kind == "validation" else "0.8"}
 
 
-def _shortened(name):
+def shortened(name: str) -> str:
+    """A name for the axis of a picture."""
     return name if len(name) <= LABEL_CHARACTERS else f"{name[: LABEL_CHARACTERS - 1]}…"

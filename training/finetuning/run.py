@@ -41,9 +41,11 @@ from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
 from d2l_bert.training.finetuning.trainer import (
     check_layers,
     check_machine,
+    check_warmup,
     default_rate,
     make_arguments,
     rows_per_step,
+    total_steps,
 )
 from d2l_bert.training.host_settings import restore_host_settings
 
@@ -90,6 +92,10 @@ def finetune(config: FinetuneConfig) -> Path:
             check_layers(config, model)
             del model
             state = _make_state()
+            said = check_warmup(config, total_steps(config, state.num_processes, len(data.train)))
+            for warning in filter(None, (said, _constant_metric(kind, metric, data))):
+                if state.is_main_process:
+                    logger.warning(warning)
             if config.push_to_hub:
                 on_main(state, _check_push, config, start)
             return _run(config, kind, metric, data, start, state)
@@ -122,6 +128,16 @@ def _run(config, kind, metric, data, start, state):
             report.info(publish(folder, repository, PublishConfig(public=not config.hub_private_repo)))
     state.wait_for_everyone()
     return folder
+
+
+def _constant_metric(kind, metric, data):
+    """What to say if the metric that chooses is the same for every model; None if it is not."""
+    if data.validation is None or metric not in kind.constant_metrics(data.validation):
+        return None
+    return (
+        f"{data.validation.label}: {metric} is 0 there whatever is predicted ({len(data.validation):,} rows, without "
+        f"two different labels or without a true one), so the loss chooses; give more validation rows"
+    )
 
 
 def _make_state():

@@ -1,5 +1,6 @@
 """`Table`: named columns in memory; reads one from a file (CSV, JSONL, Parquet, ...), or from a dataset."""
 
+import codecs
 import csv
 import dataclasses
 import io
@@ -77,7 +78,7 @@ class Table:
             UserError: there is no such column.
         """
         if column not in self.columns:
-            listed = ", ".join(map(str, self.columns)) or "none"
+            listed = ", ".join(map(repr, self.columns)) or "none"
             raise UserError(f"{self.label}: no column {column!r}; it has {listed}: name one with --{option}")
         return self.columns[column]
 
@@ -106,7 +107,8 @@ def read_file(path: str, option: str) -> Table:
     columns, lines = readers[suffix](file, label)
     table = Table(label=label, name=base_name(path), columns=columns, lines=lines, fingerprint=content_hash(file)[:16])
     if len(table) == 0:
-        raise UserError(f"{label}: has no rows; give a file with rows, or leave {option} out")
+        mend = "" if option == "train_file" else f", or leave {option} out"
+        raise UserError(f"{label}: has no rows; give a file with rows{mend}")
     return table
 
 
@@ -115,32 +117,43 @@ def _read_csv(file, label):
     csv.field_size_limit(2**31 - 1)
     rows, lines = [], []
     with open_unpacked(file) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        reader = csv.reader(text, dialect="excel-tab" if suffix_unpacked(file) == ".tsv" else "excel", strict=True)
-        try:
-            names = next(reader, [])
-            if len(set(names)) < len(names):
-                double = next(name for name in names if names.count(name) > 1)
-                raise UserError(f"{label}: two columns are called {double!r}; give each a name of its own")
-            for row in reader:
-                if not row:  # an empty line
-                    continue
-                if len(row) != len(names):
-                    raise UserError(
-                        f"{label}, line {reader.line_num}: {len(row)} fields, and the first line names {len(names)} "
-                        f"columns; put texts with commas, tabs or quotes between quotes"
-                    )
-                rows.append(row)
-                lines.append(reader.line_num)
-        except UnicodeDecodeError as error:
-            place = f" after line {reader.line_num}" if reader.line_num else ""
-            raise UserError(
-                f"{label}: not UTF-8 text{place} ({error.reason}); convert the file, for example with "
-                f"`iconv -f LATIN1 -t UTF-8`"
-            ) from None
-        except csv.Error as error:
-            raise UserError(f"{label}, line {reader.line_num}: not CSV ({error}); repair the file") from None
+        text = io.StringIO(_decoded(stream.read(), label), newline="")
+    reader = csv.reader(text, dialect="excel-tab" if suffix_unpacked(file) == ".tsv" else "excel", strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            double = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{label}: two columns are called {double!r}; give each a name of its own")
+        for row in reader:
+            if not row:  # an empty line
+                continue
+            if len(row) != len(names):
+                raise UserError(
+                    f"{label}, line {reader.line_num}: {len(row)} fields, and the first line names {len(names)} "
+                    f"columns; put texts with commas, tabs or quotes between quotes"
+                )
+            rows.append(row)
+            lines.append(reader.line_num)
+    except csv.Error as error:
+        raise UserError(f"{label}, line {reader.line_num}: not CSV ({error}); repair the file") from None
     return {name: [row[number] for row in rows] for number, name in enumerate(names)}, lines
+
+
+def _decoded(data, label):
+    """The text of a file in UTF-8, without a byte order mark."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{label}: UTF-16, not UTF-8; convert the file with `iconv -f UTF-16 -t UTF-8`")
+    if b"\0" in data:
+        line = data.count(b"\n", 0, data.index(0)) + 1
+        raise UserError(f"{label}, line {line}: a NUL byte, which no text has; repair the file or take the line out")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{label}, line {line}: not UTF-8 text ({error.reason}); convert the file, for example with "
+            f"`iconv -f LATIN1 -t UTF-8`"
+        ) from None
 
 
 def _read_json_lines(file, label):

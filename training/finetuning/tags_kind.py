@@ -1,5 +1,6 @@
 """The kind `tags`: a tag for each word of a text, such as the entities of BIO (d2l, section 16.6.3)."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_entity_bars
-from d2l_bert.training.finetuning.kind import Features, Kind
+from d2l_bert.training.finetuning.kind import Features, Kind, json_list, no_json_list
 from d2l_bert.training.finetuning.pictures import draw_confusion
 from d2l_bert.training.finetuning.text_kinds import CONFUSION_FILE, sort_labels
 
@@ -22,6 +23,11 @@ TAG_COLUMNS = ("ner_tags", "tags", "labels", "label")
 ENTITY_FILE = "f1_by_entity.png"
 TEXTS_AT_ONCE = 1000
 NO_ENTITY = "O"
+
+BIO_TAG = re.compile(r"O|[BI](-.*)?")
+
+# A tag of BIO, BIOES or BILOU, in capitals or not.
+SPAN_TAG = re.compile(r"[bioeslu](-.+)?", re.IGNORECASE)
 
 
 class Tags(Kind):
@@ -59,14 +65,24 @@ class Tags(Kind):
                 f"rows with two tags at least, or name another column with --label_column"
             )
         self.number_of = {name: number for number, name in enumerate(self.classes)}
-        self.has_entities = all(tag == NO_ENTITY or tag.partition("-")[0] in ("B", "I") for tag in self.classes)
+        self.has_entities = all(map(BIO_TAG.fullmatch, self.classes))
         # The prediction for a word without pieces, such as a lone control character.
         self.default = NO_ENTITY if NO_ENTITY in self.classes else counts.most_common(1)[0][0]
+        bare = [tag for tag in self.classes if tag in ("B", "I")]
+        if not self.has_entities and all(map(SPAN_TAG.fullmatch, self.classes)):
+            other = next(tag for tag in self.classes if not BIO_TAG.fullmatch(tag))
+            self.notes.append(
+                f"the tags mark spans, but not as BIO does (O, B-... and I-..., in capitals), such as "
+                f"{other!r}: entities are not counted, and the accuracy of words chooses"
+            )
+        elif self.has_entities and bare:
+            self.notes.append(f"entities of the tag {bare[0]!r} have no type; B-... and I-... name one")
         if not self.has_entities:
             self.main_metric, self.metrics_shown = "accuracy", ("accuracy",)
 
     def is_labelled(self, table):
-        return any(_listed(cell) for cell in table.columns.get(self.label[0], []))
+        # A cell that is no list is refused later, by `check`.
+        return any(_listed(cell) != [] for cell in table.columns.get(self.label[0], []))
 
     def usable(self, table):
         if not table.is_dataset:
@@ -83,11 +99,7 @@ class Tags(Kind):
         for row in range(len(table)):
             words = _listed(table.columns[self.words][row])
             if words is None:
-                kind = type(table.columns[self.words][row]).__name__
-                raise UserError(
-                    f"{table.place(row)}: column {self.words!r} holds {kind}, not a list of words; name another "
-                    f"column with --text_column"
-                )
+                raise _no_list(table, row, self.words, "words", "text_column")
             if not words:
                 raise UserError(f"{table.place(row)}: column {self.words!r} has no words; take the row out")
             for number, word in enumerate(words, 1):
@@ -106,11 +118,7 @@ class Tags(Kind):
         column = self.label[0]
         tags, names = _listed(table.columns[column][row]), table.class_names.get(column)
         if tags is None:
-            kind = type(table.columns[column][row]).__name__
-            raise UserError(
-                f"{table.place(row)}: column {column!r} holds {kind}, not a list of tags; name another column with "
-                f"--label_column"
-            )
+            raise _no_list(table, row, column, "tags", "label_column")
         for number, tag in enumerate(tags, 1):
             is_whole = isinstance(tag, int) and not isinstance(tag, bool)
             if names and is_whole and not 0 <= tag < len(names):
@@ -240,12 +248,17 @@ class Tags(Kind):
         predicted = self.predicted_tags(table, features, predictions)
         return span_metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
 
+    def constant_metrics(self, table):
+        is_empty = all(tag == NO_ENTITY for tags in self.true_tags(table) for tag in tags)
+        return ("f1", "precision", "recall", "strict_f1") if self.has_entities and is_empty else ()
+
     def predicted_columns(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
         cells = table.columns[self.words]
         columns = {
             "prediction": [
-                " ".join(tags) if isinstance(cell, str) else tags for tags, cell in zip(predicted, cells, strict=True)
+                " ".join(tags) if isinstance(cell, str) and json_list(cell) is None else tags
+                for tags, cell in zip(predicted, cells, strict=True)
             ]
         }
         if self.has_entities:
@@ -301,10 +314,28 @@ def _first(names, columns):
 
 
 def _listed(cell):
-    """The entries of a cell: a list, or a text with spaces between the entries; None for a cell of another kind."""
+    """
+    The entries of a cell: a list, also as JSON, or a text with spaces between the entries; None for a cell of another
+    kind.
+    """
     if isinstance(cell, str):
-        return cell.split()
+        try:
+            found = json_list(cell)
+        except ValueError:
+            return None
+        return cell.split() if found is None else found
     return [] if cell is None else cell if isinstance(cell, list) else None
+
+
+def _no_list(table, row, column, entries, option):
+    """The error for a cell of which `_listed` finds no entries."""
+    cell = table.columns[column][row]
+    if isinstance(cell, str):
+        return no_json_list(table, row, column, cell)
+    return UserError(
+        f"{table.place(row)}: column {column!r} holds {type(cell).__name__}, not a list of {entries}; name another "
+        f"column with --{option}"
+    )
 
 
 def _are_words(words):

@@ -1,4 +1,4 @@
-"""Kinds of tasks about one text or two: one class of several, several labels at once, a number (d2l, section 16.6)."""
+"""Kinds of tasks about one text or two: one class of several, or a number (d2l, section 16.6); what they share."""
 
 import math
 import re
@@ -12,12 +12,12 @@ from transformers import DataCollatorWithPadding
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column
-from d2l_bert.training.finetuning.pictures import draw_confusion, draw_label_bars, draw_scatter
+from d2l_bert.training.finetuning.pictures import draw_confusion, draw_scatter
 from d2l_bert.training.finetuning.tables import Table
 
 
 # A number with a decimal point or an exponent, as in a column of floats.
-DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+|nan|inf|infinity)", re.IGNORECASE)
+DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+)")
 
 # The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
 # none of these columns, and `multilabel` writes those of the first classes.
@@ -30,7 +30,6 @@ TEXTS_AT_ONCE = 1000
 
 CONFUSION_FILE = "confusion_matrix.png"
 SCATTER_FILE = "predicted_and_true.png"
-LABEL_FILE = "f1_by_label.png"
 
 
 class TextKind(Kind):
@@ -53,7 +52,8 @@ class TextKind(Kind):
         self.text_pair = choose(config.text_pair_column, task and task.text_pair, "text_pair")
         if config.text_pair_column is not None or (task and task.text_pair):
             train.require(self.text_pair, "text_pair_column")
-        elif self.text_pair not in train.columns:
+        self.pair_name = self.text_pair
+        if self.text_pair not in train.columns:
             self.text_pair = None
         self.label = config.label_column or [choose(None, task and task.label, "label")]
         for column in self.label:
@@ -71,7 +71,7 @@ class TextKind(Kind):
     def usable(self, table):
         if not table.is_dataset:
             return table, {}
-        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(_is_filled, texts))}
+        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(is_filled, texts))}
         without_label = set()
         labels = table.columns.get(self.label[0], [])
         if self.label[0] in table.class_names or all(label == -1 for label in labels):  # -1 is GLUE's "no label"
@@ -88,12 +88,17 @@ class TextKind(Kind):
             return False
         # A multilabel cell may be empty: the row then has no label of them all.
         return self.problem_type == "multi_label_classification" or any(
-            _is_filled(value) for value in table.columns[self.label[0]]
+            is_filled(value) for value in table.columns[self.label[0]]
         )
 
     def check(self, table):
         for column, option in zip(self.text_columns(), ("text_column", "text_pair_column"), strict=False):
             check_text_column(table, column, option)
+        if self.text_pair is None and self.pair_name in table.columns:
+            raise UserError(
+                f"{table.label}: has a column {self.pair_name!r} of second texts, and the training rows have none; "
+                f"add it to the training rows, or take it out here"
+            )
         if self.is_labelled(table):
             self.targets(table)
 
@@ -164,6 +169,11 @@ class Classification(TextKind):
                     f"{train.place(row)}: column {column!r} holds {type(value).__name__}, not a class; name another "
                     f"column with --label_column, or give --task multilabel for several labels"
                 )
+            if str(value).strip().lower() == "nan":
+                raise UserError(
+                    f"{train.place(row)}: column {column!r} holds {value}, as pandas writes a cell without a label; "
+                    f"write a label, or take the row out"
+                )
             if isinstance(value, float) or (isinstance(value, str) and DECIMAL.fullmatch(value.strip())):
                 raise UserError(
                     f"{train.place(row)}: column {column!r} holds numbers such as {value}, not classes; give --task "
@@ -192,7 +202,7 @@ class Classification(TextKind):
         names = table.class_names.get(column)
         if names and isinstance(value, int) and 0 <= value < len(names):
             return names[value]
-        if not _is_filled(value):
+        if not is_filled(value):
             raise UserError(f"{table.place(row)}: column {column!r} is empty; write a label, or take the row out")
         return str(value).strip()
 
@@ -202,26 +212,31 @@ class Classification(TextKind):
             if name not in self.number_of:
                 raise UserError(
                     f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
-                    f"{_listed(self.classes)}; correct the label, or add training rows with it"
+                    f"{listed_names(self.classes)}; correct the label, or add training rows with it"
                 )
         return np.array([self.number_of[name] for name in names], dtype=np.int64)
 
     def model_settings(self):
-        return _label_settings(self.classes, self.problem_type)
+        return label_settings(self.classes, self.problem_type)
 
     def metrics(self, table, features, predictions):
         return metrics.class_metrics(self.targets(table), predictions.argmax(-1), len(self.classes))
+
+    def constant_metrics(self, table):
+        found = set(self.targets(table).tolist())
+        without_second = ("f1",) if len(self.classes) == 2 and found == {0} else ()
+        return (*without_second, "matthews_correlation") if len(found) == 1 else ()
 
     def predicted_columns(self, table, features, predictions):
         probabilities = softmax(predictions)
         chosen = predictions.argmax(-1)
         columns = {
             "prediction": [self.classes[number] for number in chosen],
-            "probability": [_rounded(row[number]) for row, number in zip(probabilities, chosen, strict=True)],
+            "probability": [rounded(row[number]) for row, number in zip(probabilities, chosen, strict=True)],
         }
         if len(self.classes) <= PROBABILITY_COLUMNS:
             for number, name in enumerate(self.classes):
-                columns[f"probability of {name}"] = [_rounded(value) for value in probabilities[:, number]]
+                columns[f"probability of {name}"] = [rounded(value) for value in probabilities[:, number]]
         return columns
 
     def pictures(self, table, features, predictions, folder):
@@ -229,98 +244,6 @@ class Classification(TextKind):
             self.targets(table), predictions.argmax(-1), self.classes, table.name, Path(folder, CONFUSION_FILE)
         )
         return {CONFUSION_FILE: f"Confusion matrix on {table.name}"}
-
-
-class Multilabel(TextKind):
-    """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
-
-    problem_type = "multi_label_classification"
-    main_metric = "f1"
-    metrics_shown = ("f1", "macro_f1", "exact_match")
-
-    def learn(self, train):
-        if len(self.label) > 1:
-            self.classes = list(self.label)
-        else:
-            self.classes = sort_labels({name for row in range(len(train)) for name in self._names(train, row)})
-        if not self.classes:
-            raise UserError(f"{train.label}: no row has a label in column {self.label[0]!r}; name another column")
-        self.number_of = {name: number for number, name in enumerate(self.classes)}
-        totals = self.targets(train).sum(0)
-        for name, total in zip(self.classes, totals, strict=True):
-            if total == 0:
-                raise UserError(f"{train.label}: no row has the label {name!r}; leave its column out of label_column")
-        if (totals == len(train)).all():
-            raise UserError(
-                f"{train.label}: every row has all of the labels {_listed(self.classes)}; nothing to learn"
-            )
-
-    def _names(self, table, row):
-        """The names of the labels of a row."""
-        column = self.label[0]
-        value = table.columns[column][row]
-        if value is None:
-            return []
-        if isinstance(value, list):
-            names = table.class_names.get(column)
-            for entry in value:
-                if names and isinstance(entry, int) and not 0 <= entry < len(names):
-                    raise UserError(
-                        f"{table.place(row)}: column {column!r} holds {entry}, which is no label of the dataset; "
-                        f"correct the row"
-                    )
-            named = [names[entry] if names and isinstance(entry, int) else entry for entry in value]
-        elif isinstance(value, str):
-            named = [entry for entry in value.split(self.config.label_separator) if entry.strip()]
-        else:
-            raise UserError(
-                f"{table.place(row)}: column {column!r} holds {type(value).__name__}, not a list of labels; write a "
-                f"list, or several columns of 0 and 1"
-            )
-        for entry in named:
-            if not isinstance(entry, str | int) or not _is_filled(entry):
-                raise UserError(f"{table.place(row)}: {entry!r} in column {column!r} is no label; write a name")
-        return [str(entry).strip() for entry in named]
-
-    def targets(self, table):
-        found = np.zeros((len(table), len(self.classes)), dtype=np.float32)
-        if len(self.label) > 1:
-            for number, column in enumerate(self.label):
-                for row, value in enumerate(table.require(column, "label_column")):
-                    if value not in (0, 1, "0", "1"):
-                        raise UserError(f"{table.place(row)}: column {column!r} holds {value!r}; write 0 or 1")
-                    found[row, number] = int(value)
-            return found
-        for row in range(len(table)):
-            for name in self._names(table, row):
-                if name not in self.number_of:
-                    raise UserError(
-                        f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
-                        f"{_listed(self.classes)}; correct the label, or add training rows with it"
-                    )
-                found[row, self.number_of[name]] = 1
-        return found
-
-    def model_settings(self):
-        return _label_settings(self.classes, self.problem_type)
-
-    def metrics(self, table, features, predictions):
-        return metrics.multilabel_metrics(self.targets(table), (predictions > 0).astype(int))
-
-    def predicted_columns(self, table, features, predictions):
-        separator = self.config.label_separator
-        chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in predictions]
-        columns = {"prediction": [separator.join(names) for names in chosen]}
-        probabilities = 1 / (1 + np.exp(-predictions.astype(np.float64)))
-        for number, name in enumerate(self.classes[:PROBABILITY_COLUMNS]):
-            columns[f"probability of {name}"] = [_rounded(value) for value in probabilities[:, number]]
-        return columns
-
-    def pictures(self, table, features, predictions, folder):
-        draw_label_bars(
-            self.targets(table), (predictions > 0).astype(int), self.classes, table.name, Path(folder, LABEL_FILE)
-        )
-        return {LABEL_FILE: f"Precision, recall and F1 of each label on {table.name}"}
 
 
 class Regression(TextKind):
@@ -353,7 +276,7 @@ class Regression(TextKind):
                 number = math.nan
             except OverflowError:  # a whole number of hundreds of digits
                 number = sys.float_info.max
-            if not _is_filled(value):
+            if not is_filled(value):
                 shown = "is empty; write a number"
             elif not math.isfinite(number):
                 shown = f"holds {value!r:.40}, not a finite number; write one"
@@ -386,6 +309,9 @@ class Regression(TextKind):
     def metrics(self, table, features, predictions):
         return metrics.number_metrics(self.targets(table), predictions[:, 0])
 
+    def constant_metrics(self, table):
+        return ("pearson", "spearman", "pearson_spearman_mean") if np.ptp(self.targets(table)) == 0 else ()
+
     def predicted_columns(self, table, features, predictions):
         return {"prediction": [float(f"{value:.6g}") for value in predictions[:, 0]]}
 
@@ -407,7 +333,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-def _label_settings(classes, problem_type):
+def label_settings(classes, problem_type):
+    """The fields of a model's configuration for its classes."""
     return {
         "num_labels": len(classes),
         "id2label": dict(enumerate(classes)),
@@ -416,13 +343,16 @@ def _label_settings(classes, problem_type):
     }
 
 
-def _is_filled(value):
+def is_filled(value):
+    """Whether a cell holds more than white space."""
     return value is not None and str(value).strip() != ""
 
 
-def _listed(names, most=10):
+def listed_names(names, most=10):
+    """The first names in a sentence, and how many more there are."""
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _rounded(probability):
+def rounded(probability):
+    """A probability for the table of predictions."""
     return round(float(probability), 6)

@@ -1,6 +1,8 @@
 """Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
 
+import json
 import logging
+import math
 import re
 import shutil
 import sys
@@ -23,6 +25,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from d2l_bert.errors import UserError
+from d2l_bert.training.checkpoint import checkpoints, last_undamaged, read_manifest, write_manifest
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.start import is_ours
@@ -37,8 +40,8 @@ WARMUP_RATIO = 0.1
 BATCH_SIZE = 32
 LOGGED_ROWS = 50
 
-# Written into a checkpoint when all its other files are there; holds the seconds of training so far. A checkpoint
-# without this file is never resumed from.
+# Written into a checkpoint when all its other files are on the disk; holds their SHA-256, and the seconds of training
+# so far. A checkpoint without this file is never resumed from.
 COMPLETE_FILE = "complete"
 
 
@@ -69,6 +72,42 @@ def warmup(config: FinetuneConfig) -> float:
     return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
 
 
+def _epochs(config):
+    return EPOCHS if config.num_train_epochs is None else config.num_train_epochs
+
+
+def total_steps(config: FinetuneConfig, processes: int, rows: int) -> int:
+    """The optimizer steps of one model on so many training rows, as Trainer counts them."""
+    batches = math.ceil(rows / (batch_size(config, processes) * processes))
+    in_epoch = math.ceil(batches / config.gradient_accumulation_steps)
+    return config.max_steps or max(1, math.ceil(_epochs(config) * in_epoch))
+
+
+def check_warmup(config: FinetuneConfig, steps: int) -> str | None:
+    """
+    Check that the warm-up ends before the run does: the first step of a warm-up has rate 0.
+
+    Returns:
+        What to say if the default share of warm-up takes all steps; None if nothing is to be said.
+
+    Raises:
+        UserError: `warmup_steps` or `warmup_ratio` is too large for the steps of the run.
+    """
+    if config.lr_scheduler_type == "constant":
+        return None
+    name = "warmup_ratio" if config.warmup_steps is None else "warmup_steps"
+    share = warmup(config)
+    warm = math.ceil(share * steps) if config.warmup_steps is None else share
+    if warm < steps or warm == 0:
+        return None
+    if getattr(config, name) is not None:
+        raise UserError(
+            f"{name} {share:g}: the warm-up ({warm:,} steps) is not shorter than the run ({steps:,} steps); give less "
+            f"warm-up, or more steps"
+        )
+    return f"the warm-up takes the whole run ({steps:,} steps), at rate 0; --warmup_ratio 0 trains without a warm-up"
+
+
 def make_arguments(
     config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, rows: int, labels
 ) -> TrainingArguments:
@@ -84,8 +123,8 @@ def make_arguments(
         labels: the names of labels in a batch.
     """
     batch = batch_size(config, processes)
-    epochs = EPOCHS if config.num_train_epochs is None else config.num_train_epochs
-    steps = config.max_steps or max(1, round(epochs * rows / rows_per_step(config, processes)))
+    epochs = _epochs(config)
+    steps = total_steps(config, processes, rows)
     validates, by_steps = config.validates(), config.eval_strategy == "steps"
     evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
     if by_steps:
@@ -188,6 +227,19 @@ class FinetuneTrainer(Trainer):
         """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
+    def _determine_best_metric(self, metrics, trial):
+        """Whether an evaluation is the best so far; of equal values, that of the lower loss is better."""
+        before = self.state.best_metric
+        if super()._determine_best_metric(metrics, trial):
+            return True
+        if before is None or metrics[self.args.metric_for_best_model] != before:
+            return False
+        losses = {row["step"]: row["eval_loss"] for row in self.state.log_history if "eval_loss" in row}
+        if not metrics["eval_loss"] < losses.get(self.state.best_global_step, -math.inf):
+            return False
+        self.state.best_global_step = self.state.global_step
+        return True
+
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
         if self.optimizer is not None or self.layerwise_decay in (None, 1.0):
@@ -219,18 +271,11 @@ class FinetuneTrainer(Trainer):
         """
         Go on with the training from a checkpoint, to its end.
 
-        The folder may have been moved since: the path of the best checkpoint is corrected first. If the training had
-        ended at this checkpoint, by early stopping or at the last step, only weights are loaded; Trainer would train
-        on.
+        If the training had ended at this checkpoint, by early stopping or at the last step, only weights are loaded;
+        Trainer would train on.
         """
-        file = checkpoint / TRAINER_STATE_NAME
-        state = TrainerState.load_from_json(str(file))
-        if state.best_model_checkpoint is not None:
-            state.best_model_checkpoint = str(checkpoint.parent / Path(state.best_model_checkpoint).name)
-            if self.args.should_save:
-                partial = file.with_name(f".{file.name}.part")
-                state.save_to_json(str(partial))
-                partial.replace(file)
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        _correct_best_path(state, checkpoint.parent)
         self.accelerator.wait_for_everyone()
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EarlyStoppingCallback):
@@ -315,6 +360,7 @@ class MarkComplete(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.began = time.monotonic()
+        _correct_best_path(state, Path(args.output_dir))
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         self.before = seconds_before(folder) if state.global_step else 0.0
 
@@ -323,8 +369,8 @@ class MarkComplete(TrainerCallback):
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if not state.is_world_process_zero or not last.is_dir():
             return
-        (last / COMPLETE_FILE).write_text(f"{self.before + time.monotonic() - self.began:.2f}", encoding="utf-8")
-        by_steps = sorted(last.parent.glob("checkpoint-*"), key=_step_of, reverse=True)
+        write_manifest(last, COMPLETE_FILE, seconds=round(self.before + time.monotonic() - self.began, 2))
+        by_steps = checkpoints(last.parent)[::-1]
         best = [path for path in by_steps if path.name == Path(state.best_model_checkpoint or "").name]
         kept = list(dict.fromkeys([last, *best, *by_steps]))[: max(self.limit, len({last, *best}))]
         for path in by_steps:
@@ -334,15 +380,35 @@ class MarkComplete(TrainerCallback):
 
 def seconds_before(checkpoint: Path) -> float:
     """The seconds of training before a complete checkpoint."""
-    written = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
-    return float(written or 0)  # earlier versions left the file empty
+    return json.loads((checkpoint / COMPLETE_FILE).read_text())["seconds"]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of most steps in the folder of one model; None without one."""
-    complete = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
-    return max(complete, key=_step_of, default=None)
+    """
+    The undamaged checkpoint of most steps in the folder of one model; None without a complete one.
+
+    Raises:
+        UserError: all complete checkpoints are damaged.
+    """
+    complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
+    return last_undamaged(complete, check_checkpoint) if complete else None
 
 
-def _step_of(checkpoint):
-    return int(checkpoint.name.rpartition("-")[2])
+def check_checkpoint(checkpoint: Path) -> Path:
+    """
+    Check the files of a complete checkpoint, and those of the best checkpoint before it; returns the checkpoint.
+
+    Raises:
+        UserError: one of the two is damaged.
+    """
+    read_manifest(checkpoint, COMPLETE_FILE)
+    best = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).best_global_step
+    if best:
+        read_manifest(checkpoint.with_name(f"checkpoint-{best}"), COMPLETE_FILE)
+    return checkpoint
+
+
+def _correct_best_path(state, folder):
+    """Let a `TrainerState` name the best checkpoint in a folder, which may have been moved since it was saved."""
+    if state.best_global_step:
+        state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")

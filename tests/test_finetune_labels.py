@@ -1,0 +1,106 @@
+"""How `d2l-bert finetune` reads cells and labels of files, and what it says about them."""
+
+import shutil
+
+import numpy as np
+import pytest
+from finetuning import load
+from small_tasks import tag_rows, write_rows
+
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.data import load_data
+from d2l_bert.training.finetuning.folder import write_table
+from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.metrics import class_metrics
+
+
+def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
+    rows = tag_rows(6, 0)
+    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")
+    write_table(tmp_path / "rows.csv", data.train.columns)
+    kind, again = load(tmp_path / "rows.csv", "tags")
+    assert kind.true_tags(again.train) == [row["ner_tags"] for row in rows]
+    assert kind.texts(again.train) == [tuple(row["tokens"]) for row in rows]
+    write_table(tmp_path / "labels.csv", {"text": ["one", "two"], "label": [["a", "b"], ["b"]]})
+    kind, data = load(tmp_path / "labels.csv", "multilabel")
+    assert kind.classes == ["a", "b"] and kind.targets(data.train).tolist() == [[1, 1], [0, 1]]
+
+
+def test_one_rule_reads_all_labels_of_a_column(tmp_path):
+    def targets(*rows):
+        path = write_rows(
+            tmp_path / "rows.jsonl", [{"context": "a", "choices": each, "label": label} for each, label in rows]
+        )
+        kind, data = load(path, "multiple_choice")
+        return kind.targets(data.train).tolist()
+
+    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "9")) == [0, 2]  # "9" can only be a text
+    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "0")) == [2, 0]  # "0" can only be a number
+    assert targets((["b", "A", "c"], "A"), (["b", "c", "d"], "C")) == [0, 2]
+    assert targets((["a", "b"], 1.0), (["c", "d"], "0.0")) == [1, 0]
+    assert targets((["2", "0", "1"], 2), (["2", "0", "1"], 0)) == [2, 0]
+
+
+def test_columns_of_choices_that_count_from_1_are_said_if_no_label_is_0(tmp_path):
+    rows = [{"context": "a", "choice1": "b", "choice2": "c", "choice3": "d", "label": n} for n in (1, 2)]
+    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple_choice")
+    assert any("label 0 is 'choice1', and no row has label 0" in note for note in data.notes)
+    _, data = load(write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "label": 0}]), "multiple_choice")
+    assert not any("no row has label 0" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    "tags, words",
+    [
+        (["b-per", "o"], "not as BIO does (O, B-... and I-..., in capitals), such as 'b-per'"),
+        (["S-PER", "O"], "such as 'S-PER': entities are not counted"),
+        (["B", "O"], "entities of the tag 'B' have no type"),
+        (["DET", "NOUN"], None),
+        (["B-PER", "O"], None),
+    ],
+)
+def test_tags_that_are_nearly_bio_are_said(tags, words, tmp_path):
+    rows = [{"tokens": ["Ada", "left"], "tags": tags}, {"tokens": ["Bo", "left"], "tags": tags}]
+    notes = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")[1].notes
+    assert words in notes[0] if words else not any("entities" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_class_alone_has_no_correlation_and_no_warning():
+    assert class_metrics(np.array([1, 1]), np.array([1, 1]), 2)["matthews_correlation"] == 0
+    assert class_metrics(np.array([1, 1, 0]), np.array([1, 1, 0]), 2)["matthews_correlation"] == 1
+
+
+def test_an_empty_training_file_cannot_be_left_out(trained, tmp_path, fails):
+    (tmp_path / "rows.csv").write_text("")
+    command = ["finetune", trained, "--task=classification", f"--train_file={tmp_path / 'rows.csv'}"]
+    assert fails(*command).endswith("has no rows; give a file with rows")
+
+
+def test_a_damaged_tokenizer_is_said_once(trained, tmp_path, fails):
+    base = shutil.copytree(trained, tmp_path / "base")
+    (base / "tokenizer.json").write_text("{")
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}])
+    line = fails("finetune", base, "--task=classification", f"--train_file={tmp_path / 'rows.jsonl'}")
+    assert "its tokenizer cannot be read (" in line and line.count("its tokenizer") == 1 and line.count(";") == 1
+
+
+def test_labels_with_another_separator_are_said(tmp_path):
+    path = tmp_path / "rows.csv"
+    write_table(path, {"text": ["one", "two", "three"], "label": ["c", "a;b", "b"]})
+    notes = load(path, "multilabel")[1].notes
+    assert any("holds the separator ','" in note and "one label is 'a;b'" in note for note in notes)
+    kind, data = load(path, "multilabel", label_separator=";")
+    assert kind.classes == ["a", "b", "c"] and not any("separator" in note for note in data.notes)
+
+
+def test_columns_of_whole_numbers_as_floats_are_0_and_1(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "x": 1.0, "y": "0.0"}, {"text": "b", "x": 0.0, "y": "1.0"}])
+    kind, data = load(tmp_path / "rows.jsonl", "multilabel", label_column=["x", "y"])
+    assert kind.targets(data.train).tolist() == [[1, 0], [0, 1]]
+
+
+def test_held_out_rows_are_named_after_their_file(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"text {n}", "label": n % 2} for n in range(20)])
+    config = FinetuneConfig(model="m", task="classification", train_file=str(tmp_path / "rows.jsonl"))
+    assert load_data(config, make_kind(config)).validation.name == "rows.jsonl (held out)"
