@@ -60,6 +60,8 @@ def test_later_figures_replace_those_of_the_same_text_alone(folder):
     assert metrics["eval/books two/mlm_loss"] == 3.21 and metrics["eval_blimp_accuracy"] == 0.6
     assert in_metadata["MLM loss on books"] == 2.5 and "NSP loss on books" not in in_metadata
     assert in_metadata["SOP loss on books"] == 0.5 and in_metadata["NSP loss on books two"] == 0.5
+    assert in_metadata["SOP accuracy on books"] == 0.75 and rows["SOP accuracy on books"] == "75.0 %"
+    assert in_metadata["NSP accuracy on books two"] == 0.75 and rows["NSP accuracy on books two"] == "75.0 %"
     assert rows["MLM loss on books"] == "2.500 nats" and "NSP loss on books" not in rows
     assert rows["BLiMP accuracy"] == "60.0 %" and rows["BLiMP: island effects"] == "55.0 %"
     update_folder(folder, None, None, {**BLIMP, "phenomena": {"binding": {"accuracy": 0.7}}})
