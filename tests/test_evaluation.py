@@ -192,6 +192,17 @@ def test_a_sentence_too_long_for_one_model_is_left_out_for_all(models, other_boo
     assert max(encode(model, kept).lengths().max() for model in loaded) <= limit
 
 
+def test_a_text_without_a_sentence_for_pseudo_perplexity_is_said(models, evaluate, tmp_path, capsys):
+    (tmp_path / "long.txt").write_text("Anna walked to the garden, then to the kitchen and home.\n" * 9)
+    content = evaluate(models["mlm"], f"--corpus={tmp_path / 'long.txt'}", "--max_seq_length=8")
+    said = capsys.readouterr().err
+    assert (
+        "no pseudo-perplexity: each sentence of long.txt has no token, or more tokens than" in said
+        and "length (8)" in said
+    )
+    assert "pseudo_perplexity" not in content["models"][0]["text"]
+
+
 def test_the_table_says_which_model_has_no_head_for_pairs(models, other_books, evaluate, capsys):
     evaluate(models["bert"], models["mlm"], f"--corpus={other_books}", "--pppl_sentences=3")
     printed = capsys.readouterr().out

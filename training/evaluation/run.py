@@ -74,6 +74,11 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         # The main process reads the text first. The other processes then find it in the cache.
         text = on_main(accelerator, read_text, config, share_result=False) or read_text(config)
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
+        if config.pppl_sentences and not sentences and accelerator.is_main_process:
+            logger.warning(
+                f"no pseudo-perplexity: each sentence of {text.name} has no token, or more tokens than "
+                f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
+            )
     results = []
     for number, model in enumerate(models):
         start = time.monotonic()
