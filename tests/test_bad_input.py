@@ -79,6 +79,7 @@ def make_texts(folder):
     }.items():
         (folder / name).mkdir()
         (folder / name / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "dangling.png").symlink_to("no such file")
     torch.save({"a": torch.zeros(2)}, folder / "other.params")
     torch.save([1, 2], folder / "list.params")
 

@@ -90,16 +90,19 @@ USES = [
     ("evaluate run --corpus books --plot x.png", "plot draws BLiMP's accuracies, and no blimp is given; give it, or"),
     ("evaluate run --blimp pairs --plot x.pdf", "plot x.pdf: give a name that ends in .png"),
     ("evaluate run --blimp pairs --output x.txt", "output x.txt: give a name that ends in .json"),
-    ("evaluate run --blimp pairs --output run/config.json", "output run/config.json: exists already; name another"),
+    ("evaluate run --blimp pairs --output run/config.json", "run/config.json: exists already; name another file"),
     (
         "evaluate run --blimp pairs --plot run/training_curves.png",
-        "plot run/training_curves.png: exists already; name",
+        "run/training_curves.png: exists already; name",
     ),
     (
         "evaluate run --blimp pairs --output run/training_curves.json",
-        "output run/training_curves.json: its picture run/training_curves.png exists already; name another file",
+        "run/training_curves.png: exists already; name another file, or delete this one",
     ),
-    ("evaluate run --blimp pairs --output no/x.json", "output no/x.json: no folder no; make it, or name a file in"),
+    ("evaluate run --blimp pairs --output no/x.json", "no/x.json: there is no folder no; make the folder, or name"),
+    ("evaluate run --blimp pairs --output /proc/x.json", "/proc/x.json: cannot be written (", "or name another file"),
+    ("evaluate run --blimp pairs --plot dangling.png", "dangling.png: exists already; name another file, or delete"),
+    ("embed run torn-pairs/pairs.jsonl --output /proc/v.npy", "/proc/v.npy: cannot be written (", "or name another"),
     (
         "evaluate some/model --corpus books --update_card",
         "update_card: some/model is no folder here; leave update_card",
