@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
 from d2l_bert.training.vectors import attention
 from d2l_bert.training.vectors.attention import attention_of, draw_attention
 from d2l_bert.training.vectors.config import AttentionConfig
@@ -147,6 +148,14 @@ def test_a_words_vectors_are_compared_layer_by_layer(encoders, capsys, name):
         expected = float(torch.cosine_similarity(first, second, dim=0))
         assert float(cosine) == pytest.approx(expected, abs=6e-4)
         assert float(distance) == pytest.approx(1 - expected, abs=6e-4)
+
+
+def test_a_full_stop_is_a_word_behind_letters(encoders):
+    model, tokenizer = load_encoder(str(encoders / "ours"))
+    for word, shown in ((".", "it left[.]"), ("left.", "it [left.]")):
+        assert attention.word_in_text("ours", model, tokenizer, word, "it left.").shown == shown
+    with pytest.raises(UserError, match="word 'eft.': is not in"):
+        attention.word_in_text("ours", model, tokenizer, "eft.", "it left.")
 
 
 def test_a_word_of_several_pieces_has_their_mean(encoders):

@@ -80,6 +80,10 @@ def make_texts(folder):
         (folder / name).mkdir()
         (folder / name / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "dangling.png").symlink_to("no such file")
+    for name, encoding in {"latin-pairs": "latin-1", "wide-pairs": "utf-16-be"}.items():
+        (folder / name).mkdir()
+        line = json.dumps({**pair, "sentence_bad": "Zürich."}, ensure_ascii=False)
+        (folder / name / "pairs.jsonl").write_bytes(f"{line}\n".encode(encoding))
     torch.save({"a": torch.zeros(2)}, folder / "other.params")
     torch.save([1, 2], folder / "list.params")
 

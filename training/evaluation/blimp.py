@@ -47,6 +47,8 @@ def read_blimp(place: str) -> list[Paradigm]:
     if place == FROM_HUB and not Path(place).exists():
         return _read_hub()
     folder = Path(place)
+    if folder.is_file():
+        raise UserError(f"blimp {place}: a file; give the folder that holds BLiMP's JSONL files")
     if not folder.is_dir():
         raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
     files = sorted(

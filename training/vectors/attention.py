@@ -146,7 +146,9 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
     Raises:
         UserError: the word is not in the text, the tokenizer gives it no token, or the text is too long.
     """
-    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+    # A word of letters is not found inside a longer word; a full stop may stand behind a letter.
+    before, after = (r"(?<!\w)" if re.match(r"\w", word) else "", r"(?!\w)" if re.search(r"\w$", word) else "")
+    found = re.search(f"{before}{re.escape(word)}{after}", text, re.IGNORECASE)
     if found is None:
         raise UserError(f"word {word!r}: is not in {_short(text)!r}; give a word of both texts, as it stands there")
     encoded = _encoded(name, model, tokenizer, text)
