@@ -13,6 +13,7 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training.vectors import attention
 from d2l_bert.training.vectors.attention import attention_of, draw_attention
+from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import AttentionConfig
 from d2l_bert.training.vectors.encoder import load_encoder
 
@@ -117,7 +118,17 @@ def test_a_layer_or_a_head_is_enlarged(encoders, tmp_path, drawn, monkeypatch, o
     numbers = [text.get_text() for text in images[0].texts]
     assert bool(numbers) == (len(panels) == 1)  # one panel alone has its weights in percent
     if numbers:
+        assert "numbers in percent" in " ".join(texts_in(figure))
         assert list(map(int, numbers)) == np.rint(100 * weights[1, 2]).astype(int).flatten().tolist()
+
+
+@pytest.mark.parametrize(("tokens", "layers", "heads"), [(510, 2, 2), (300, 1, 1), (20, 60, 2)])
+def test_a_picture_has_no_more_than_8000_pixels_a_side(tokens, layers, heads, monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi, format: saved.extend(dpi * self.get_size_inches()))
+    names, weights = [f"word{n}" for n in range(tokens)], np.full((layers, heads, tokens, tokens), 1 / tokens)
+    draw(Panels("model", names, [0] * tokens, weights, range(layers), range(heads)), tmp_path / "large.png")
+    assert 2000 < max(saved) <= (8000.5 if layers > 2 else 4000)
 
 
 def test_a_picture_that_cannot_be_written_leaves_no_file(encoders, tmp_path, monkeypatch):

@@ -73,7 +73,8 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     shown = len(panels.layers) * len(panels.heads)
     line = f"{output}: attention of {shown} of {layers * heads} heads over {len(attention.tokens)} tokens"
     if panels.are_tokens_left_out():
-        line += "; too many tokens to write at every panel: --layer and --head enlarge a part"
+        mend = ": --layer and --head enlarge a part" if shown > 1 else ""
+        line += f"; there are too many tokens to write them all{mend}"
     return line
 
 
