@@ -14,7 +14,7 @@ USES = [
     ("embed run file.txt --output v.npy --max_seq_length 2", "max_seq_length must be at least 3, got 2"),
     ("embed run file.txt --output v.npy --max_seq_length 65", "max_seq_length 65: the model reads 64 tokens at most"),
     ("attention run a --layer 0", "layer must be at least 1, got 0"),
-    ("attention run a --layer 2", "layer 2: run has 1 layers; give one from 1 to 1"),
+    ("attention run a --layer 2", "layer 2: run has 1 layer; give one from 1 to 1"),
     ("attention run a --head 3", "head 3: run has 2 heads; give one from 1 to 2"),
     ("embed run file.txt", "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both"),
     ("embed run file.txt --nearest", "argument --nearest: expected one argument"),

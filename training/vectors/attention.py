@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.positions import longest_input
+from d2l_bert.progress import counted
 from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 from d2l_bert.training.vectors.encoder import load_encoder
@@ -59,7 +60,7 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     layers, heads = attention.weights.shape[:2]
     for option, value, count in (("layer", config.layer, layers), ("head", config.head, heads)):
         if value is not None and value > count:
-            raise UserError(f"{option} {value}: {name} has {count} {option}s; give one from 1 to {count}")
+            raise UserError(f"{option} {value}: {name} has {counted(count, option)}; give one from 1 to {count}")
     panels = Panels(
         model=folders.base_name(name) if Path(name).exists() else name,
         tokens=attention.tokens,
@@ -71,7 +72,7 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     with folders.new_file(output) as partial:
         draw(panels, partial)
     shown = len(panels.layers) * len(panels.heads)
-    line = f"{output}: attention of {shown} of {layers * heads} heads over {len(attention.tokens)} tokens"
+    line = f"{output}: attention of {shown} of {counted(layers * heads, 'head')} over {len(attention.tokens)} tokens"
     if panels.are_tokens_left_out():
         mend = ": --layer and --head enlarge a part" if shown > 1 else ""
         line += f"; there are too many tokens to write them all{mend}"

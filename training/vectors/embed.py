@@ -17,7 +17,7 @@ import torch
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.positions import longest_input
-from d2l_bert.progress import with_progress
+from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
 from d2l_bert.training.vectors.config import EmbedConfig
 from d2l_bert.training.vectors.encoder import best_device, load_encoder
@@ -307,7 +307,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
         for texts, encoded, vectors in with_progress(
-            parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="lines"
+            parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
             if writer:
                 writer.append(texts, vectors)
@@ -317,9 +317,10 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
             cut += encoded.cut
             empty += sum(not text.strip() for text in texts)
         if lines == empty:
-            raise UserError(f"{shown}: {f'{empty:,} empty lines and no text' if lines else 'no line'}; give texts")
+            what = f"{counted(empty, 'empty line')} and no text" if lines else "no line"
+            raise UserError(f"{shown}: {what}; give texts")
     if cut:
-        logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {lines:,} lines")
+        logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {counted(lines, 'line')}")
     if empty:
         left_out = ", and is none of the nearest lines" if nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
