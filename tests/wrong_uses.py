@@ -52,6 +52,7 @@ USES = [
     ("evaluate --corpus books", "the following arguments are required: MODEL"),
     ("evaluate '' --corpus books", "argument MODEL: it is empty"),
     ("evaluate run run --corpus books", "run: given 2 times; give each model once"),
+    ("evaluate run ./run --corpus books", "run: given 2 times; give each model once"),
     ("evaluate run --corpus ''", "corpus is empty (got ''); give a value, or leave it out"),
     ("evaluate run --blimp ''", "blimp is empty (got ''); give a value, or leave it out"),
     ("evaluate run --corpus books books", "corpus books: given 2 times; give it once"),

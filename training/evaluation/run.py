@@ -55,9 +55,10 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     transformers_logging.disable_progress_bar()
     with distributed.report_errors_once():
         config.check()
-        for name in names:
-            if list(names).count(name) > 1:
-                raise UserError(f"{name}: given {list(names).count(name)} times; give each model once")
+        places = [Path(name).resolve() if Path(name).exists() else name for name in names]
+        for name, place in zip(names, places, strict=True):
+            if places.count(place) > 1:
+                raise UserError(f"{name}: given {places.count(place)} times; give each model once")
             if config.update_card:
                 check_updatable(name)
         accelerator = distributed.make_accelerator("no")
