@@ -208,6 +208,9 @@ def test_the_table_says_which_model_has_no_head_for_pairs(models, other_books, e
     printed = capsys.readouterr().out
     header, parameters, _, text, loss, *_ = printed.splitlines()
     assert header.split() == ["bert", "mlm"] and text == "Text: others"
+    (pseudo,) = [line for line in printed.splitlines() if "pseudo-perplexity of a word" in line]
+    assert all(re.fullmatch(r"\d{1,3}(,\d{3})*\.\d", number) for number in pseudo.split()[-2:])
+    assert any("," in number for number in pseudo.split()[-2:])
     assert re.fullmatch(r"  MLM loss \(nats a token\) +\d+\.\d{3} +\d+\.\d{3}", loss)
     for figure in ("loss", "accuracy"):
         (row,) = [line for line in printed.splitlines() if line.startswith(f"  NSP {figure}")]

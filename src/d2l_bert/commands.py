@@ -187,7 +187,7 @@ def embed_command(arguments) -> None:
         print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
     width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
     for cosine, number, text in done.nearest:
-        print(f"  {cosine:6.3f}  line {number:>{width},}  {_shortened(text)}")
+        print(f"  {cosine:7.4f}  line {number:>{width},}  {_shortened(text)}")
 
 
 def attention_command(arguments) -> None:
