@@ -118,7 +118,7 @@ def _of_text_figures(task):
 
 def formatted(value: float, unit: str) -> str:
     """The value of a metric as the card's text shows it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:.1f}")
+    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:,.1f}")
 
 
 def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | None) -> dict:

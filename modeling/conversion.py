@@ -86,6 +86,18 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
 
 
+def check_finite(model: PreTrainedModel) -> None:
+    """
+    Refuse a model with a weight that is NaN or infinite: nothing that it computes means anything.
+
+    Raises:
+        ValueError: such a weight is there.
+    """
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"its weights are not finite ({name} holds NaN or infinity); give an earlier checkpoint")
+
+
 def lacks(model: PreTrainedModel, missing: set[str], module: str) -> bool:
     """
     Whether a checkpoint lacks a whole module of a model, such as `mlm`.

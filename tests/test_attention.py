@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
 from d2l_bert.training.vectors import attention
 from d2l_bert.training.vectors.attention import attention_of, draw_attention
+from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import AttentionConfig
 from d2l_bert.training.vectors.encoder import load_encoder
 
@@ -116,7 +118,17 @@ def test_a_layer_or_a_head_is_enlarged(encoders, tmp_path, drawn, monkeypatch, o
     numbers = [text.get_text() for text in images[0].texts]
     assert bool(numbers) == (len(panels) == 1)  # one panel alone has its weights in percent
     if numbers:
+        assert "numbers in percent" in " ".join(texts_in(figure))
         assert list(map(int, numbers)) == np.rint(100 * weights[1, 2]).astype(int).flatten().tolist()
+
+
+@pytest.mark.parametrize(("tokens", "layers", "heads"), [(510, 2, 2), (300, 1, 1), (20, 60, 2)])
+def test_a_picture_has_no_more_than_8000_pixels_a_side(tokens, layers, heads, monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi, format: saved.extend(dpi * self.get_size_inches()))
+    names, weights = [f"word{n}" for n in range(tokens)], np.full((layers, heads, tokens, tokens), 1 / tokens)
+    draw(Panels("model", names, [0] * tokens, weights, range(layers), range(heads)), tmp_path / "large.png")
+    assert 2000 < max(saved) <= (8000.5 if layers > 2 else 4000)
 
 
 def test_a_picture_that_cannot_be_written_leaves_no_file(encoders, tmp_path, monkeypatch):
@@ -147,6 +159,14 @@ def test_a_words_vectors_are_compared_layer_by_layer(encoders, capsys, name):
         expected = float(torch.cosine_similarity(first, second, dim=0))
         assert float(cosine) == pytest.approx(expected, abs=6e-4)
         assert float(distance) == pytest.approx(1 - expected, abs=6e-4)
+
+
+def test_a_full_stop_is_a_word_behind_letters(encoders):
+    model, tokenizer = load_encoder(str(encoders / "ours"))
+    for word, shown in ((".", "it left[.]"), ("left.", "it [left.]")):
+        assert attention.word_in_text("ours", model, tokenizer, word, "it left.").shown == shown
+    with pytest.raises(UserError, match="word 'eft.': is not in"):
+        attention.word_in_text("ours", model, tokenizer, "eft.", "it left.")
 
 
 def test_a_word_of_several_pieces_has_their_mean(encoders):

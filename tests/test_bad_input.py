@@ -23,6 +23,7 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.existing import load_tokenizer
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,11 @@ def make_texts(folder):
     }.items():
         (folder / name).mkdir()
         (folder / name / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "dangling.png").symlink_to("no such file")
+    for name, encoding in {"latin-pairs": "latin-1", "wide-pairs": "utf-16-be"}.items():
+        (folder / name).mkdir()
+        line = json.dumps({**pair, "sentence_bad": "Zürich."}, ensure_ascii=False)
+        (folder / name / "pairs.jsonl").write_bytes(f"{line}\n".encode(encoding))
     torch.save({"a": torch.zeros(2)}, folder / "other.params")
     torch.save([1, 2], folder / "list.params")
 
@@ -242,6 +248,7 @@ FROM_PYTHON = [  # a call, then words of the error
     (lambda: TextConfig(vocab_size=True).check(), "vocab_size must be a whole number, got True"),
     (lambda: TextConfig(vocab_size=300.0).check(), "vocab_size must be a whole number, got 300.0"),
     (lambda: TextConfig(preprocessing_num_workers=10**6).check(), "got 1,000,000"),
+    (lambda: FinetuneConfig(model="m", train_file="", seed="x").check(), "train_file is empty (got '')"),
     (lambda: length(tokenizer="a\0b").check(), "tokenizer 'a\\x00b': holds a NUL character"),
     (lambda: length(output_dir=" ").check(), "output_dir is empty (got ' ')"),
     (lambda: length(torch_compile="maybe").check(), "torch_compile must be auto or true or false, got 'maybe'"),

@@ -185,6 +185,15 @@ def test_the_hubs_copy_is_read_by_configuration(monkeypatch):
     assert read_blimp("hub") == [Paradigm("u", "t", ["a"], ["b"]), Paradigm("v", "t", ["a"], ["b"])]
 
 
+def test_pairs_of_equal_sentences_are_counted_and_said(tmp_path, shown, capsys):
+    row = {"sentence_good": "Anna left.", "sentence_bad": "Anna leave."}
+    same = {**row, "sentence_bad": "Anna left."}
+    for number, expected in ((1, "1 pair has two equal sentences"), (2, "2 pairs have two equal sentences")):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [row, *[same] * number]))
+        assert len(read_blimp(str(tmp_path))[0].good) == number + 1
+        assert f"blimp {tmp_path}: {expected} and count" in capsys.readouterr().err
+
+
 def test_a_hub_that_is_not_reached_is_said_in_one_line(monkeypatch, tmp_path):
     def unreachable(name):
         raise ConnectionError("no\nroute")

@@ -90,7 +90,8 @@ def test_the_nearest_lines_are_those_with_the_largest_cosines(encoders, texts, t
     cosines[[7, 11]] = -2  # empty lines are none of the nearest
     expected = cosines.topk(7)
     shown = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
-    assert [float(cosine) for cosine, *_ in shown] == pytest.approx(expected.values.tolist(), abs=6e-4)
+    assert [float(cosine) for cosine, *_ in shown] == pytest.approx(expected.values.tolist(), abs=6e-5)
+    assert all(len(cosine.partition(".")[2]) == 4 for cosine, *_ in shown)
     assert {int(number) for _, _, number, *_ in shown} == {index + 1 for index in expected.indices.tolist()}
     assert all(text == make_lines()[int(number) - 1][: len(text)] for _, _, number, text in shown)
 

@@ -192,11 +192,25 @@ def test_a_sentence_too_long_for_one_model_is_left_out_for_all(models, other_boo
     assert max(encode(model, kept).lengths().max() for model in loaded) <= limit
 
 
+def test_a_text_without_a_sentence_for_pseudo_perplexity_is_said(models, evaluate, tmp_path, capsys):
+    (tmp_path / "long.txt").write_text("Anna walked to the garden, then to the kitchen and home.\n" * 9)
+    content = evaluate(models["mlm"], f"--corpus={tmp_path / 'long.txt'}", "--max_seq_length=8")
+    said = capsys.readouterr().err
+    assert (
+        "no pseudo-perplexity: each sentence of long.txt has no token, or more tokens than" in said
+        and "length (8)" in said
+    )
+    assert "pseudo_perplexity" not in content["models"][0]["text"]
+
+
 def test_the_table_says_which_model_has_no_head_for_pairs(models, other_books, evaluate, capsys):
     evaluate(models["bert"], models["mlm"], f"--corpus={other_books}", "--pppl_sentences=3")
     printed = capsys.readouterr().out
     header, parameters, _, text, loss, *_ = printed.splitlines()
     assert header.split() == ["bert", "mlm"] and text == "Text: others"
+    (pseudo,) = [line for line in printed.splitlines() if "pseudo-perplexity of a word" in line]
+    assert all(re.fullmatch(r"\d{1,3}(,\d{3})*\.\d", number) for number in pseudo.split()[-2:])
+    assert any("," in number for number in pseudo.split()[-2:])
     assert re.fullmatch(r"  MLM loss \(nats a token\) +\d+\.\d{3} +\d+\.\d{3}", loss)
     for figure in ("loss", "accuracy"):
         (row,) = [line for line in printed.splitlines() if line.startswith(f"  NSP {figure}")]

@@ -19,7 +19,7 @@ from d2l_bert.model_cards.folder_rules import check_folder
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = {"mlm_loss": 3.21, "perplexity": 24.8, "mlm_accuracy": 0.25, "masked_tokens": 1234, "pairs": 99}
-TEXT |= {"nsp_loss": 0.5, "nsp_accuracy": 0.75, "pair_task": "nsp", "pseudo_perplexity": 321.5}
+TEXT |= {"nsp_loss": 0.5, "nsp_accuracy": 0.75, "pair_task": "nsp", "pseudo_perplexity": 1139632.94}
 BLIMP = {"accuracy": 0.6, "standard_error": 0.01, "paradigm_count": 2, "pairs": 2000, "score": "pll"}
 BLIMP |= {"phenomena": {"island_effects": {"accuracy": 0.55}, "binding": {"accuracy": 0.65}}}
 
@@ -46,7 +46,7 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     in_metadata, rows = card_figures(folder)
     assert in_metadata["MLM loss on others"] == round(figures["text"]["mlm_loss"], 4)
     assert in_metadata["MLM loss"] == round(own["eval_mlm_loss"], 4)
-    assert rows["pseudo-perplexity of a word on others"] == f"{figures['text']['pseudo_perplexity']:.1f}"
+    assert rows["pseudo-perplexity of a word on others"] == f"{figures['text']['pseudo_perplexity']:,.1f}"
     assert rows["BLiMP: verbs"] == f"{100 * figures['blimp']['phenomena']['verbs']['accuracy']:.1f} %"
 
 
@@ -60,7 +60,10 @@ def test_later_figures_replace_those_of_the_same_text_alone(folder):
     assert metrics["eval/books two/mlm_loss"] == 3.21 and metrics["eval_blimp_accuracy"] == 0.6
     assert in_metadata["MLM loss on books"] == 2.5 and "NSP loss on books" not in in_metadata
     assert in_metadata["SOP loss on books"] == 0.5 and in_metadata["NSP loss on books two"] == 0.5
+    assert in_metadata["SOP accuracy on books"] == 0.75 and rows["SOP accuracy on books"] == "75.0 %"
+    assert in_metadata["NSP accuracy on books two"] == 0.75 and rows["NSP accuracy on books two"] == "75.0 %"
     assert rows["MLM loss on books"] == "2.500 nats" and "NSP loss on books" not in rows
+    assert rows["pseudo-perplexity of a word on books"] == "1,139,632.9"
     assert rows["BLiMP accuracy"] == "60.0 %" and rows["BLiMP: island effects"] == "55.0 %"
     update_folder(folder, None, None, {**BLIMP, "phenomena": {"binding": {"accuracy": 0.7}}})
     assert "BLiMP: island effects" not in card_figures(folder)[1]

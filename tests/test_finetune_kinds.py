@@ -95,7 +95,7 @@ def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
     data = load_data(config, kind)
     assert kind.classes == ["O", "B-PER"]  # in the order of the dataset, those that the training rows have
     assert kind.true_tags(data.train) == [["B-PER", "O"], ["O", "O"]]
-    assert any("1 rows are left out, with no words" in note for note in data.notes)
+    assert any("1 row is left out, with no words" in note for note in data.notes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

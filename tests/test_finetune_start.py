@@ -8,7 +8,7 @@ import torch
 from finetuning import finetune, rows_of, write_csv
 from transformers import AlbertConfig, AlbertModel, AutoConfig, AutoTokenizer, BertConfig, BertModel
 
-from d2l_bert import D2lBertForSequenceClassification
+from d2l_bert import D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.tokenization.wordpiece import save_tokenizer
@@ -59,6 +59,27 @@ def test_an_encoder_that_does_not_fit_its_configuration_is_refused(trained, rows
     config.save_pretrained(tmp_path / "base")
     line = fails("finetune", tmp_path / "base", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}")
     assert "bert.encoder.layer.0." in line and "does not have the shape that config.json gives" in line
+
+
+def test_weights_that_are_not_finite_are_refused_by_every_command(trained, rows_file, tmp_path, fails):
+    """The head for NSP is left out or drawn anew in all but `evaluate`, so the encoder's weight is damaged."""
+    saved = D2lBertForPreTraining.from_pretrained(trained)
+    name = "bert.encoder.layer.0.attention.query.bias"
+    for value in (float("nan"), float("-inf")):
+        saved.get_parameter(name).data[3] = value
+        saved.save_pretrained(tmp_path / "base")
+        save_tokenizer(AutoTokenizer.from_pretrained(trained), tmp_path / "base")
+        for command, *options in (
+            ("evaluate", f"--corpus={rows_file.partition('=')[2]}", f"--output={tmp_path / 'out.json'}"),
+            ("embed", rows_file.partition("=")[2], f"--output={tmp_path / 'out.npy'}"),
+            ("attention", "anna left", f"--output={tmp_path / 'out.png'}"),
+            ("attention", "anna left", "anna came", "--word=anna"),
+            ("finetune", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"),
+        ):
+            line = fails(command, tmp_path / "base", *options)
+            of = name.removeprefix("bert.") if command in ("embed", "attention") else name
+            assert f"its weights are not finite ({of} holds NaN or infinity); give an earlier checkpoint" in line
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_from_scratch_needs_no_weights(trained, rows_file, tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from tqdm import tqdm
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.progress import messages_shown, report
+from d2l_bert.progress import counted, messages_shown, report
+from d2l_bert.tokenization.prepare import reading_report
 from d2l_bert.training.run_folder import start_folder
 
 
@@ -66,6 +68,26 @@ def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tm
     assert "What it learnt" in out and "What it learnt" not in err
     assert [line for line in err.splitlines() if line.startswith("held out: MLM loss")]
     assert logging.getLogger("d2l_bert").propagate and not logging.getLogger("d2l_bert").handlers
+
+
+def test_one_thing_is_in_the_singular():
+    assert [counted(number, "line") for number in (0, 1, 2000)] == ["0 lines", "1 line", "2,000 lines"]
+    assert counted(1, "row is", "rows are") == "1 row is" and counted(2, "row is", "rows are") == "2 rows are"
+    counts = {"files_without_text": 1, "rows_without_text": 2, "files_of_other_kinds": 1, "broken_links": 1}
+    assert list(reading_report({**counts, "blocks_as_documents": 16, "long_sentences": 1})) == [
+        "passed over: 1 file without text, 2 rows without text, 1 file of another kind, 1 broken link",
+        "cut between words: 1 sentence of more than 1,000 characters",
+        "few documents: 16 blocks of sentences will each count as a document",
+    ]
+
+
+def test_the_blocks_of_a_text_of_one_document_are_said_to_count_as_documents(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("Anna left. Boris came home. Clara slept. " * 50)
+    assert main(["prepare", f"--corpus={tmp_path / 'one.txt'}", f"--output_dir={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().err
+    assert "reading one.txt: 1 document in" in said
+    blocks = re.search(r"few documents: (\d+) blocks of sentences will each count as a document", said)[1]
+    assert f"tokenizing: {blocks} documents in" in said
 
 
 def test_a_message_beside_a_progress_bar_gets_a_line_of_its_own(capsys):

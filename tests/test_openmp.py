@@ -1,5 +1,6 @@
 """OpenMP's threads sleep early at barriers while other programs take their cores, unless the user says otherwise."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import d2l_bert.openmp
+from d2l_bert.cli import main
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertModel
 from d2l_bert.openmp import COMMAND_WAITS, WAIT_VARIABLES, torch_brings_gnu_openmp, wait_settings
 from d2l_bert.training import openmp
 from d2l_bert.training.openmp import FEW, MANY, QUIET_MEASUREMENTS, IdleTeam, Waits, is_supported, waited_seconds
@@ -154,6 +157,33 @@ def test_the_block_measures_and_leaves_no_thread(supported, monkeypatch):
             measured.acquire(timeout=20)
         assert waits.are_short
     assert not waits.are_short and waits.short_seconds > 0 and threading.active_count() == before
+
+
+@pytest.mark.parametrize("command", ["evaluate", "embed"])
+def test_waits_are_adapted_while_a_command_computes(command, trained, books, tmp_path, monkeypatch):
+    blocks, forward = [], D2lBertModel.forward
+
+    class Block(contextlib.AbstractContextManager):
+        def __enter__(self):
+            blocks.append(0)
+
+        def __exit__(self, *_):
+            blocks.append("ended")
+
+    def counted(self, *arguments, **options):
+        if blocks and blocks[-1] != "ended":
+            blocks[-1] += 1
+        return forward(self, *arguments, **options)
+
+    names = ("evaluation.pseudo_likelihood.", "evaluation.text.") if command == "evaluate" else ("openmp.",)
+    for name in names:
+        monkeypatch.setattr(f"d2l_bert.training.{name}short_waits", Block)
+    monkeypatch.setattr(D2lBertModel, "forward", counted)
+    text = books / "book-00.txt"
+    options = [f"--corpus={books}", "--pppl_sentences=2", "--max_eval_pairs=4"]
+    options = options if command == "evaluate" else [str(text), f"--output={tmp_path / 'v.npy'}"]
+    assert main([command, str(trained), *options]) == 0
+    assert len(blocks) == 2 * len(names) and all(blocks[::2]) and set(blocks[1::2]) == {"ended"}
 
 
 @has_waits

@@ -253,7 +253,7 @@ REFUSED = [  # options, then words of the error line: the value, its place, the 
     ("--validation_corpus empty", "empty: no text file in this folder; give a folder with files"),
     ("--validation_corpus nowhere", "nowhere: no such file or folder; give a text file"),
     ("--validation_corpus blank", "validation text blank: 0 documents with sentences", "give more text"),
-    ("--validation_corpus short.txt", "validation text short.txt: 1 documents with sentences", "give more text"),
+    ("--validation_corpus short.txt", "validation text short.txt: 1 document with sentences", "give more text"),
     (
         "--validation_corpus symbols",
         "validation text symbols: cache ",

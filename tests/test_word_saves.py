@@ -190,6 +190,18 @@ def test_a_new_run_in_the_folder_deletes_the_models_of_the_run_before(books, who
     assert not saved(folder)
 
 
+def test_a_folder_that_no_run_has_made_is_kept(tmp_path):
+    for name in ("chck_5", "chck_9", ".chck_3.part"):
+        (tmp_path / name).mkdir()
+    for name in ("chck_9", "chck_5"):
+        (tmp_path / name / "mine.txt").write_text("precious")
+    learner = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=True))
+    WordSaver(learner, tmp_path, None, [7], {"step": 0})._start()
+    with pytest.raises(UserError, match="chck_9 exists already and is no model of a run .it has no words_seen.json"):
+        WordSaver(learner, tmp_path, None, [9], {"step": 0})._start()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["chck_5", "chck_9", "mine.txt", "mine.txt"]
+
+
 def test_a_checkpoint_of_an_earlier_version_counted_no_words():
     learner, state = SimpleNamespace(), {"step": 5}
     with pytest.raises(UserError, match="save_words: the checkpoint is of an earlier version"):

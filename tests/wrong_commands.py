@@ -371,12 +371,12 @@ AFTER_READING = [  # errors found only after the text is read: lines of progress
     ("evaluate run --corpus blank.txt", "blank.txt: holds no sentence; give more text"),
     ("evaluate run --corpus latin.txt", "latin.txt: not UTF-8 text (byte 0xfc at offset 1); convert it"),
     ("evaluate run --corpus title.csv", "title.csv: no column 'text'; it has title: name one with --text_column"),
-    ("evaluate run --corpus file.txt --held_out", "file.txt: too little text: 1 documents with sentences"),
+    ("evaluate run --corpus file.txt --held_out", "file.txt: too little text: 1 document with sentences"),
     ("pretrain --vocab_size 20", "vocab_size 20 is below the alphabet", "raise vocab_size"),
     ("pretrain --hidden_size 31 --num_attention_heads 1", "got 31; give an even one, or attention_init normal"),
     (
         "pretrain --validation_corpus file.txt",
-        "validation text file.txt: 1 documents with sentences",
+        "validation text file.txt: 1 document with sentences",
         "give more text",
     ),
     ("pretrain --validation_corpus latin.txt", "latin.txt: not UTF-8 text (byte 0xfc at offset 1); convert it"),
@@ -387,6 +387,6 @@ AFTER_READING = [  # errors found only after the text is read: lines of progress
         "name a split",
         "with --validation_split",
     ),
-    ("pretrain --corpus tokens --validation_corpus file.txt", "validation text file.txt: 1 documents with sentences"),
+    ("pretrain --corpus tokens --validation_corpus file.txt", "validation text file.txt: 1 document with sentences"),
     ("pretrain --resume_from_checkpoint run/checkpoint-1", "max_steps was 2, and is 1 now; go on with what it was"),
 ]

@@ -14,6 +14,7 @@ from transformers import BertTokenizer
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import cores
+from d2l_bert.progress import counted
 from d2l_bert.tokenization import encoding, prepared_folder, wordpiece
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
 from d2l_bert.tokenization.config import TextConfig
@@ -101,9 +102,10 @@ class PreparedText:
         """One line with the numbers of documents and tokens, and the size of the vocabulary."""
         counts = self.counts()
         held_out = "held out" if self.validation is None else f"of {self.validation.name} to evaluate on"
+        train, others = (counted(counts[f"{part}_documents"], "document") for part in ("train", "held_out"))
         return (
-            f"{self.corpus_name}: {counts['train_documents']:,} documents, {counts['train_tokens']:,} tokens to train "
-            f"on; {counts['held_out_documents']:,} documents, {counts['held_out_tokens']:,} tokens {held_out}; "
+            f"{self.corpus_name}: {train}, {counts['train_tokens']:,} tokens to train on; "
+            f"{others}, {counts['held_out_tokens']:,} tokens {held_out}; "
             f"vocabulary {len(self.tokenizer):,}"
         )
 
@@ -209,7 +211,8 @@ def _from_text(run, has_validation):
             fraction, most = run.validation_fraction, run.max_validation_characters
             held_out = held_out_documents(text.document_characters, fraction, most)
         elif len(text) < 2:
-            raise UserError(f"too little text: {len(text)} documents with sentences, and two are needed; add text")
+            documents = counted(len(text), "document")
+            raise UserError(f"too little text: {documents} with sentences, and two are needed; add text")
         sample = SentenceSample(text, held_out, leave_out=True)
         if tokenizer is None:
             tokenizer = train_or_load_tokenizer(run, sample, cache)
@@ -292,8 +295,8 @@ def _add_validation(prepared, sources, run):
         logger.info(f"validation text: {line}")
     if len(text) < 2:
         raise UserError(
-            f"validation text {name}: {len(text)} documents with sentences, and random second segments need two; "
-            f"give more text"
+            f"validation text {name}: {counted(len(text), 'document')} with sentences, and random second segments "
+            f"need two; give more text"
         )
     processes = run.preprocessing_num_workers or default_processes()
     try:
@@ -385,18 +388,20 @@ def default_processes() -> int:
 def reading_report(counts: dict[str, int]) -> Iterator[str]:
     """Yield messages: which files and rows reading left out, how many sentences it cut, what cleaning did."""
     left_out = {
-        "files_without_text": "files without text",
-        "rows_without_text": "rows without text",
-        "files_of_other_kinds": "files of other kinds",
-        "broken_links": "broken links",
+        "files_without_text": ("file without text", "files without text"),
+        "rows_without_text": ("row without text", "rows without text"),
+        "files_of_other_kinds": ("file of another kind", "files of other kinds"),
+        "broken_links": ("broken link", "broken links"),
     }
-    if numbers := [f"{counts[key]:,} {words}" for key, words in left_out.items() if counts.get(key)]:
+    if numbers := [counted(counts[key], *words) for key, words in left_out.items() if counts.get(key)]:
         yield f"passed over: {', '.join(numbers)}"
     if cut := counts.get("long_sentences"):
-        yield f"cut between words: {cut:,} sentences of more than {LONGEST_SENTENCE:,} characters"
+        yield f"cut between words: {counted(cut, 'sentence')} of more than {LONGEST_SENTENCE:,} characters"
+    if blocks := counts.get("blocks_as_documents"):
+        yield f"few documents: {counted(blocks, 'block')} of sentences will each count as a document"
     cleaned = {"normalized": "normalised", "too_short": "too short", "duplicates": "duplicates"}
     if numbers := [f"{counts[rule]:,} {word}" for rule, word in cleaned.items() if rule in counts]:
-        yield f"cleaning, of {counts['paragraphs']:,} paragraphs: {', '.join(numbers)}"
+        yield f"cleaning, of {counted(counts['paragraphs'], 'paragraph')}: {', '.join(numbers)}"
 
 
 def train_or_load_tokenizer(run: TextConfig, sample: SentenceSample, cache: Path) -> BertTokenizer:

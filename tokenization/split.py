@@ -3,6 +3,7 @@
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.random_numbers import random_keys, random_numbers
 
 
@@ -86,8 +87,8 @@ def held_out_documents(ends: np.ndarray, fraction: float, most: int) -> np.ndarr
     documents = len(ends)
     if documents < 4:
         raise UserError(
-            f"too little text: {documents} documents with sentences, and training and evaluation need two each; "
-            f"add text, or break one long sentence into several"
+            f"too little text: {counted(documents, 'document')} with sentences, and training and evaluation need two "
+            f"each; add text, or break one long sentence into several"
         )
     wanted = min(fraction * int(ends[-1]), most)
     small, large = (np.zeros(0, dtype=_ENTRY) for _ in range(2))

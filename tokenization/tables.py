@@ -108,6 +108,8 @@ def json_lines(file: Path) -> Iterator[tuple[int, object]]:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
+            if b"\0" in line:  # no JSON has one; `json.loads` would take some UTF-16 for JSON
+                raise UserError(f"{file}, line {number}: not UTF-8 text (NUL, as in UTF-16); convert the file")
             try:
                 row = json.loads(line)
             except UnicodeDecodeError as error:

@@ -71,11 +71,13 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
         with NumberFile(partial / "text_hashes.npy") as hashes:
             documents = clean(with_progress(all_documents(sources), f"reading {name}"), cleaning, counts)
             blocks = enough_blocks(split_sentences(hashed(documents, hashes.append), language, counts))
-            source_ends = _write_blocks(blocks, len(sources), partial)
+            source_ends, is_by_block = _write_blocks(blocks, len(sources), partial)
         for source in sources:
             counts.update(source.counts)
-        characters = int(read_table(partial / "document_characters.npy")[-1:].sum())
-        reading = {**counts, "characters": characters}
+        ends = read_table(partial / "document_characters.npy")
+        reading = {**counts, "characters": int(ends[-1:].sum())}
+        if is_by_block and len(ends):
+            reading["blocks_as_documents"] = len(ends)
         (partial / "counts.json").write_text(json.dumps({"reading": reading, "source_ends": source_ends}))
 
     if not path.exists():
@@ -83,14 +85,14 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
     return path
 
 
-def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> list[int]:
+def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> tuple[list[int], bool]:
     """
     Write the blocks as rows, and the tables of documents.
 
     If there are fewer than `FEWEST_DOCUMENTS` documents, each block counts as a document.
 
     Returns:
-        For each source, the number of documents up to the source's end.
+        For each source, the number of documents up to the source's end; and whether each block counts as a document.
     """
     characters = rows = documents = 0
     source_rows, source_documents = [0] * sources, [0] * sources
@@ -123,7 +125,8 @@ def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> list[i
         (folder / f"{dropped}_{name}.npy").unlink()
         (folder / f"{kept}_{name}.npy").rename(folder / f"document_{name}.npy")
     # A source without text ends where the previous source ends.
-    return np.maximum.accumulate(source_rows if one_for_each_block else source_documents).tolist()
+    ends = np.maximum.accumulate(source_rows if one_for_each_block else source_documents)
+    return ends.tolist(), one_for_each_block
 
 
 class _EndTables:

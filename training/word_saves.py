@@ -30,15 +30,17 @@ WORDS_FILE = "words_seen.json"
 
 def word_folders(folder: Path, unfinished: bool = False) -> dict[Path, int]:
     """
-    The saved models in a run's output folder, each with the number in its name.
+    The models that runs have saved in an output folder, each with the number in its name.
 
     Args:
         unfinished: include hidden folders whose writing or deletion was interrupted.
     """
     found = {}
     for path in sorted(folder.iterdir()):
-        name = path.name.removeprefix(".").removesuffix(".part") if unfinished else path.name
-        if path.is_dir() and (words := words_of(name)) is not None:
+        is_partial = unfinished and path.name.startswith(".") and path.name.endswith(".part")
+        name = path.name[1 : -len(".part")] if is_partial else path.name
+        is_of_a_run = is_partial or (path / WORDS_FILE).is_file()
+        if path.is_dir() and is_of_a_run and (words := words_of(name)) is not None:
             found[path] = words
     return dict(sorted(found.items(), key=lambda entry: entry[1]))
 
@@ -83,6 +85,9 @@ class WordSaver:
 
         Returns:
             In the main process, the models that were saved before the checkpoint to resume from; else None.
+
+        Raises:
+            UserError: something else than a model of a run has the name of a model to save.
         """
         if self.waiting and self.waiting[-1] > most_words and self.learner.accelerator.is_main_process:
             logger.warning(
@@ -92,8 +97,15 @@ class WordSaver:
         return on_main(self.learner.accelerator, self._start, share_result=False)
 
     def _start(self):
-        for path, words in word_folders(self.folder, unfinished=True).items():
-            if path.name.startswith(".") or words > self.settled or not (path / WORDS_FILE).is_file():
+        found = word_folders(self.folder, unfinished=True)
+        for path in (self.folder / folder_name(mark) for mark in self.waiting):
+            if path.exists() and path not in found:
+                raise UserError(
+                    f"save_words: {path} exists already and is no model of a run (it has no {WORDS_FILE}); move it, "
+                    f"or name another output_dir"
+                )
+        for path, words in found.items():
+            if path.name.startswith(".") or words > self.settled:
                 delete(path)
         there = word_folders(self.folder)
         for mark in self.passed:

@@ -178,16 +178,18 @@ def next_sentence_command(arguments) -> None:
 
 def embed_command(arguments) -> None:
     """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
+    from d2l_bert.training.openmp import short_waits
     from d2l_bert.training.vectors.config import EmbedConfig
     from d2l_bert.training.vectors.embed import embed
 
     config = _options_of(EmbedConfig, arguments)
-    done = embed(arguments.model, arguments.file, config)
+    with short_waits():
+        done = embed(arguments.model, arguments.file, config)
     if config.output is not None:
         print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
     width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
     for cosine, number, text in done.nearest:
-        print(f"  {cosine:6.3f}  line {number:>{width},}  {_shortened(text)}")
+        print(f"  {cosine:7.4f}  line {number:>{width},}  {_shortened(text)}")
 
 
 def attention_command(arguments) -> None:

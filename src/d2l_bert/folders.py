@@ -57,12 +57,7 @@ def new_file(path: Path):
     """
     path = path.absolute()
     check_new_file(path)
-    try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.stem[:100]}.", suffix=path.suffix, dir=path.parent)
-    except OSError as error:
-        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
-    os.close(descriptor)
-    partial = Path(partial)
+    partial = _partial_file(path)
     try:
         yield partial
         partial.chmod(0o666 & ~_umask())  # mkstemp gives permissions to the owner only
@@ -73,12 +68,23 @@ def new_file(path: Path):
         partial.unlink(missing_ok=True)
 
 
+def _partial_file(path):
+    """A new empty file beside `path`, with another name and the same suffix."""
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.stem[:100]}.", suffix=path.suffix, dir=path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
+    os.close(descriptor)
+    return Path(partial)
+
+
 def check_new_file(path: Path) -> None:
-    """Raise `UserError` if a file of this name exists, or its folder does not."""
+    """Raise `UserError` if a file of this name exists, its folder does not, or no file can be made there."""
     if path.is_symlink() or path.exists():
         raise UserError(f"{path}: exists already; name another file, or delete this one")
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make the folder, or name another file")
+    _partial_file(path).unlink()
 
 
 @contextlib.contextmanager

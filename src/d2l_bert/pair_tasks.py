@@ -55,9 +55,9 @@ PAIR_TASKS = {
 
 
 def pair_task(metrics: Iterable[str]) -> PairTask | None:
-    """The task whose loss is among the names of metrics (`nsp_loss` or `eval_nsp_loss`); None without one."""
+    """The task whose loss or accuracy is among the names of metrics, such as `eval_nsp_loss`; None without one."""
     names = {name.removeprefix("eval_") for name in metrics}
-    return next((task for task in PAIR_TASKS.values() if f"{task.key}_loss" in names), None)
+    return next((task for task in PAIR_TASKS.values() if names & {f"{task.key}_loss", f"{task.key}_accuracy"}), None)
 
 
 def unit(task: PairTask | None) -> str:

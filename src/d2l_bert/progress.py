@@ -21,12 +21,22 @@ PACKAGE = "d2l_bert"
 report = logging.getLogger(f"{PACKAGE}.report")
 
 
+def counted(count: int, one: str, more: str | None = None) -> str:
+    """
+    A number with its unit: "1 document", "1,000 documents".
+
+    Args:
+        one, more: the unit's singular and plural; without `more`, the plural is the singular with an "s".
+    """
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
 def with_progress(
     items: Iterable,
     label: str,
     total: int | None = None,
     documents_in: Callable[[object], int] | None = None,
-    unit: str = "documents",
+    unit: str = "document",
 ) -> Iterator:
     """
     Yield the items, with a progress bar if stderr is a terminal; then log the number of documents and the time.
@@ -35,17 +45,17 @@ def with_progress(
         label: what is done with the items, such as "reading books".
         total: number of documents, if it is known.
         documents_in: returns the number of documents in an item; without it an item is a document.
-        unit: what the documents are called, such as "lines".
+        unit: what a document is called, such as "line".
     """
     start, count = time.monotonic(), 0
-    bar = tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty())
     with bar:
         for item in items:
             yield item
             done = documents_in(item) if documents_in else 1
             count += done
             bar.update(done)
-    logger.info(f"{label}: {count:,} {unit} in {time.monotonic() - start:.0f} s")
+    logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
 
 
 def progress_bar(label: str, total: int, unit: str) -> tqdm:

@@ -1,5 +1,6 @@
 """BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.tokenization.tables import half_character, json_lines, suffix_unpacked
 
+
+logger = logging.getLogger(__name__)
 
 HUB_DATASET = "nyu-mll/blimp"
 
@@ -44,9 +48,18 @@ def read_blimp(place: str) -> list[Paradigm]:
     Raises:
         UserError: there is no such folder or it has no JSONL file; a line lacks a sentence; or the Hub gave no data.
     """
-    if place == FROM_HUB and not Path(place).exists():
-        return _read_hub()
+    paradigms = _read_hub() if place == FROM_HUB and not Path(place).exists() else _read_folder(place)
+    equal = sum(good == bad for paradigm in paradigms for good, bad in zip(paradigm.good, paradigm.bad, strict=True))
+    if equal:
+        pairs = counted(equal, "pair has two equal sentences and counts", "pairs have two equal sentences and count")
+        logger.warning(f"blimp {place}: {pairs} half, as a tie; mend or take out these lines")
+    return paradigms
+
+
+def _read_folder(place):
     folder = Path(place)
+    if folder.is_file():
+        raise UserError(f"blimp {place}: a file; give the folder that holds BLiMP's JSONL files")
     if not folder.is_dir():
         raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
     files = sorted(

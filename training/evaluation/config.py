@@ -1,12 +1,12 @@
 """`EvaluateConfig`: the options of `d2l-bert evaluate`, and their checks."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import check_new_file
 from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option, option_of
 from d2l_bert.tokenization.config import TextConfig, dataset_and_config
 from d2l_bert.training.config import PretrainConfig
@@ -135,10 +135,11 @@ class EvaluateConfig(Options):
         if self.plot is not None and self.blimp is None:
             raise UserError("plot draws BLiMP's accuracies, and no blimp is given; give it, or leave plot out")
         for name, suffix in {"output": ".json", "plot": ".png"}.items():
-            if (path := getattr(self, name)) is not None:
-                _check_file(name, Path(path), suffix)
-        if (picture := self.picture()) is not None and picture.exists():
-            raise UserError(f"output {self.output}: its picture {picture} exists already; name another file")
+            if (path := getattr(self, name)) is not None and Path(path).suffix.lower() != suffix:
+                raise UserError(f"{name} {path}: give a name that ends in {suffix}")
+        for path in (self.output, self.picture()):
+            if path is not None:
+                check_new_file(Path(path))
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""
@@ -153,17 +154,3 @@ class EvaluateConfig(Options):
         if self.plot is not None:
             return Path(self.plot)
         return Path(self.output).with_suffix(".png") if self.output and self.blimp else None
-
-
-def _check_file(name, path, suffix):
-    """Refuse a file that exists or cannot be written, or whose name does not end as its content asks for."""
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{name} {path}: give a name that ends in {suffix}")
-    if not path.parent.is_dir():
-        raise UserError(f"{name} {path}: no folder {path.parent}; make it, or name a file in another folder")
-    if path.is_dir():
-        raise UserError(f"{name} {path}: a folder; name a file")
-    if path.exists():
-        raise UserError(f"{name} {path}: exists already; name another file, or delete this one")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{name} {path}: cannot be written (Permission denied); name a file in another folder")

@@ -21,6 +21,7 @@ from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.progress import progress_bar
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
+from d2l_bert.training.openmp import short_waits
 
 
 # The rows of at most this many tokens are made at a time, to bound memory.
@@ -177,7 +178,7 @@ def scores_of_all(
     Returns:
         As `pseudo_log_likelihoods`, on the CPU; every process gets all scores.
     """
-    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar:
+    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar, short_waits():
         processes = accelerator.num_processes
         scores = pseudo_log_likelihoods(
             model, sentences, config.score, config.batch_tokens, processes, accelerator.process_index, bar.update

@@ -55,9 +55,10 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     transformers_logging.disable_progress_bar()
     with distributed.report_errors_once():
         config.check()
-        for name in names:
-            if list(names).count(name) > 1:
-                raise UserError(f"{name}: given {list(names).count(name)} times; give each model once")
+        places = [Path(name).resolve() if Path(name).exists() else name for name in names]
+        for name, place in zip(names, places, strict=True):
+            if places.count(place) > 1:
+                raise UserError(f"{name}: given {places.count(place)} times; give each model once")
             if config.update_card:
                 check_updatable(name)
         accelerator = distributed.make_accelerator("no")
@@ -74,6 +75,11 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         # The main process reads the text first. The other processes then find it in the cache.
         text = on_main(accelerator, read_text, config, share_result=False) or read_text(config)
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
+        if config.pppl_sentences and not sentences and accelerator.is_main_process:
+            logger.warning(
+                f"no pseudo-perplexity: each sentence of {text.name} has no token, or more tokens than "
+                f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
+            )
     results = []
     for number, model in enumerate(models):
         start = time.monotonic()

@@ -42,7 +42,7 @@ def _text_rows(texts):
 
     rows = [
         row("  MLM loss (nats a token)", "mlm_loss", ".3f"),
-        row("  MLM perplexity", "perplexity", ".1f"),
+        row("  MLM perplexity", "perplexity", ",.1f"),
         row("  MLM accuracy", "mlm_accuracy", ".1%"),
         row("  MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
         row("  masked tokens", "masked_tokens", ",d"),
@@ -58,7 +58,7 @@ def _text_rows(texts):
         rows.append(("  NSP or SOP", [_why_no_pairs(text, "NSP or SOP") for text in texts]))
     rows.append(("  pairs, or single segments", [f"{text.get('pairs', text.get('sequences')):,}" for text in texts]))
     if "pseudo_perplexity" in texts[0]:
-        rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ".1f"))
+        rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ",.1f"))
         rows.append(row("    its sentences", "pppl_sentences", ",d"))
         rows.append(row("    their tokens", "pppl_tokens", ",d"))
         rows.append(row("    of them unknown to the tokenizer", "pppl_unknown_tokens", ",d"))

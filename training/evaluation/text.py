@@ -31,6 +31,7 @@ from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
 from d2l_bert.training.held_out import MAX_LOSS, held_out_counts, held_out_metrics
+from d2l_bert.training.openmp import short_waits
 
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def evaluate_text(
             bar.update(len(batch["input_ids"]) * accelerator.num_processes)
 
     unit = "pairs" if task else "segments"
-    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar:
+    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar, short_waits():
         counts = held_out_counts(model, shown(bar), accelerator.device, top_5=True)
     metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task)
     return {

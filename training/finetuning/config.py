@@ -239,8 +239,8 @@ class FinetuneConfig(Options):
 
     def check(self) -> None:
         """Check every option by itself, then the options against each other."""
-        self.check_types()
         check_strings(self)
+        self.check_types()
         if self.task is None:
             raise UserError(f"task is missing; give --task with {_choices()}")
         if self.task not in (*KINDS, *NAMED_TASKS):

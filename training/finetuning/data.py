@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.tables import Table, read_dataset, read_file
@@ -75,7 +76,8 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
     for split, table in tables.items():
         if table is not None:
             tables[split], counts = kind.usable(table)
-            notes += [f"{table.label}: {count:,} rows are left out, with {why}" for why, count in counts.items()]
+            left_out = {why: counted(count, "row is", "rows are") for why, count in counts.items()}
+            notes += [f"{table.label}: {number} left out, with {why}" for why, number in left_out.items()]
             if len(tables[split]) == 0:
                 raise UserError(f"{table.label}: no row is left; give another split")
     train, validation, test = tables.values()

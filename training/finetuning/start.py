@@ -170,7 +170,7 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
         The model, and the names of the modules with fresh weights; [] with `from_scratch`.
 
     Raises:
-        UserError: the weights cannot be loaded, or the encoder's weights are not complete.
+        UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
     """
     auto_class = getattr(transformers, kind.auto_class)
     config = copy.deepcopy(start.config)
@@ -201,9 +201,10 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
                 f"it has no weights for {lacking[0]}; give a pretrained encoder, or save the model again with "
                 f"save_pretrained"
             )
-    head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
-    if not head <= missing | mismatched:
-        _draw_head(model)
+        head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
+        if not head <= missing | mismatched:
+            _draw_head(model)
+        conversion.check_finite(model)
     fresh = sorted({name.rpartition(".")[0] for name in missing | head})
     return model.train(), fresh
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.positions import longest_input
+from d2l_bert.progress import counted
 from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 from d2l_bert.training.vectors.encoder import load_encoder
@@ -59,7 +60,7 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     layers, heads = attention.weights.shape[:2]
     for option, value, count in (("layer", config.layer, layers), ("head", config.head, heads)):
         if value is not None and value > count:
-            raise UserError(f"{option} {value}: {name} has {count} {option}s; give one from 1 to {count}")
+            raise UserError(f"{option} {value}: {name} has {counted(count, option)}; give one from 1 to {count}")
     panels = Panels(
         model=folders.base_name(name) if Path(name).exists() else name,
         tokens=attention.tokens,
@@ -71,9 +72,10 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     with folders.new_file(output) as partial:
         draw(panels, partial)
     shown = len(panels.layers) * len(panels.heads)
-    line = f"{output}: attention of {shown} of {layers * heads} heads over {len(attention.tokens)} tokens"
+    line = f"{output}: attention of {shown} of {counted(layers * heads, 'head')} over {len(attention.tokens)} tokens"
     if panels.are_tokens_left_out():
-        line += "; too many tokens to write at every panel: --layer and --head enlarge a part"
+        mend = ": --layer and --head enlarge a part" if shown > 1 else ""
+        line += f"; there are too many tokens to write them all{mend}"
     return line
 
 
@@ -146,7 +148,9 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
     Raises:
         UserError: the word is not in the text, the tokenizer gives it no token, or the text is too long.
     """
-    found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+    # A word of letters is not found inside a longer word; a full stop may stand behind a letter.
+    before, after = (r"(?<!\w)" if re.match(r"\w", word) else "", r"(?!\w)" if re.search(r"\w$", word) else "")
+    found = re.search(f"{before}{re.escape(word)}{after}", text, re.IGNORECASE)
     if found is None:
         raise UserError(f"word {word!r}: is not in {_short(text)!r}; give a word of both texts, as it stands there")
     encoded = _encoded(name, model, tokenizer, text)

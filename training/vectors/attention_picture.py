@@ -17,6 +17,12 @@ KEYS, QUERIES = "key: the token that is attended to", "query: the token that att
 FEW_COLUMNS = 4
 MOST_TOKENS_IN_A_SMALL_PANEL = 40
 
+# Tokens are written at no more than this many rows or columns of a picture, all panels together.
+MOST_TOKENS_ACROSS = 240
+
+# The most pixels of a side.
+MOST_PIXELS = 8000
+
 # Weights are written into the cells of a single panel with at most this many tokens.
 MOST_TOKENS_WITH_NUMBERS = 20
 
@@ -55,9 +61,18 @@ class Panels:
             return len(self.heads) if len(self.heads) > 1 else count
         return math.ceil(math.sqrt(count))
 
+    def rows(self) -> int:
+        """Rows of panels."""
+        return math.ceil(len(self.places()) / self.columns())
+
     def are_tokens_left_out(self) -> bool:
-        """Whether the panels are too small to write all tokens at each: then only special tokens are written."""
-        return len(self.tokens) > MOST_TOKENS_IN_A_SMALL_PANEL and self.columns() > FEW_COLUMNS
+        """
+        Whether the panels are too small to write all tokens at each, or the picture would be too large: then only
+        special tokens are written.
+        """
+        count, columns = len(self.tokens), self.columns()
+        is_small = count > MOST_TOKENS_IN_A_SMALL_PANEL and columns > FEW_COLUMNS
+        return is_small or count * max(columns, self.rows()) > MOST_TOKENS_ACROSS
 
 
 def draw(panels: Panels, path: Path) -> None:
@@ -71,11 +86,12 @@ def draw(panels: Panels, path: Path) -> None:
     from matplotlib.patches import Patch
 
     places, columns, count = panels.places(), panels.columns(), len(panels.tokens)
-    rows, is_single = math.ceil(len(places) / columns), len(places) == 1
+    rows, is_single = panels.rows(), len(places) == 1
     font, least = (11, 5.0) if is_single else (9, 2.6) if columns <= FEW_COLUMNS else (7, 1.7)
     font = font if count <= 24 else max(6.5, font - 2)
     # All lengths are in inches.
-    side = 1.9 if panels.are_tokens_left_out() else max(least, HEIGHT * font / 72 * count)
+    small_side = max(1.9, 14 / max(columns, rows))
+    side = small_side if panels.are_tokens_left_out() else max(least, HEIGHT * font / 72 * count)
     labels = max(map(len, panels.tokens)) * WIDTH * font / 72 + 0.12
     scale = min(3.0, max(1.0, max(columns, rows) * side / 7))  # of all words but the tokens: larger in larger pictures
     panel_font = 0 if is_single else max(7, min(11 * scale, side * 72 / 11))
@@ -108,14 +124,18 @@ def draw(panels: Panels, path: Path) -> None:
     long = min(height - top - bottom, 5 * scale)
     place = (width - right + 0.25 * scale, middle[1] - long / 2, 0.16 * scale, long)
     bar = figure.colorbar(image, cax=figure.add_axes(np.divide(place, (width, height, width, height))))
-    bar.set_label("attention weight (each row sums to 1)", fontsize=9 * scale)
+    has_numbers = is_single and count <= MOST_TOKENS_WITH_NUMBERS
+    whole = "100 %; numbers in percent" if has_numbers else "100 %"
+    bar.set_label(f"attention weight (each row sums to {whole})", fontsize=9 * scale)
+    bar.ax.yaxis.set_major_formatter("{x:.0%}" if most >= 0.1 else "{x:.1%}")
     bar.ax.tick_params(labelsize=8 * scale)
     legend = [Patch(color=colour, label=f"segment {name}") for colour, name in zip(SEGMENT_COLOURS, "AB", strict=True)]
     legend = legend[: 1 + any(panels.segments)] + [Patch(color=SPECIAL_COLOUR, label="special tokens")]
     anchor = (middle[0] / width, 1 - 0.62 * scale / height)
     options = {"ncols": 3, "fontsize": 9.5 * scale, "frameon": False, "borderpad": 0.1}
     figure.legend(handles=legend, loc="upper center", bbox_to_anchor=anchor, **options)
-    figure.savefig(path, dpi=min(160, max(100, 3000 / max(width, height))), format="png")
+    longest = max(width, height)
+    figure.savefig(path, dpi=min(160, max(100, 3000 / longest), MOST_PIXELS / longest), format="png")
 
 
 def _title(panels):

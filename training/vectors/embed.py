@@ -17,7 +17,7 @@ import torch
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.positions import longest_input
-from d2l_bert.progress import with_progress
+from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
 from d2l_bert.training.vectors.config import EmbedConfig
 from d2l_bert.training.vectors.encoder import best_device, load_encoder
@@ -198,8 +198,11 @@ class ParquetWriter:
         self.file.close()
 
 
-# Lines whose cosines with a text differ by less than this are alike: the nearest are shown with three decimals.
+# Lines whose cosines with a text differ by less than this are alike.
 LEAST_DIFFERENCE = 1e-3
+
+# Whether lines are alike is judged from this many different lines on: the cosines of two may be close by chance.
+FEWEST_TO_JUDGE = 3
 
 
 class Nearest:
@@ -213,7 +216,8 @@ class Nearest:
 
     def __init__(self, vector: np.ndarray, top_k: int):
         self.vector, self.top_k, self.best = unit(vector), top_k, []
-        self.lowest, self.highest, self.some_texts = np.inf, -np.inf, set()
+        self.lowest, self.highest = np.inf, -np.inf
+        self.different_texts = set()  # at least `FEWEST_TO_JUDGE` of them, if there are so many
 
     def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
         """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
@@ -222,8 +226,8 @@ class Nearest:
         has_text = np.array([bool(text.strip()) for text in texts])
         self.lowest = min(self.lowest, float(cosines.min(initial=np.inf, where=has_text)))
         self.highest = max(self.highest, float(cosines.max(initial=-np.inf, where=has_text)))
-        if len(self.some_texts) < 3:
-            self.some_texts.update(text.strip() for text in texts)
+        if len(self.different_texts) < FEWEST_TO_JUDGE:
+            self.different_texts.update(text.strip() for text in texts if text.strip())
         for index in np.argsort(-cosines, kind="stable"):
             if not has_text[index]:
                 continue
@@ -238,8 +242,10 @@ class Nearest:
     def are_alike(self) -> bool:
         """
         Whether the vectors of all lines are alike, though the lines differ: which line is nearest then says nothing.
+
+        False for fewer than `FEWEST_TO_JUDGE` different lines.
         """
-        return len(self.some_texts - {""}) >= 3 and self.highest - self.lowest < LEAST_DIFFERENCE
+        return len(self.different_texts) >= FEWEST_TO_JUDGE and self.highest - self.lowest < LEAST_DIFFERENCE
 
     def lines(self) -> list[tuple[float, int, str]]:
         """The nearest lines, nearest first: (cosine, number of the line from 1, text)."""
@@ -307,7 +313,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
         for texts, encoded, vectors in with_progress(
-            parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="lines"
+            parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
             if writer:
                 writer.append(texts, vectors)
@@ -317,9 +323,10 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
             cut += encoded.cut
             empty += sum(not text.strip() for text in texts)
         if lines == empty:
-            raise UserError(f"{shown}: {f'{empty:,} empty lines and no text' if lines else 'no line'}; give texts")
+            what = f"{counted(empty, 'empty line')} and no text" if lines else "no line"
+            raise UserError(f"{shown}: {what}; give texts")
     if cut:
-        logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {lines:,} lines")
+        logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {counted(lines, 'line')}")
     if empty:
         left_out = ", and is none of the nearest lines" if nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")

@@ -18,8 +18,8 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
         options: further arguments of `AutoModel.from_pretrained`.
 
     Raises:
-        UserError: the model or its tokenizer cannot be loaded, weights are missing, the model is no encoder, or the
-            tokenizer has more tokens than the model.
+        UserError: the model or its tokenizer cannot be loaded, weights are missing or not finite, the model is no
+            encoder, or the tokenizer has more tokens than the model.
     """
     logging.disable_progress_bar()  # Transformers shows a bar for the weights
     with reading_model(name):
@@ -42,6 +42,7 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
                 f"its tokenizer has {len(tokenizer)} tokens and the model {known}; put back the tokenizer that the "
                 f"model was trained with"
             )
+        conversion.check_finite(model)
     return model.float().eval(), tokenizer
 
 
