@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.progress import counted, messages_shown, report
+from d2l_bert.progress import counted, messages_shown, report, shortened
 from d2l_bert.tokenization.prepare import reading_report
 from d2l_bert.training.run_folder import start_folder
 
@@ -79,6 +79,10 @@ def test_one_thing_is_in_the_singular():
         "cut between words: 1 sentence of more than 1,000 characters",
         "few documents: 16 blocks of sentences will each count as a document",
     ]
+
+
+def test_a_long_text_is_shortened_to_its_beginning():
+    assert shortened("Anna left.", 10) == "Anna left." and shortened("Anna left.", 9) == "Anna l..."
 
 
 def test_the_blocks_of_a_text_of_one_document_are_said_to_count_as_documents(tmp_path, capsys):

@@ -178,6 +178,7 @@ def next_sentence_command(arguments) -> None:
 
 def embed_command(arguments) -> None:
     """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
+    from d2l_bert.progress import shortened
     from d2l_bert.training.openmp import short_waits
     from d2l_bert.training.vectors.config import EmbedConfig
     from d2l_bert.training.vectors.embed import embed
@@ -189,7 +190,7 @@ def embed_command(arguments) -> None:
         print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
     width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
     for cosine, number, text in done.nearest:
-        print(f"  {cosine:7.4f}  line {number:>{width},}  {_shortened(text)}")
+        print(f"  {cosine:7.4f}  line {number:>{width},}  {shortened(text, 160)}")
 
 
 def attention_command(arguments) -> None:
@@ -311,10 +312,6 @@ def _options_of(config_class, arguments):
     """The option dataclass with the values of the flags that were given."""
     given = vars(arguments)
     return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
-
-
-def _shortened(text, most=160):
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _model_summary(model, name=None):

@@ -31,6 +31,11 @@ def counted(count: int, one: str, more: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and three dots if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def with_progress(
     items: Iterable,
     label: str,

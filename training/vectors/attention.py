@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.positions import longest_input
-from d2l_bert.progress import counted
+from d2l_bert.progress import counted, shortened
 from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 from d2l_bert.training.vectors.encoder import load_encoder
@@ -152,7 +152,9 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
     before, after = (r"(?<!\w)" if re.match(r"\w", word) else "", r"(?!\w)" if re.search(r"\w$", word) else "")
     found = re.search(f"{before}{re.escape(word)}{after}", text, re.IGNORECASE)
     if found is None:
-        raise UserError(f"word {word!r}: is not in {_short(text)!r}; give a word of both texts, as it stands there")
+        raise UserError(
+            f"word {word!r}: is not in {shortened(text, 60)!r}; give a word of both texts, as it stands there"
+        )
     encoded = _encoded(name, model, tokenizer, text)
     if not encoded.is_fast:
         raise UserError(f"{name}: its tokenizer ({type(tokenizer).__name__}) does not say where a word is")
@@ -198,7 +200,3 @@ def compare_word(name: str, word: str, first: str, second: str) -> str:
         row = f"layer {number}" if number else "embeddings"
         lines.append(f"  {row:12}{cosine:18.3f}{max(0.0, 1 - cosine):18.3f}")
     return "\n".join(lines)
-
-
-def _short(text):
-    return text if len(text) <= 60 else f"{text[:57]}..."
