@@ -377,6 +377,7 @@ def test_help_names_every_option_and_the_values_of_the_recipe(capsys):
     assert "(20256)" in text and "(sentences)" in text
 
 
+@pytest.mark.slow
 def test_a_mistake_shows_no_traceback(tmp_path):
     command = [sys.executable, "-m", "d2l_bert", "pretrain", "--corpus", str(tmp_path / "nowhere")]
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

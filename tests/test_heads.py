@@ -281,6 +281,7 @@ def test_packed_rows_with_masked_positions_can_be_exported():
     torch.testing.assert_close(exported(**batch).loss, model(**batch).loss)
 
 
+@pytest.mark.slow
 def test_flex_attention_equals_eager_attention_on_packed_rows():
     model, inputs = ours("ForPreTraining", num_hidden_layers=1, attn_implementation="eager"), packed_batch()
     real = (inputs["sequence_ids"] != 0)[..., None]

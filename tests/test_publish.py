@@ -68,6 +68,7 @@ def test_readers_load_the_same_logits_by_name_by_revision_and_offline(here, trai
         here.stop()
 
 
+@pytest.mark.slow
 def test_publish_prints_the_page_and_three_lines_that_load_the_model(here, trained, tmp_path, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
