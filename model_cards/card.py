@@ -19,6 +19,7 @@ from d2l_bert.model_cards.finetuned import cell, finetuned_card
 from d2l_bert.model_cards.metadata import read_metadata, split_card
 from d2l_bert.model_cards.release_record import RELEASE_FILE, make_again_section
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
+from d2l_bert.progress import counted
 
 
 CARD_FILE = "README.md"
@@ -214,7 +215,7 @@ def quoted(text: str) -> str:
 def _data_rows(run, data):
     rows = [
         ("corpus", f"{data['corpus_name']}, fingerprint `{data['corpus_fingerprint']}`"),
-        ("training text", f"{data['train_documents']:,} documents, {data['train_tokens']:,} tokens"),
+        ("training text", f"{counted(data['train_documents'], 'document')}, {data['train_tokens']:,} tokens"),
         *_evaluation_text(data),
         ("language", run.get("language")),
         *_choices(run, data),
@@ -236,7 +237,7 @@ def _data_rows(run, data):
 
 def _evaluation_text(data):
     """What the model was evaluated on: a part held out of the corpus, or a text that the user gave."""
-    size = f"{data['held_out_documents']:,} documents, {data['held_out_tokens']:,} tokens"
+    size = f"{counted(data['held_out_documents'], 'document')}, {data['held_out_tokens']:,} tokens"
     if not (validation := data.get("validation")):
         return [("held out", size)]
     name, texts, shared = (validation[key] for key in ("corpus_name", "texts", "texts_in_training"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from d2l_bert import model_cards
+from d2l_bert.progress import counted
 
 
 # The Hub's kind (`metric_type`) and the unit of each metric; `1` is a number from -1 to 1 or from 0 on.
@@ -198,7 +199,9 @@ def _data_rows(record, metrics):
     for split, table in data["splits"].items():
         truncated = metrics.get("truncated", {}).get(split)
         cut = f"; {truncated:,} are truncated to {record['max_seq_length']} tokens" if truncated else ""
-        rows.append((split, f"{table['rows']:,} rows of {table['name']}, fingerprint `{table['fingerprint']}`{cut}"))
+        rows.append(
+            (split, f"{counted(table['rows'], 'row')} of {table['name']}, fingerprint `{table['fingerprint']}`{cut}")
+        )
     if data.get("labels"):
         shown = ", ".join(f"`{label}`" for label in data["labels"][:30])
         more = len(data["labels"]) - 30

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_answer_bars
 from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text, whole_number
@@ -120,8 +121,8 @@ class Answers(Kind):
             raise UserError(f"{place}: column {column!r} has no whole numbers under answer_start; write {form}")
         if len(texts) != len(starts):
             raise UserError(
-                f"{place}: column {column!r} has {len(texts)} texts and {len(starts)} values of answer_start; give "
-                f"each text its own"
+                f"{place}: column {column!r} has {counted(len(texts), 'text')} and "
+                f"{counted(len(starts), 'value')} of answer_start; give each text its own"
             )
         return list(zip(texts, starts, strict=True))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.training.finetuning.bars import draw_choice_probabilities
 from d2l_bert.training.finetuning.kind import (
     Features,
@@ -76,8 +77,8 @@ class MultipleChoice(Kind):
         self.count = counts.most_common(1)[0][0]
         if self.count < 2:
             raise UserError(
-                f"{train.place(0)}: {self.count} choices in {_listed(self.choices)}; name a column of lists of two "
-                f"choices at least, or several columns, with --choices_column"
+                f"{train.place(0)}: {counted(self.count, 'choice')} in {_listed(self.choices)}; name a column of "
+                f"lists of two choices at least, or several columns, with --choices_column"
             )
         self._learn_rule(train)
 
@@ -157,8 +158,8 @@ class MultipleChoice(Kind):
             choices, _ = self._choices(table, row)
             if len(choices) != self.count:
                 raise UserError(
-                    f"{table.place(row)}: {len(choices)} choices, and most training rows have {self.count}; give "
-                    f"every row equally many"
+                    f"{table.place(row)}: {counted(len(choices), 'choice')}, and most training rows have "
+                    f"{self.count}; give every row equally many"
                 )
             names = [f"column {name!r}" for name in (*columns, *self.choices)]
             if len(self.choices) == 1:

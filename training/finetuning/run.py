@@ -18,7 +18,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.saving import save_model, save_with_code
-from d2l_bert.progress import report
+from d2l_bert.progress import counted, report
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import (
     PROCESS_TIMEOUT,
@@ -135,8 +135,8 @@ def _constant_metric(kind, metric, data):
     if data.validation is None or metric not in kind.constant_metrics(data.validation):
         return None
     return (
-        f"{data.validation.label}: {metric} is 0 there whatever is predicted ({len(data.validation):,} rows, without "
-        f"two different labels or without a true one), so the loss chooses; give more validation rows"
+        f"{data.validation.label}: {metric} is 0 there whatever is predicted ({counted(len(data.validation), 'row')}, "
+        f"without two different labels or without a true one), so the loss chooses; give more validation rows"
     )
 
 
@@ -199,7 +199,7 @@ def _say_sizes(config, data, features, start, rates, processes):
             else f"; none is longer than {start.max_seq_length} tokens"
         )
         truncated = f"; {features[split].note}" if features[split].note else truncated
-        logger.info(f"{split}: {len(table):,} rows of {table.name}{labels}{truncated}")
+        logger.info(f"{split}: {counted(len(table), 'row')} of {table.name}{labels}{truncated}")
     logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
     if processes > 1:
         logger.info(f"{processes} processes, {rows_per_step(config, processes)} rows in a step")
@@ -366,7 +366,7 @@ def results_text(folder: Path, metrics: dict, data: Data) -> str:
     lines = []
     for split in data.measured():
         table = data.splits()[split]
-        lines.append(f"{split}: {len(table):,} rows of {table.name}")
+        lines.append(f"{split}: {counted(len(table), 'row')} of {table.name}")
         names = metrics["metrics_shown"]
         widths = [max(9, len(name)) for name in names]
         lines.append(

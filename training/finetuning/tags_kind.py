@@ -9,6 +9,7 @@ from tokenizers import pre_tokenizers
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_entity_bars
@@ -135,8 +136,8 @@ class Tags(Kind):
         tags = self._tags(table, row)
         if len(tags) != len(words):
             raise UserError(
-                f"{table.place(row)}: {len(words)} words in column {self.words!r} and {len(tags)} tags in column "
-                f"{self.label[0]!r}; give each word one tag"
+                f"{table.place(row)}: {counted(len(words), 'word')} in column {self.words!r} and "
+                f"{counted(len(tags), 'tag')} in column {self.label[0]!r}; give each word one tag"
             )
         for number, tag in enumerate(tags, 1):
             if tag not in self.number_of:
