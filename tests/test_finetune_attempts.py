@@ -222,7 +222,7 @@ def test_a_metric_that_is_always_0_and_a_warm_up_without_training_are_said(train
     finetune(trained, tmp_path / "out", *command[2:4], "--max_steps=1")
     said = capsys.readouterr().err
     assert "the warm-up takes the whole run (1 steps), at rate 0" in said
-    assert "pearson_spearman_mean is 0 there whatever is predicted (1 rows" in said
+    assert "pearson_spearman_mean is 0 there whatever is predicted (1 row" in said
 
 
 def test_metrics_that_no_prediction_can_change(tmp_path):

@@ -66,7 +66,7 @@ WRONG = {
     "a row without tags": (
         "tags",
         {"train.jsonl": TAGS + lines(tagged(["a"], []))},
-        ["line 3: 1 words in column 'tokens' and 0 tags"],
+        ["line 3: 1 word in column 'tokens' and 0 tags"],
     ),
     "validation rows without tags": (
         "tags",
@@ -160,7 +160,7 @@ WRONG = {
     "answers and places of different counts": (
         "answers",
         {"train.jsonl": lines(asked(start=[0, 1]))},
-        ["line 1: column 'answers' has 1 texts and 2 values of answer_start"],
+        ["line 1: column 'answers' has 1 text and 2 values of answer_start"],
     ),
     "answers as plain text": (
         "answers",
@@ -297,7 +297,7 @@ WRONG = {
         {"train.jsonl": lines(chosen(choices=("a", 7)))},
         ["line 1: choice 1 (from 0) of column 'choices' holds int, not text"],
     ),
-    "one choice": ("multiple_choice", {"train.jsonl": lines(chosen(choices=("a",)))}, ["line 1: 1 choices in column"]),
+    "one choice": ("multiple_choice", {"train.jsonl": lines(chosen(choices=("a",)))}, ["line 1: 1 choice in column"]),
     "choices as text": (
         "multiple_choice",
         {"train.csv": "context,choices,label\na,b or c,0\n"},
