@@ -77,7 +77,7 @@ def _epochs(config):
 
 
 def total_steps(config: FinetuneConfig, processes: int, rows: int) -> int:
-    """The optimizer steps of one model on so many training rows, as Trainer counts them."""
+    """The number of optimizer steps that Trainer takes to train one model on `rows` rows."""
     batches = math.ceil(rows / (batch_size(config, processes) * processes))
     in_epoch = math.ceil(batches / config.gradient_accumulation_steps)
     return config.max_steps or max(1, math.ceil(_epochs(config) * in_epoch))

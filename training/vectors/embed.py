@@ -217,7 +217,7 @@ class Nearest:
     def __init__(self, vector: np.ndarray, top_k: int):
         self.vector, self.top_k, self.best = unit(vector), top_k, []
         self.lowest, self.highest = np.inf, -np.inf
-        self.different_texts = set()  # at least `FEWEST_TO_JUDGE` of them, if there are so many
+        self.different_texts = set()  # grows until it has `FEWEST_TO_JUDGE` texts
 
     def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
         """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
