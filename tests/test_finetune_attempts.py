@@ -217,11 +217,11 @@ def test_a_metric_that_is_always_0_and_a_warm_up_without_training_are_said(train
     command = ["finetune", str(trained), "--task=regression", file, f"--output_dir={tmp_path / 'out'}"]
     line = fails(*command, "--warmup_steps=4", "--max_steps=4")
     assert "warmup_steps 4: the warm-up (4 steps) is not shorter than the run (4 steps)" in line
-    assert "warmup_ratio 0.5: the warm-up (1 steps)" in fails(*command, "--warmup_ratio=0.5", "--num_train_epochs=1")
+    assert "warmup_ratio 0.5: the warm-up (1 step)" in fails(*command, "--warmup_ratio=0.5", "--num_train_epochs=1")
     assert not (tmp_path / "out").exists()
     finetune(trained, tmp_path / "out", *command[2:4], "--max_steps=1")
     said = capsys.readouterr().err
-    assert "the warm-up takes the whole run (1 steps), at rate 0" in said
+    assert "the warm-up takes the whole run (1 step), at rate 0" in said
     assert "pearson_spearman_mean is 0 there whatever is predicted (1 row" in said
 
 

@@ -25,6 +25,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
 from d2l_bert.training.checkpoint import checkpoints, last_undamaged, read_manifest, write_manifest
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
@@ -102,10 +103,11 @@ def check_warmup(config: FinetuneConfig, steps: int) -> str | None:
         return None
     if getattr(config, name) is not None:
         raise UserError(
-            f"{name} {share:g}: the warm-up ({warm:,} steps) is not shorter than the run ({steps:,} steps); give less "
-            f"warm-up, or more steps"
+            f"{name} {share:g}: the warm-up ({counted(warm, 'step')}) is not shorter than the run "
+            f"({counted(steps, 'step')}); give less warm-up, or more steps"
         )
-    return f"the warm-up takes the whole run ({steps:,} steps), at rate 0; --warmup_ratio 0 trains without a warm-up"
+    whole = f"the warm-up takes the whole run ({counted(steps, 'step')}), at rate 0"
+    return f"{whole}; --warmup_ratio 0 trains without a warm-up"
 
 
 def make_arguments(
