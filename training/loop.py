@@ -16,7 +16,6 @@ from d2l_bert.training.batching import how_to_cut, make_held_out, make_steps, mo
 from d2l_bert.training.checkpoint import Checkpoint, Saver
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, report_errors_once, shut_down
-from d2l_bert.training.energy import train_energy
 from d2l_bert.training.identity import check_identity, make_identity
 from d2l_bert.training.initialize import make_model
 from d2l_bert.training.interruption import StopSignals, explain_failures, signal_name
@@ -45,49 +44,31 @@ def train(
     """
     Build the model, train it to its last step, and write everything that the run leaves to `folder`.
 
-    Args:
-        resumed: the checkpoint to resume from; None to start from step 0.
+    The run starts from step 0, or goes on from the checkpoint `resumed`.
 
     Raises:
-        SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
-            processes, the main process has raised an error, and shows it.
-        UserError: anything else that the user can mend: for example the text has no pair, `resumed` is of another run,
-            memory ran out, training diverged, or a file cannot be written.
+        SystemExit: a signal stopped the run, and a checkpoint is saved; or the main process has shown an error.
+        UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
     """
     torch.manual_seed(run.seed)
     learner = Learner(accelerator, make_model(architecture, run, text.tokenizer, resumed), run)
     cutting = how_to_cut(architecture, run, accelerator.num_processes, accelerator.process_index)
     is_auto = run.micro_batch_size == "auto"
-    run = choose_micro_batch_size(run, learner, text, cutting, resumed)
-    run = choose_torch_compile(run, architecture, learner, text, cutting, resumed)
-    with report_errors_once():
-        held_out = make_held_out(run, text, **cutting)
-    identity = make_identity(run, architecture, text)
-    if resumed:
-        on_main(accelerator, check_identity, resumed, identity)
-        learner.load(resumed)
-        if accelerator.is_main_process:
-            logger.info(f"going on from {resumed.path}")
-        state = resumed.state
-    else:
-        state = {"step": 0, "max_steps": choose_max_steps(run, learner, text, cutting, held_out)}
+    run, held_out, identity, state = plan(run, architecture, learner, text, cutting, resumed)
     start, max_steps = state["step"], state["max_steps"]
     schedule = RunSchedule(run, max_steps)
     record = make_record(run, max_steps, architecture, text, accelerator)
     with report_errors_once():
         words = WordSaver(learner, folder, text.tokenizer, word_marks(run.save_words), state)
+        steps = make_steps(run, text, max_steps, **cutting)
+        place = state.get("data_position")  # where the pairs of the next step are
+        steps.go_on_from(start, place)
     log = on_main(accelerator, start_folder, folder, record, start)
     saved_before = words.start(most_words(run, record["data"], max_steps))
     on_main(accelerator, start_trackers, accelerator, folder, record, start, share_result=False)
     monitor = RunMonitor(run, architecture, accelerator, folder, log, state, max_steps)
-    with report_errors_once():
-        steps = make_steps(run, text, max_steps, **cutting)
-        place = state.get("data_position")  # where the pairs of the next step are
-        steps.go_on_from(start, place)
     on_main(accelerator, warn_of_unbalanced_labels, steps)
-    pusher = on_main(accelerator, make_pusher, run, folder, record, share_result=False)
-    if pusher:
-        pusher.saved_by_words(saved_before)  # the run may have been killed before they were sent
+    pusher = on_main(accelerator, start_pusher, run, folder, record, saved_before, share_result=False)
     chosen = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile, "max_steps": max_steps}
     saver = Saver(learner, folder, text.tokenizer, {**chosen, "identity": identity}, resumed)
     # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
@@ -125,20 +106,62 @@ def train(
             saver.save(monitor.step, state_of(monitor, words, place))
             exit_after_signal(accelerator, stop, saver.path)
     words.report_missing()
-    published, metrics = learner.full_model(averaged=True), monitor.run_metrics()
-    if accelerator.is_main_process:
-        metrics |= train_energy(record["machine"], metrics)
-    report_on_main(accelerator, finish_folder, folder, published, text, record, metrics, log, held_out.one())
+    model, metrics = learner.full_model(averaged=True), monitor.run_metrics()
+    report_on_main(accelerator, finish_folder, folder, model, text, record, metrics, log, held_out.one())
     if run.push_to_hub:
         report_on_main(accelerator, Pusher.finish, pusher)
     shut_down(accelerator)
 
 
-def make_pusher(run: PretrainConfig, folder: Path, record: dict) -> Pusher | None:
-    """The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`."""
+def plan(
+    run: PretrainConfig,
+    architecture: D2lBertConfig,
+    learner: Learner,
+    text: PreparedText,
+    cutting: dict,
+    resumed: Checkpoint | None,
+) -> tuple:
+    """
+    Decide by trying what the options leave open, and load the checkpoint to resume from.
+
+    Args:
+        cutting: how a step is cut into micro-batches, as `batching.how_to_cut` says.
+
+    Returns:
+        The options with what was decided, the held-out batches, the run's identity, and the state to start from.
+    """
+    run = choose_micro_batch_size(run, learner, text, cutting, resumed)
+    run = choose_torch_compile(run, architecture, learner, text, cutting, resumed)
+    with report_errors_once():
+        held_out = make_held_out(run, text, **cutting)
+    identity = make_identity(run, architecture, text)
+    if resumed:
+        return run, held_out, identity, resume(learner, resumed, identity)
+    max_steps = choose_max_steps(run, learner, text, cutting, held_out)
+    return run, held_out, identity, {"step": 0, "max_steps": max_steps}
+
+
+def resume(learner: Learner, checkpoint: Checkpoint, identity: dict) -> dict:
+    """Load a checkpoint into the learner, if it is of the same run; the state that the checkpoint keeps."""
+    on_main(learner.accelerator, check_identity, checkpoint, identity)
+    learner.load(checkpoint)
+    if learner.accelerator.is_main_process:
+        logger.info(f"going on from {checkpoint.path}")
+    return checkpoint.state
+
+
+def start_pusher(run: PretrainConfig, folder: Path, record: dict, saved_before: list) -> Pusher | None:
+    """
+    The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`.
+
+    Args:
+        saved_before: models saved by words seen, which a run that was killed may not have uploaded.
+    """
     if not run.push_to_hub:
         return None
-    return Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
+    pusher = Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
+    pusher.saved_by_words(saved_before)
+    return pusher
 
 
 def state_of(monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:

@@ -54,9 +54,60 @@ def make_optimizers(
     others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
     assert len(matrices) + len(others) == len(list(model.parameters()))
     return [
-        torch.optim.Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
         _adamw(others, learning_rate, weight_decay, betas, epsilon),
     ]
+
+
+class Muon(torch.optim.Muon):
+    """
+    PyTorch's Muon (Jordan et al., 2024), but on a CPU its updates are made orthogonal in float32.
+
+    PyTorch does that in bf16, which a CPU without bf16 instructions emulates: on such a CPU a step of the recipe tiny
+    took six times as long. In float32 it costs a tenth of the step. The state is that of PyTorch's Muon.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_float32(parameter, group)
+        return loss
+
+    def _step_float32(self, parameter, group):
+        state, gradient, keep = self.state[parameter], parameter.grad, group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - keep)
+        update = orthogonal(gradient.lerp(average, keep), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """
+    The nearest matrix whose singular values are all about 1, by Newton-Schulz iterations (Jordan et al., 2024).
+
+    Args:
+        matrix: (m, n).
+        coefficients: of x, x^3 and x^5 in the polynomial that each iteration applies to the singular values.
+        eps: the least norm to divide by.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix  # (k, l) with k <= l, so that x x^T is the smaller product
+    x = x / x.norm().clamp(min=eps)
+    first, third, fifth = coefficients
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if is_tall else x
 
 
 def make_adamw(

@@ -23,7 +23,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.curves import plot_curves
-from d2l_bert.training.energy import describe_machine
+from d2l_bert.training.energy import describe_machine, train_energy
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 from d2l_bert.training.held_out import example_sentences, fill_mask, report
 from d2l_bert.training.recipes import command_line
@@ -225,7 +225,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     Args:
         model: an unsharded model on the CPU.
         record: the content of `run_config.json`.
-        metrics: the content of `metrics.json`, without the example predictions.
+        metrics: the content of `metrics.json`, without the energy and the example predictions.
         held_out: a held-out batch of one pair, shown as an example.
 
     Returns:
@@ -236,6 +236,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     """
     partial = folder / PARTIAL_FOLDER
     shutil.rmtree(partial, ignore_errors=True)
+    metrics = {**metrics, **train_energy(record["machine"], metrics)}
     try:
         partial.mkdir()
         with folders.os_errors():
