@@ -70,6 +70,16 @@ def test_a_row_of_skipped_steps_only_has_no_losses_and_is_strict_json():
     assert not {"loss", "mlm_loss", "nsp_loss", "grad_norm"} & set(row) and row["tokens_per_second"] > 0
 
 
+def test_the_time_of_a_save_between_two_rows_does_not_count_and_that_of_the_steps_before_does():
+    meter = meter_of(STEP)
+    time.sleep(0.05)
+    with meter.clock_stopped():
+        time.sleep(0.5)
+    meter.add(STEP)
+    meter.row(0.1, 0)
+    assert 0.05 <= meter.totals["train_seconds"] < 0.5
+
+
 def test_totals_continue_from_a_checkpoint_on_a_machine_with_another_peak():
     first = meter_of(STEP, SKIPPED, peak=1e5)
     time.sleep(0.01)

@@ -79,7 +79,7 @@ def train(
             # If a signal stopped the earlier run at this step, the evaluation of the step is still missing.
             if start and schedule.should_evaluate(start):
                 write_evaluation(learner, held_out, stop, monitor)
-            monitor.resume_clock()
+            monitor.start_clock()
             for step in range(start + 1, max_steps + 1):
                 micro_batches = next(batches, None)  # None: a signal arrived while waiting for the step
                 if stop.should_stop():
@@ -89,18 +89,17 @@ def train(
                 monitor.add_step(step, learner.step(step, micro_batches, rate), rate)
                 if schedule.should_log(step):
                     monitor.write_row()
-                if schedule.should_evaluate(step):
-                    write_evaluation(learner, held_out, stop, monitor)
-                saved_by_words = words.save_due(step) if monitor.last_step_was_taken() else []
-                if pusher and not stop.agreed_signal:
-                    pusher.saved_by_words(saved_by_words)
-                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
-                if (schedule.should_save(step) and monitor.last_step_was_taken()) or step == max_steps:
-                    saver.save(step, state_of(monitor, words, place))
-                    if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
-                        pusher.saved(saver.path, step)
-                if schedule.should_evaluate(step) or schedule.should_save(step) or saved_by_words:
-                    monitor.resume_clock()
+                with monitor.clock_stopped():
+                    if schedule.should_evaluate(step):
+                        write_evaluation(learner, held_out, stop, monitor)
+                    saved_by_words = words.save_due(step) if monitor.last_step_was_taken() else []
+                    if pusher and not stop.agreed_signal:
+                        pusher.saved_by_words(saved_by_words)
+                    # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+                    if (schedule.should_save(step) and monitor.last_step_was_taken()) or step == max_steps:
+                        saver.save(step, state_of(monitor, words, place))
+                        if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
+                            pusher.saved(saver.path, step)
         if stop.should_stop():
             monitor.write_row()
             saver.save(monitor.step, state_of(monitor, words, place))

@@ -1,5 +1,6 @@
 """Measures the steps, and writes nothing: losses, speed, memory, waiting for batches, and loss spikes."""
 
+import contextlib
 import math
 import statistics
 import time
@@ -69,7 +70,7 @@ class Meter:
         names += ("train_skipped_steps", "train_arithmetic", "train_possible_arithmetic")
         self.totals = {name: state.get(name, 0.0) for name in (*names, "train_memory_mb")}
         used_memory(device)  # resets the peak, so that the first row does not include the memory of the setup
-        self.resume_clock()
+        self.start_clock()
         self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
 
     def waiting(self, batches: Iterable) -> Iterator:
@@ -124,7 +125,7 @@ class Meter:
             **({"skipped_steps": skipped} if skipped else {}),
         }
         self.steps, self.waited = [], 0.0
-        self.resume_clock()
+        self.start_clock()
         return row
 
     def _losses(self):
@@ -157,9 +158,16 @@ class Meter:
             "train_memory_mb": self.totals["train_memory_mb"],
         }
 
-    def resume_clock(self) -> None:
-        """Start the clock again after an evaluation or a save, whose time does not count."""
+    def start_clock(self) -> None:
+        """Start the clock of the next row."""
         self.clock_start = time.monotonic()
+
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """A block, such as an evaluation or a save, whose time does not count."""
+        start = time.monotonic()
+        yield
+        self.clock_start += time.monotonic() - start
 
 
 def used_memory(device: torch.device) -> float:

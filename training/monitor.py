@@ -1,5 +1,6 @@
 """Logging of a run: what `meter` measures of its steps, and events, go to the outputs of `tracking`."""
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -58,9 +59,13 @@ class RunMonitor:
         """Yield the same batches, and measure the time that training waits for each."""
         return self.meter.waiting(batches)
 
-    def resume_clock(self) -> None:
-        """Restart the training clock: an evaluation or a save before this call does not count as training time."""
-        self.meter.resume_clock()
+    def start_clock(self) -> None:
+        """Start the clock of the training: time before this call does not count as training time."""
+        self.meter.start_clock()
+
+    def clock_stopped(self) -> contextlib.AbstractContextManager:
+        """A block, such as an evaluation or a save, whose time does not count as training time."""
+        return self.meter.clock_stopped()
 
     def add_step(self, step: int, step_stats: StepStats, learning_rate: float) -> None:
         """
