@@ -7,7 +7,8 @@ Trains a model for each line of a list of options and each seed, and measures ea
 A line of the list is `name: options of d2l-bert pretrain`; lines that begin with # are left out. DIR/train and
 DIR/valid of `--books` are folders of text, for all lines without `--corpus`. A run trains for `--minutes`, unless its
 line has `--max_steps`, on `--threads` threads; `--parallel` runs share the machine. Runs that have a row already are
-not run again.
+not run again. All models of a list are measured on the same text: the sentences of DIR/valid, or what is held out of
+`--corpus`.
 
     python -m benchmarks.search --table benchmarks/results/search_tiny.jsonl
 
@@ -26,7 +27,17 @@ import threading
 from pathlib import Path
 
 
-FIGURES = {"mlm": "MLM loss", "accuracy": "accuracy", "nsp": "NSP accuracy", "blimp": "BLiMP", "tokens": "tokens"}
+# Of the text that all models are measured on.
+MOST = ["--max_eval_pairs", "4000"]
+
+# Of each run: the column of the table, the scale and the number of digits.
+FIGURES = {
+    "mlm": ("MLM loss", 1, 3),
+    "accuracy": ("accuracy", 100, 1),
+    "nsp": ("NSP accuracy", 100, 1),
+    "pppl": ("word pseudo-perplexity", 1, 0),
+    "blimp": ("BLiMP", 100, 1),
+}
 
 
 def read_list(path: Path) -> dict[str, list[str]]:
@@ -39,36 +50,47 @@ def read_list(path: Path) -> dict[str, list[str]]:
 def run(name, options, seed, given) -> dict:
     """Train and measure one model; the content of its row."""
     folder = given.work_dir / f"{name}-{seed}"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
     length = [] if "--max_steps" in options else ["--max_minutes", str(given.minutes)]
     words = ["pretrain", *options, *length, "--seed", str(seed), "--torch_compile", "true"]
     paths = ["--output_dir", str(folder), "--overwrite_output_dir"]
-    if "--corpus" not in options:
+    if "--corpus" in options:
+        text = ["--corpus", options[options.index("--corpus") + 1], "--held_out", "true"]
+    else:
         paths += ["--corpus", str(given.books / "train"), "--validation_corpus", str(given.books / "valid")]
+        text = ["--corpus", str(given.books / "valid"), "--pairing", "sentences", "--objective", "none"]
+    measured = folder / "evaluated.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
     with (given.work_dir / f"{name}-{seed}.log").open("w") as log:
         for arguments in (
             [*words, *paths],
-            ["evaluate", str(folder), "--blimp", str(given.blimp), "--output", str(folder / "blimp.json")],
+            ["evaluate", str(folder), *text, *MOST, "--blimp", str(given.blimp), "--output", str(measured)],
         ):
-            (folder / "blimp.json").unlink(missing_ok=True)
+            measured.unlink(missing_ok=True)
             command = [sys.executable, "-m", "d2l_bert", *arguments]
             subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
-    metrics = json.loads((folder / "metrics.json").read_text())
-    (evaluated,) = json.loads((folder / "blimp.json").read_text())["models"]
-    rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "tokens_per_second" in row]
     return {
         "name": name,
         "seed": seed,
         "command": shlex.join(["d2l-bert", *words]),
         "threads": given.threads,
         "parallel": given.parallel,
-        "steps": steps[-1]["step"],
+        **figures(folder),
+    }
+
+
+def figures(folder: Path) -> dict:
+    """The part of a row that a trained and evaluated model gives."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    (evaluated,) = json.loads((folder / "evaluated.json").read_text())["models"]
+    rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    return {
+        "steps": max(row["step"] for row in rows if "tokens_per_second" in row),
         "seconds": round(metrics["train_seconds"], 1),
         "tokens": round(metrics["train_tokens_per_second"] * metrics["train_seconds"]),
-        "mlm": metrics["eval_mlm_loss"],
-        "accuracy": metrics["eval_mlm_accuracy"],
-        "nsp": metrics.get("eval_nsp_accuracy"),
+        "mlm": evaluated["text"]["mlm_loss"],
+        "accuracy": evaluated["text"]["mlm_accuracy"],
+        "nsp": evaluated["text"].get("nsp_accuracy"),
+        "pppl": evaluated["text"]["pseudo_perplexity"],
         "blimp": evaluated["blimp"]["accuracy"],
         "blimp_se": evaluated["blimp"]["standard_error"],
     }
@@ -81,26 +103,21 @@ def print_table(path: Path) -> None:
         row = json.loads(line)
         rows.setdefault(row["name"], []).append(row)
 
-    def mean(row_list, figure):
-        values = [row[figure] for row in row_list if row[figure] is not None]
-        return statistics.fmean(values) if values else None
+    def mean(of_name, figure):
+        return statistics.fmean(row[figure] for row in of_name)
 
-    print("| run | options | seeds | " + " | ".join(FIGURES.values()) + " |")
-    print("|" + "---|" * (3 + len(FIGURES)))
+    heads = ["run", "options", "seeds", *(label for label, _, _ in FIGURES.values()), "tokens", "minutes"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in sorted(rows, key=lambda name: -mean(rows[name], "blimp")):
         cells = []
-        for figure in FIGURES:
-            value = mean(rows[name], figure)
-            several = [row[figure] for row in rows[name]]
-            shown = "" if value is None else f"{value / 1e6:.1f}M" if figure == "tokens" else ""
-            if value is not None and figure != "tokens":
-                scale, digits = (1, 3) if figure == "mlm" else (100, 1)
-                shown = f"{scale * value:.{digits}f}"
-                shown += f" ({scale * statistics.stdev(several):.{digits}f})" if len(several) > 1 else ""
-            cells.append(shown)
+        for figure, (_, scale, digits) in FIGURES.items():
+            values = [scale * row[figure] for row in rows[name] if row[figure] is not None]
+            shown = f"{statistics.fmean(values):.{digits}f}" if values else ""
+            cells.append(f"{shown} ({statistics.stdev(values):.{digits}f})" if len(values) > 1 else shown)
+        cells += [f"{mean(rows[name], 'tokens') / 1e6:.1f}M", f"{mean(rows[name], 'seconds') / 60:.1f}"]
         words = shlex.split(rows[name][0]["command"])[2:]
         options = shlex.join(words[: words.index("--seed")])
-        print(f"| {name} | `{options}` | {len(rows[name])} | " + " | ".join(cells) + " |")
+        print(f"| {name} | `{options}` | {len(rows[name])} | {' | '.join(cells)} |")
 
 
 def main():

@@ -276,7 +276,8 @@ def _procedure_rows(record, metrics, config, task, start):
     )
     skipped = metrics.get("train_skipped_steps")
     skipped_text = f"; {skipped:,} steps skipped because their loss or gradient was not finite" if skipped else ""
-    share = run["mlm_probability"]
+    share, alone = run["mlm_probability"], "one sentence each" if run["pairing"] == "sentences" else "one segment each"
+    masked, random = run.get("mask_replace_prob", 0.8), run.get("random_replace_prob", 0.1)
     decay_ratio = run["decay_ratio"] or record.get("decay_ratio")
     falls = f"in the last {_percent(decay_ratio)} of the steps" if decay_ratio else "at the end"
     fall = {
@@ -290,11 +291,11 @@ def _procedure_rows(record, metrics, config, task, start):
         average = f"; the weights are a moving average with decay {run['ema_decay']}"
     rows = [
         ("objective", f"masked language model (MLM){f' and {task.name} ({task.short})' if task else ' alone'}"),
-        (units, f"{'`' + run['pairing'] + '`' if task else 'one segment each'}, at most {length} tokens{lengths}"),
+        (units, f"{'`' + run['pairing'] + '`' if task else alone}, at most {length} tokens{lengths}"),
         (
             "masking",
             f"{share if isinstance(share, str) else _percent(share)} of the {MASKED[run['masking']]}: "
-            f"80 % `[MASK]`, 10 % random, 10 % kept",
+            f"{_percent(masked)} `[MASK]`, {_percent(random)} random, {_percent(1 - masked - random)} kept",
         ),
         (
             "start",

@@ -217,6 +217,7 @@ def test_the_card_states_the_share_of_the_peak_and_the_number_of_skipped_steps(f
         ({"lr_scheduler_type": "cosine"}, "5 % warm-up, then half a cosine |"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "flat, then 1 - sqrt in the last 20 % of the steps |"),
         ({"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.125}, "in the last 12.5 % of the steps |"),
+        ({"mask_replace_prob": 0.9, "random_replace_prob": 0.02}, "90 % `[MASK]`, 2 % random, 8 % kept |"),
         ({"optim": "muon"}, "| Muon for the matrices of the encoder's blocks, AdamW for all else, peak rate 0.003, "),
         ({"ema_decay": 0.999}, "a straight line; the weights are a moving average with decay 0.999 |"),
     ],

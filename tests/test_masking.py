@@ -62,6 +62,21 @@ def test_80_percent_become_mask_10_percent_a_random_token_and_10_percent_stay(ma
         assert abs(standard_errors(count, len(after), share)) < 3
 
 
+@pytest.mark.parametrize("probabilities", [(1.0, 0.0), (0.5, 0.2), (0.0, 0.0)])
+def test_other_shares_become_mask_and_random_and_the_same_tokens_are_chosen(probabilities):
+    tokens = np.random.default_rng(0).integers(1000, 2000, (SEQUENCES, 12))
+    may, how = np.ones_like(tokens, dtype=bool), (0.25, "token", None)
+    masked, chosen = mask_tokens(tokens, may, *KEYS_AND_RANGE, *how, *probabilities)
+    assert np.array_equal(chosen, mask_tokens(tokens, may, *KEYS_AND_RANGE, *how)[1])
+    assert np.array_equal(masked[~chosen], tokens[~chosen])
+    after, stayed = masked[chosen], (masked == tokens)[chosen].sum()
+    became_mask = (after == MASK).sum()
+    became_random = len(after) - became_mask - stayed
+    shares = (*probabilities, 1 - sum(probabilities))
+    for count, share in zip((became_mask, became_random, stayed), shares, strict=True):
+        assert count == share * len(after) if share in (0, 1) else abs(standard_errors(count, len(after), share)) < 3
+
+
 def test_random_tokens_are_ordinary_tokens_and_equally_likely(many):
     before = np.concatenate([tokens[positions] for tokens, _, positions in many])
     after = np.concatenate([masked[positions] for _, masked, positions in many])

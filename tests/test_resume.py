@@ -207,16 +207,32 @@ def test_a_checkpoint_can_be_resumed_with_another_sentence_splitter_that_splits_
     assert "another run: corpus (fingerprint) was" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_checkpoint_without_a_version_of_the_data_order_is_refused(books, trained, tmp_path, capsys):
-    shutil.copytree(trained / "checkpoint-20", tmp_path / "checkpoint-20")
-    state, manifest = (tmp_path / "checkpoint-20" / name for name in ("training_state.json", "manifest.json"))
+def checkpoint_without(name, trained, folder):
+    """A copy of the trained run's checkpoint, as of a version that did not have this part of the identity."""
+    shutil.copytree(trained / "checkpoint-20", folder / "checkpoint-20")
+    state, manifest = (folder / "checkpoint-20" / file for file in ("training_state.json", "manifest.json"))
     content = json.loads(state.read_text())
-    del content["identity"]["data order (version)"]
+    del content["identity"][name]
     state.write_text(json.dumps(content))
     hashes = json.loads(manifest.read_text())
     hashes["sha256"][state.name] = hashlib.sha256(state.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(hashes, indent=2) + "\n")
-    arguments = [f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={tmp_path / 'checkpoint-20'}"]
+    return folder / "checkpoint-20"
+
+
+def test_a_checkpoint_without_a_version_of_the_data_order_is_refused(books, trained, tmp_path, capsys):
+    saved = checkpoint_without("data order (version)", trained, tmp_path)
+    arguments = [f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={saved}"]
     assert main(["pretrain", f"--corpus={books}", "--max_steps=40", "--mixed_precision=no", *SMALL, *arguments]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "checkpoint-20: a checkpoint of an earlier version" in line and "data order (version)" in line
+
+
+def test_a_checkpoint_that_lacks_a_later_option_is_resumed_with_its_default_alone(books, trained, tmp_path, capsys):
+    saved = checkpoint_without("mask_replace_prob", trained, tmp_path)
+    arguments = ["pretrain", f"--corpus={books}", "--max_steps=40", "--save_steps=20", "--mixed_precision=no", *SMALL]
+    arguments += ["--license=apache-2.0", f"--resume_from_checkpoint={saved}"]
+    assert main([*arguments, f"--output_dir={tmp_path / 'other'}", "--mask_replace_prob=0.7"]) == 2
+    assert "which has no mask_replace_prob" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*arguments, f"--output_dir={tmp_path / 'same'}"]) == 0
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()

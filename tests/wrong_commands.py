@@ -102,6 +102,12 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
         "source_weights: 2 weights for 1 source; give one weight for each source",
     ),
     ("pretrain --length_schedule 32:nan", "length_schedule takes LENGTH:SHARE such as 16:0.4, got '32:nan'"),
+    ("pretrain --mask_replace_prob 1.1", "mask_replace_prob must be", "got 1.1"),
+    ("pretrain --random_replace_prob nan", "random_replace_prob", "nan"),
+    (
+        "pretrain --mask_replace_prob 0.9 --random_replace_prob 0.2",
+        "mask_replace_prob (0.9) and random_replace_prob (0.2) are more than all tokens to predict; lower one",
+    ),
     ("pretrain --hidden_dropout_prob 1", "hidden_dropout_prob must be", "below 1, got 1.0"),
     ("pretrain --num_attention_heads 3", "hidden_size (32) must be a multiple of num_attention_heads (3)"),
     ("pretrain --num_hidden_layers 99999999", "GB at least, and this machine has", "num_hidden_layers (99,999,999)"),

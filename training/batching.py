@@ -156,7 +156,9 @@ def make_passes(run: PretrainConfig, text: PreparedText):
 
 def make_batch_maker(run: PretrainConfig, tokens: TokenizedCorpus, tokenizer, length: int) -> data.BatchMaker:
     """Turns pairs into batches of at most `length` tokens a row, with the `mlm_probability` of the run's last step."""
-    return data.BatchMaker(tokens, tokenizer, run.mlm_probabilities()[1], length, run.masking, run.objective)
+    masks = {"masking_kind": run.masking, "objective": run.objective}
+    replaced = {"mask_replace_prob": run.mask_replace_prob, "random_replace_prob": run.random_replace_prob}
+    return data.BatchMaker(tokens, tokenizer, run.mlm_probabilities()[1], length, **masks, **replaced)
 
 
 def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.HeldOutPairs:

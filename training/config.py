@@ -10,7 +10,7 @@ from typing import Literal
 from d2l_bert.errors import UserError
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import TextConfig, dataset_and_config
-from d2l_bert.training.masking import Masking
+from d2l_bert.training.masking import MASK_REPLACE_PROB, RANDOM_REPLACE_PROB, Masking
 from d2l_bert.training.optim import Optim, Schedule
 from d2l_bert.training.word_marks import word_marks
 
@@ -85,6 +85,10 @@ class PretrainConfig(TextConfig):
     )
     masking: Masking = option(
         "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
+    )
+    mask_replace_prob: float = option(MASK_REPLACE_PROB, "share of the tokens to predict that become [MASK]", BATCHES)
+    random_replace_prob: float = option(
+        RANDOM_REPLACE_PROB, "share of the tokens to predict that become a random token; the others stay", BATCHES
     )
 
     init_from: str | None = option(
@@ -297,8 +301,13 @@ class PretrainConfig(TextConfig):
         for share in self.mlm_probabilities():
             if not 0 < share <= 1:
                 raise UserError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
-        for name in ("short_seq_prob", "warmup_ratio"):
+        for name in ("short_seq_prob", "warmup_ratio", "mask_replace_prob", "random_replace_prob"):
             self._check_range(name, 0, 1)
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise UserError(
+                f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) "
+                f"are more than all tokens to predict; lower one"
+            )
         self._check_decay()
         self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:

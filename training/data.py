@@ -59,6 +59,7 @@ class BatchMaker:
         max_seq_length: the most tokens in a row.
         masking_kind: whether to mask single tokens, whole words or spans (`masking.mask_tokens`).
         objective: with `none`, batches have no `next_sentence_label`.
+        mask_replace_prob, random_replace_prob: what becomes of the tokens to predict (`masking.mask_tokens`).
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class BatchMaker:
         max_seq_length: int,
         masking_kind: masking.Masking = "token",
         objective: Objective = "nsp",
+        mask_replace_prob: float = masking.MASK_REPLACE_PROB,
+        random_replace_prob: float = masking.RANDOM_REPLACE_PROB,
     ):
         self.tokens = tokens
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
@@ -77,6 +80,7 @@ class BatchMaker:
         self.mlm_probability = mlm_probability
         self.max_seq_length = max_seq_length
         self.masking_kind = masking_kind
+        self.replace_probs = (mask_replace_prob, random_replace_prob)
         self.has_labels = objective != "none"
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
@@ -155,7 +159,7 @@ class BatchMaker:
         ids[:, 0] = self.cls
         ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.masking_kind, self.is_continuation)
-        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules)
+        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules, *self.replace_probs)
         token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
         return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen
 

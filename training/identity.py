@@ -1,5 +1,6 @@
 """The identity of a run: options and fingerprints that a checkpoint and the run that resumes from it must share."""
 
+import dataclasses
 import json
 
 from d2l_bert.errors import UserError
@@ -48,7 +49,10 @@ def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
         UserError: the checkpoint has another identity; the message names the first difference.
     """
     saved = checkpoint.state["identity"]
+    options = {field.name: field.default for field in dataclasses.fields(PretrainConfig)}
     for name, value in json.loads(json.dumps(identity)).items():
+        if name not in saved and name in options and value == options[name]:
+            continue  # an option of a later version, whose default does what the earlier version did
         if name not in saved:
             raise UserError(
                 f"{checkpoint.path}: a checkpoint of an earlier version of d2l-bert, which has no {name}: the run "

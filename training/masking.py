@@ -9,6 +9,9 @@ from d2l_bert.random_numbers import random_numbers
 
 Masking = Literal["token", "whole_word", "span"]
 
+# Shares of the chosen tokens that become [MASK], and a random token; the others stay unchanged (BERT, section 3.1).
+MASK_REPLACE_PROB, RANDOM_REPLACE_PROB = 0.8, 0.1
+
 # SpanBERT (Joshi et al., 2020), section 3.1: a span is 1 to 10 words long, geometrically distributed with p = 0.2, on
 # average 3.8.
 SPAN_PROBABILITY, LONGEST_SPAN = 0.2, 10
@@ -35,13 +38,16 @@ def mask_tokens(
     mlm_probability: float = 0.15,
     masking: Masking = "token",
     is_continuation: np.ndarray | None = None,
+    mask_replace_prob: float = MASK_REPLACE_PROB,
+    random_replace_prob: float = RANDOM_REPLACE_PROB,
 ) -> tuple[np.ndarray, np.ndarray]:
     """
     Mask the sequences of a batch; what happens to a sequence depends on that sequence and its key alone.
 
     A unit is a token, or a whole word unless `masking` is `token`. The number of chosen units is `mlm_probability` of
     all units, rounded up or down at random so that the share is right on average, and at least one. Every unit is
-    equally likely. Of the chosen tokens 80 % become `[MASK]`, 10 % a random ordinary token, 10 % stay unchanged.
+    equally likely. Of the chosen tokens, as in BERT, 80 % become `[MASK]`, 10 % a random ordinary token, 10 % stay
+    unchanged.
 
     Args:
         tokens: token ids (B, T), T below 2^18; not changed in place.
@@ -57,6 +63,7 @@ def mask_tokens(
         is_continuation: for each id of the vocabulary, whether the piece continues a word (V,); needed unless
             `masking` is `token`. A continuation piece that does not follow a candidate counts as a word: truncation
             removed the beginning of that word.
+        mask_replace_prob, random_replace_prob: shares of the chosen tokens that become `[MASK]`, and a random token.
 
     Returns:
         The masked ids (B, T), and whether each token is to be predicted (B, T), bool.
@@ -82,8 +89,9 @@ def mask_tokens(
     masked, (rows, columns) = tokens.copy(), chosen.nonzero()
     fate = random_numbers(keys[rows], _FATES + columns)
     ordinary = random_numbers(keys[rows], _TOKENS + columns) * (vocab_size - first_ordinary_id)
-    replaced = np.where(fate < 0.8, mask_token_id, first_ordinary_id + ordinary.astype(int))
-    masked[rows, columns] = np.where(fate < 0.9, replaced, tokens[rows, columns])
+    replaced = np.where(fate < mask_replace_prob, mask_token_id, first_ordinary_id + ordinary.astype(int))
+    is_replaced = fate < mask_replace_prob + random_replace_prob
+    masked[rows, columns] = np.where(is_replaced, replaced, tokens[rows, columns])
     return masked, chosen
 
 
