@@ -111,7 +111,7 @@ def print_table(path: Path) -> None:
     for name in sorted(rows, key=lambda name: -mean(rows[name], "blimp")):
         cells = []
         for figure, (_, scale, digits) in FIGURES.items():
-            values = [scale * row[figure] for row in rows[name] if row[figure] is not None]
+            values = [scale * row[figure] for row in rows[name] if row.get(figure) is not None]
             shown = f"{statistics.fmean(values):.{digits}f}" if values else ""
             cells.append(f"{shown} ({statistics.stdev(values):.{digits}f})" if len(values) > 1 else shown)
         cells += [f"{mean(rows[name], 'tokens') / 1e6:.1f}M", f"{mean(rows[name], 'seconds') / 60:.1f}"]
