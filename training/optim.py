@@ -63,8 +63,9 @@ class Muon(torch.optim.Muon):
     """
     PyTorch's Muon (Jordan et al., 2024), but on a CPU its updates are made orthogonal in float32.
 
-    PyTorch does that in bf16, which a CPU without bf16 instructions emulates: on such a CPU a step of the recipe tiny
-    took six times as long. In float32 it costs a tenth of the step. The state is that of PyTorch's Muon.
+    PyTorch does that in bf16, which a CPU without bf16 instructions emulates: there a step of the recipe tiny took six
+    times as long. In float32 a step takes a seventh longer than with AdamW (benchmarks/LOG.md). The state is that of
+    PyTorch's Muon.
     """
 
     @torch.no_grad()
