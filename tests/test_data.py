@@ -383,6 +383,18 @@ def test_held_out_micro_batches_are_small_enough_for_their_logits(books, monkeyp
     assert counts[0] > counts[1], "they are cut by what a micro-batch costs"
 
 
+@pytest.mark.parametrize(("masked", "random"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+def test_a_run_decides_what_becomes_of_the_tokens_to_predict(books, masked, random):
+    shares = {"mask_replace_prob": masked, "random_replace_prob": random}
+    run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, **shares)
+    prepared = prepare.prepare(run)
+    for batch in batching.make_held_out(run, prepared):
+        is_real = batch["labels"] != -100
+        seen, label = batch["input_ids"].gather(1, batch["masked_positions"])[is_real], batch["labels"][is_real]
+        assert (seen == prepared.tokenizer.mask_token_id).float().mean() == masked
+        assert (seen == label).float().mean() < 0.2 if masked or random else (seen == label).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows and micro-batches
 
