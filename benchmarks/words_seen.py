@@ -82,10 +82,15 @@ def main():
             weights = content_hash(model / "model.safetensors")
             if any(row["weights"] == weights for row in rows):
                 continue
-            rows.append({"words": round(words), "weights": weights, **measure(model, given.books, given.blimp)})
+            found = measure(model, given.books, given.blimp)
+            rows.append({"words": round(words), "weights": weights, **found})
             rows.sort(key=lambda row: row["words"])
             file.write_text(json.dumps(measured, indent=1) + "\n")
-            print(run.name, rows, flush=True)
+            print(
+                f"{run.name}, {words / 1e6:.1f}M words: MLM loss {found['mlm_loss']:.3f}, "
+                f"BLiMP {100 * found['accuracy']:.1f}",
+                flush=True,
+            )
     plot(measured, given.results.with_suffix(".png"))
 
 

@@ -49,7 +49,11 @@ def without_the_end(folder, copy):
     return copy
 
 
-@pytest.mark.parametrize("options", [["--tie_word_embeddings=true"], ["--ema_decay=0.9"]], ids=["tied", "averaged"])
+@pytest.mark.parametrize(
+    "options",
+    [["--tie_word_embeddings=true"], ["--ema_decay=0.9"], ["--optim=muon"]],
+    ids=["tied", "averaged", "muon"],
+)
 def test_fsdp2_and_one_process_train_the_same_weights_and_resume_each_others_checkpoints(books, tmp_path, options):
     """
     Each evaluation comes right before a checkpoint, when FSDP2 holds some parameters unsharded, as other objects.
