@@ -34,10 +34,7 @@ def test_the_code_of_docs_d2l_runs_as_written(monkeypatch, tmp_path):
     assert names["classifier"].config.type_vocab_size == 3
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "docs/d2l.md", "docs/distributed.md", "docs/embed.md", "docs/evaluate.md", "docs/finetune.md"],
-)
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
 def test_a_page_names_only_options_files_and_classes_that_exist(page):
     text = (ROOT / page).read_text()
     for command, options in re.findall(r"^    d2l-bert (\S+)(.*)$", text, re.MULTILINE):
