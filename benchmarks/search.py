@@ -6,9 +6,9 @@ Trains a model for each line of a list of options and each seed, and measures ea
 
 A line of the list is `name: options of d2l-bert pretrain`; lines that begin with # are left out. DIR/train and
 DIR/valid of `--books` are folders of text, for all lines without `--corpus`. A run trains for `--minutes`, unless its
-line has `--max_steps`, on `--threads` threads; `--parallel` runs share the machine. Runs that have a row already are
-not run again. All models of a list are measured on the same text: the sentences of DIR/valid, or what is held out of
-`--corpus`.
+line has `--max_steps` or `--max_minutes`, on `--threads` threads; `--parallel` runs share the machine. Runs that have
+a row already are not run again. All models of a list are measured on the same text: the sentences of DIR/valid, or
+what is held out of `--corpus`.
 
     python -m benchmarks.search --table benchmarks/results/search_tiny.jsonl
 
@@ -50,7 +50,8 @@ def read_list(path: Path) -> dict[str, list[str]]:
 def run(name, options, seed, given) -> dict:
     """Train and measure one model; the content of its row."""
     folder = given.work_dir / f"{name}-{seed}"
-    length = [] if "--max_steps" in options else ["--max_minutes", str(given.minutes)]
+    has_length = not {"--max_steps", "--max_minutes"}.isdisjoint(options)
+    length = [] if has_length else ["--max_minutes", str(given.minutes)]
     words = ["pretrain", *options, *length, "--seed", str(seed), "--torch_compile", "true"]
     paths = ["--output_dir", str(folder), "--overwrite_output_dir"]
     if "--corpus" in options:
