@@ -47,6 +47,11 @@ def read_list(path: Path) -> dict[str, list[str]]:
     return {name.strip(): shlex.split(options) for name, _, options in named}
 
 
+def sentences_of(text: Path) -> list[str]:
+    """Options of `d2l-bert evaluate` that measure every model on single sentences of a text."""
+    return ["--corpus", str(text), "--pairing", "sentences", "--objective", "none", *MOST]
+
+
 def run(name, options, seed, given) -> dict:
     """Train and measure one model; the content of its row."""
     folder = given.work_dir / f"{name}-{seed}"
@@ -55,16 +60,16 @@ def run(name, options, seed, given) -> dict:
     words = ["pretrain", *options, *length, "--seed", str(seed), "--torch_compile", "true"]
     paths = ["--output_dir", str(folder), "--overwrite_output_dir"]
     if "--corpus" in options:
-        text = ["--corpus", options[options.index("--corpus") + 1], "--held_out", "true"]
+        text = ["--corpus", options[options.index("--corpus") + 1], "--held_out", "true", *MOST]
     else:
         paths += ["--corpus", str(given.books / "train"), "--validation_corpus", str(given.books / "valid")]
-        text = ["--corpus", str(given.books / "valid"), "--pairing", "sentences", "--objective", "none"]
+        text = sentences_of(given.books / "valid")
     measured = folder / "evaluated.json"
     environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
     with (given.work_dir / f"{name}-{seed}.log").open("w") as log:
         for arguments in (
             [*words, *paths],
-            ["evaluate", str(folder), *text, *MOST, "--blimp", str(given.blimp), "--output", str(measured)],
+            ["evaluate", str(folder), *text, "--blimp", str(given.blimp), "--output", str(measured)],
         ):
             measured.unlink(missing_ok=True)
             command = [sys.executable, "-m", "d2l_bert", *arguments]

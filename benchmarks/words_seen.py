@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.search import MOST
+from benchmarks.search import sentences_of
 from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.training.word_marks import PREFIX
 
@@ -32,7 +32,7 @@ def models_of(run: Path) -> dict[float, Path]:
 
 def measure(model: Path, books: Path, blimp: Path) -> dict:
     """Held-out figures and BLiMP of a model."""
-    text = ["--corpus", str(books / "valid"), "--pairing", "sentences", "--objective", "none", *MOST]
+    text = sentences_of(books / "valid")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "evaluated.json")
         words = ["evaluate", str(model), *text, "--blimp", str(blimp), "--output", str(output)]
