@@ -77,9 +77,9 @@ def main():
     file = given.results.with_suffix(".json")
     measured = json.loads(file.read_text()) if file.exists() else {}
     for run in given.runs:
-        rows = measured.setdefault(run.name, [])
-        for words, model in models_of(run).items():
-            weights = content_hash(model / "model.safetensors")
+        models = {content_hash(model / "model.safetensors"): (words, model) for words, model in models_of(run).items()}
+        rows = measured[run.name] = [row for row in measured.get(run.name, []) if row["weights"] in models]
+        for weights, (words, model) in models.items():
             if any(row["weights"] == weights for row in rows):
                 continue
             found = measure(model, given.books, given.blimp)
