@@ -72,7 +72,9 @@ def test_the_table_has_means_and_deviations_over_the_seeds_and_the_best_run_firs
     assert lines[3].startswith("| adamw | `--optim adamw` | 1 | 4.000 | 30.0 |  | 200 | 55.0 |")
 
 
-@pytest.mark.parametrize("options, minutes", [(["--max_steps", "7"], None), (["--optim", "muon"], "5.0")])
+@pytest.mark.parametrize(
+    "options, minutes", [(["--max_steps", "7"], None), (["--max_minutes", "7"], "7"), ([], "5.0")]
+)
 def test_a_run_without_a_length_of_its_own_takes_the_minutes(options, minutes, tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(search.subprocess, "run", lambda command, **more: commands.append(command))
@@ -83,6 +85,6 @@ def test_a_run_without_a_length_of_its_own_takes_the_minutes(options, minutes, t
     train, evaluate = commands
     assert (train[train.index("--max_minutes") + 1] if "--max_minutes" in train else None) == minutes
     assert evaluate[evaluate.index("evaluate") + 1] == train[train.index("--output_dir") + 1]
-    assert (
-        row["seed"] == 3 and row["mlm"] == 1.0 and "--seed 3" in row["command"] and str(tmp_path) not in row["command"]
-    )
+    assert train.count("--max_minutes") == (minutes is not None)
+    assert (row["seed"], row["mlm"]) == (3, 1.0)
+    assert "--seed 3" in row["command"] and str(tmp_path) not in row["command"]
