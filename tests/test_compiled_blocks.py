@@ -285,7 +285,7 @@ def test_programs_are_compiled_for_large_and_small_micro_batches_with_and_withou
     ("changes", "expected"),
     [
         ({"max_steps": 50}, False),
-        ({"max_minutes": 5.0}, False),
+        ({"max_minutes": 12.0}, False),
         ({"max_minutes": 30.0}, True),
         ({"max_steps": 10**9}, True),
     ],

@@ -216,12 +216,12 @@ def counts_of_full_pairs(run: PretrainConfig, pairs: int) -> SimpleNamespace:
     """
     The argument `counts` of `training_arithmetic`, for `pairs` pairs of full length.
 
-    These are the tokens, squared lengths, examples and masked tokens; the tokens are masked at the mean of the run's
+    These are the tokens, squared lengths, examples and masked tokens; the tokens are masked at the run's highest
     `mlm_probability`.
     """
     tokens = pairs * run.max_seq_length
     counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
-    return SimpleNamespace(**counts, masked_tokens=sum(run.mlm_probabilities()) / 2 * tokens)
+    return SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
 
 
 def micro_batch_pairs(run: PretrainConfig) -> int:

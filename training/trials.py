@@ -152,7 +152,7 @@ def fastest(speed: Callable[[int], float], most: int) -> int:
 
 
 # `auto` tries torch.compile if the run's arithmetic takes longer than this at the device's peak. Compiling takes 10 to
-# 80 s and saves a twentieth to a tenth of a step; a step takes two to four times as long as its arithmetic at the peak.
+# 80 s and saves at most about a tenth of a step; a step takes two to four times as long as its arithmetic at the peak.
 MIN_SECONDS_TO_COMPILE = 450.0
 
 # A lower bound for the operations per second of any device.
