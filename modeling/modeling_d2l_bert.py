@@ -20,13 +20,13 @@ With x the token ids, s the segment ids and t the positions:
 import copy
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
@@ -70,29 +70,32 @@ def _unused_name(name: str) -> str:
     return f"{namespace}::{next(free for free in names if not hasattr(getattr(torch.ops, namespace), free))}"
 
 
-@torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=(), device_types="cpu")
-def dropout_mask(values: torch.Tensor, dropped: int) -> torch.Tensor:
+@torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=())
+def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> torch.Tensor:
     """
-    A dropout mask on the CPU, uint8 in the shape of `values`: 0 with probability `dropped` / 2^16, else 1.
+    A dropout mask on the CPU, uint8: 0 with probability `dropped` / 2^16, else 1.
 
     On a CPU, PyTorch draws a whole random number for each value in one thread, which takes longer than the matrix
     products of the model. Here a value needs only 16 random bits of NumPy's SFC64, seeded by PyTorch's generator.
 
-    The mask is drawn in a custom operator because PyTorch's compiler cannot trace NumPy. The compiler merges calls of
-    the operator with equal arguments; so `values` is an argument, as each call in a block has other values. With the
-    compiler's setting `aggressive_recomputation` the backward pass would draw another mask than the forward pass, so
-    `d2l_bert.training.trials` does not use that setting.
+    The mask is drawn in a custom operator because PyTorch's compiler cannot trace NumPy. With the compiler's setting
+    `aggressive_recomputation` the backward pass would draw another mask than the forward pass, so
+    `d2l_bert.training.compilation` does not use that setting.
+
+    Args:
+        anchor: a new `torch.empty(0)`: the compiler merges calls with equal arguments, but never two empty tensors.
+            The dropped values in its place would have to be computed and stored before they could be masked.
     """
-    seed = torch.randint(2**63 - 1, ()).item()
-    bits = np.random.SFC64(seed).random_raw(-(-values.numel() // 4)).view(np.int16)
-    kept = torch.from_numpy(bits)[: values.numel()] >= dropped - 2**15
+    seed, count = torch.randint(2**63 - 1, ()).item(), math.prod(shape)
+    bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.int16)
+    kept = torch.from_numpy(bits)[:count] >= dropped - 2**15
     # uint8 instead of bool: compiled CPU code reads and writes bool without vector instructions.
-    return kept.view(torch.uint8).view(values.shape)
+    return kept.view(torch.uint8).view(shape)
 
 
 @dropout_mask.register_fake
-def _(values, dropped):
-    return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+def _(anchor, shape, dropped):
+    return torch.empty(shape, dtype=torch.uint8, device=anchor.device)
 
 
 class Dropout(nn.Dropout):
@@ -102,7 +105,8 @@ class Dropout(nn.Dropout):
         dropped = round(self.p * 2**16)
         if not (self.training and 0 < dropped < 2**16 and values.device.type == "cpu"):
             return super().forward(values)
-        return values * dropout_mask(values.detach(), dropped) * (2**16 / (2**16 - dropped))
+        mask = dropout_mask(torch.empty(0), values.shape, dropped)
+        return values * mask * (2**16 / (2**16 - dropped))
 
 
 class D2lBertEmbeddings(nn.Module):
@@ -308,7 +312,7 @@ class MaskLM(nn.Module):
         The scores (..., V) for hidden states (..., H), and their cross-entropy.
 
         With labels and `skip_scores` the scores are not kept, which saves memory, and on a CPU they are not computed
-        for rows without a label. In a compiled model they are computed for all rows.
+        for rows without a label.
 
         Args:
             labels: token ids (...), -100 for none.
@@ -317,15 +321,12 @@ class MaskLM(nn.Module):
         Returns:
             The scores, None if skipped; and the loss, None without labels.
         """
-        if labels is None or not skip_scores:
+        if labels is None or not (skip_scores and is_plain(self.decoder)):
             scores = self(hidden_states)
-            return scores, None if labels is None else cross_entropy(scores, labels, num_items)
-        if torch.compiler.is_compiling():  # keeping only labelled rows would make sizes depend on the labels
-            return None, cross_entropy(self(hidden_states), labels, num_items)
-        states, labels = rows_to_predict(hidden_states.flatten(0, -2), labels.flatten().long())
-        if not is_plain(self.decoder):
-            return None, cross_entropy(self(states), labels, num_items)
-        loss = linear_cross_entropy(self.transform(states), self.decoder.weight, self.decoder.bias, labels)
+            loss = None if labels is None else cross_entropy(scores, labels, num_items)
+            return None if skip_scores and labels is not None else scores, loss
+        states, labels = self.transform(hidden_states).flatten(0, -2), labels.flatten().long()
+        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels)
         return None, loss / ((labels != -100).sum() if num_items is None else num_items)
 
 
@@ -370,8 +371,7 @@ def labelled_positions(labels, shape):
     The positions (B, P) at which labels (B, T) are not -100, and the labels there (B, P), -100 in unused slots.
 
     P is the largest number of labels in a row, rounded up to a multiple of 4, so that there are few tensor shapes. P
-    depends on the values of the labels. So a GPU is synchronized once, `torch.compile` breaks the graph here, and
-    `fullgraph=True` fails.
+    depends on the values of the labels, so a GPU is synchronized once.
 
     Raises:
         ValueError: the labels are neither of `shape` nor of (*shape, 1).
@@ -415,55 +415,68 @@ def is_plain(linear):
     return type(linear) is nn.Linear and not hooks
 
 
-def rows_to_predict(hidden_states, labels):
+def rows_to_predict(labels):
     """
-    On a CPU, leave out the rows (R, H) whose label (R,) is -100, to save the decoder's work on these rows.
+    The numbers of the rows whose label (R,) is not -100, for a CPU; as many rows have to be computed.
 
-    On a GPU all rows stay, as counting the labelled rows would synchronize the GPU. On a CPU the number of rows is
-    rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64, from 4,096 on of 128,
-    and so on. The CPU prepares its matrix products once for each shape, so there should be few shapes.
+    The count is rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64, from
+    4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape, so there should be few shapes.
+
+    Returns:
+        The numbers of the rows (P,), and their labels (P,).
     """
-    if labels.device.type != "cpu":
-        return hidden_states, labels
     rows = (labels != -100).nonzero().squeeze(1)
     unused = -len(rows) % max(32, 2 ** (len(rows).bit_length() - 6))
-    return hidden_states[F.pad(rows, (0, unused))], F.pad(labels[rows], (0, unused), value=-100)
+    return F.pad(rows, (0, unused)), F.pad(labels[rows], (0, unused), value=-100)
 
 
 def linear_cross_entropy(hidden_states, weight, bias, labels):
     """
     The summed cross-entropy of the scores `hidden_states @ weight.T + bias`, without all scores in memory at once.
 
-    The forward pass goes through the rows in slices: it computes the scores of a slice, replaces the scores by their
-    gradient, and adds the slice's part to the gradients of hidden states, weight and bias. So the scores of all rows
-    are never in memory at once. This is the idea of Liger Kernel's fused loss (Hsu et al., 2024), here in PyTorch's
-    own operations for every device.
-
     Args:
         hidden_states: (R, H).
         weight, bias: of the decoder, (V, H) and (V,).
         labels: (R,), -100 for none.
+
+    Raises:
+        IndexError: on a CPU, for a label that is neither -100 nor a token id.
     """
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        return LinearCrossEntropy.apply(hidden_states, weight, bias, labels)
+    return loss_and_gradients(hidden_states, weight, bias, labels)[0]
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+@torch.library.custom_op(_unused_name("loss_and_gradients"), mutates_args=())
+def loss_and_gradients(
+    hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The autograd function of `linear_cross_entropy`.
+    The loss of `linear_cross_entropy`, and its gradients for hidden states, weight and bias.
 
-    The forward pass computes the loss and all gradients; the backward pass only scales the gradients.
+    Goes through the rows in slices: computes the scores of a slice, replaces the scores by their gradient, and adds
+    the slice's part to the gradients. So the scores of all rows are never in memory at once. This is the idea of Liger
+    Kernel's fused loss (Hsu et al., 2024), here in PyTorch's own operations for every device.
+
+    A custom operator, because the number of labelled rows depends on the labels: the compiler would end its program
+    there, and `fullgraph=True` would fail.
     """
-
-    @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels):
+    with torch.autocast(hidden_states.device.type, enabled=False):
         exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype
-        is_labelled, labels = labels != -100, labels.clamp(min=0)
+        wanted, states = slice(None), hidden_states
+        # On a GPU all rows are computed, as counting the labelled rows would synchronize the GPU.
+        if labels.device.type == "cpu":
+            wanted, labels = rows_to_predict(labels)
+            states = hidden_states[wanted]
+        is_labelled = labels != -100
+        labels = labels.where(is_labelled, 0)
+        # Checked here, as indexing takes -1 for the last token. A GPU checks at `gather`, in `label_losses`.
+        if labels.device.type == "cpu" and not ((labels >= 0) & (labels < len(weight))).all():
+            wrong = labels[(labels < 0) | (labels >= len(weight))][0]
+            raise IndexError(f"label {wrong} is neither a token id (0 to {len(weight) - 1}) nor -100")
         counted = is_labelled.to(dtype).unsqueeze(1)  # (R, 1)
-        states = hidden_states * counted  # rows without a label become 0, and add nothing to the weight's gradient
+        states = states * counted  # rows without a label become 0, and add nothing to the weight's gradient
         table, offset = weight.to(dtype), bias.to(dtype)
         d_states, d_bias = torch.empty_like(states), torch.zeros_like(bias)
         d_weight = None
@@ -482,14 +495,26 @@ class LinearCrossEntropy(torch.autograd.Function):
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
             d_bias += (counted[rows].T @ gradient).squeeze(0)
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
-        ctx.save_for_backward(d_states * counted, d_weight, d_bias)
-        return loss
+        every = torch.zeros_like(hidden_states)
+        every.index_add_(0, wanted, d_states * counted) if torch.is_tensor(wanted) else every.copy_(d_states * counted)
+        return loss, every, d_weight, d_bias
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, scale):
-        d_states, d_weight, d_bias = ctx.saved_tensors
-        return d_states * scale, d_weight * scale, d_bias * scale, None
+
+@loss_and_gradients.register_fake
+def _(hidden_states, weight, bias, labels):
+    loss = weight.new_empty((), dtype=torch.promote_types(weight.dtype, torch.float32))
+    return loss, torch.empty_like(hidden_states), torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _keep_gradients(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled_gradients(ctx, scale, *_):
+    return *(gradient * scale for gradient in ctx.saved_tensors), None
+
+
+loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 
 
 def label_losses(logits, probabilities, at_labels):
@@ -580,7 +605,8 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         """
         if skip_logits is None:
             skip_logits = self.training
-        if skip_logits and masked_positions is None and labels is not None:
+        # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
+        if skip_logits and masked_positions is None and labels is not None and not torch.compiler.is_compiling():
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             masked_positions, labels = labelled_positions(labels, tokens.shape[:2])
         return skip_logits, masked_positions, labels

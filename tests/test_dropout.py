@@ -80,8 +80,17 @@ def test_dropout_passes_autograds_own_check():
 
 
 def test_the_dropout_operator_matches_its_declaration():
-    operator, arguments = modeling.dropout_mask, (torch.ones(3, 5), 2**14)
+    operator, arguments = modeling.dropout_mask, (torch.empty(0), (3, 5), 2**14)
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_compiled_program_draws_a_mask_for_each_dropout():
+    """The compiler merges calls with equal arguments."""
+    dropout = modeling.Dropout(0.5).train()
+    one, other = torch.compile(lambda values: (dropout(values), dropout(values)), fullgraph=True, backend="aot_eager")(
+        torch.ones(100)
+    )
+    assert not torch.equal(one, other)
 
 
 def test_evaluation_and_other_devices_use_pytorchs_dropout(monkeypatch):

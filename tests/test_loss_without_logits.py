@@ -65,10 +65,10 @@ def test_the_number_of_rows_to_predict_takes_few_values():
     for known in range(1, 5000):
         labels = torch.full((2 * known,), -100)
         labels[::2] = torch.arange(known)
-        states, left = modeling.rows_to_predict(torch.arange(2.0 * known).unsqueeze(1), labels)
+        rows, left = modeling.rows_to_predict(labels)
         assert torch.equal(left[:known], labels[::2])
-        assert torch.equal(states[:known, 0], torch.arange(0.0, 2 * known, 2))
-        assert len(states) == len(left) < known + max(32, known / 31)
+        assert torch.equal(rows[:known], torch.arange(0, 2 * known, 2))
+        assert len(rows) == len(left) < known + max(32, known / 31)
         assert (left[known:] == -100).all()
         numbers.add(len(left))
     assert len(numbers) == 2048 / 32 + 2048 / 64 + math.ceil((4999 - 4096) / 128)
@@ -179,6 +179,19 @@ def test_a_token_far_above_all_others_leaves_loss_and_gradient_right(dtype):
     truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
     found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
     torch.testing.assert_close(found, truth, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_label_that_is_no_token_is_refused_in_training_as_stock_bert_refuses_it(everywhere):
+    model = make_model().train()
+    batch = make_batch(model, everywhere)
+    batch["labels"][0, 1] = -1
+    with pytest.raises(IndexError):
+        nn.functional.cross_entropy(torch.zeros(1, 5), torch.tensor([-1]))
+    with pytest.raises(IndexError, match="label -1"):
+        model(**batch)
+    with pytest.raises(IndexError, match="-1"):
+        model(**batch, skip_logits=False)
 
 
 def test_a_nan_score_gives_a_nan_loss():
