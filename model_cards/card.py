@@ -55,6 +55,9 @@ def render_card(folder: Path, name: str | None = None) -> str:
     """
     config = read_json(folder / "config.json")
     record, metrics = read_json(folder / RUN_FILE), read_json(folder / METRICS_FILE)
+    if "pictures" in metrics:
+        there = {file: caption for file, caption in metrics["pictures"].items() if (folder / file).is_file()}
+        metrics = {**metrics, "pictures": there}
     return card_of(
         name or folder.resolve().name,
         config,
@@ -87,8 +90,8 @@ def card_of(
         release: the content of release.json of a released model; None or empty if there is no such file.
     """
     if "finetune" in record:
-        tag = PIPELINE_TAGS.get(head_of(config["architectures"][0]), record["pipeline_task"])
-        return finetuned_card(name, config, parameters, record, metrics, auto_class(config), tag, formatted)
+        tag = PIPELINE_TAGS[record["auto_class"].removeprefix("AutoModel")]
+        return finetuned_card(name, config, parameters, record, metrics, record["auto_class"], tag, formatted)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
     start, language = run.get("init_from"), run.get("language")

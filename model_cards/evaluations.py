@@ -85,7 +85,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         partial.write_text(card, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise UserError(f"{error.filename}: {why_unwritable(error, '')}") from None
+        raise UserError(f"{error.filename or folder}: {why_unwritable(error, '')}") from None
 
 
 def _new_metadata():

@@ -30,6 +30,31 @@ METRICS = {
     "loss": ("loss", "1"),
 }
 
+
+def shown_metric(name: str, value: float) -> str:
+    """The value of a metric for a table: in percent, or with four decimals."""
+    return f"{100 * value:.1f} %" if METRICS.get(name, ("", ""))[1] == "%" else f"{value:.4f}"
+
+
+def no_better(metrics: dict, split: str) -> str:
+    """
+    A sentence that compares the accuracy on a split with that of always predicting the most frequent class.
+
+    Args:
+        metrics: the content of metrics.json.
+
+    Returns:
+        "" for a task without classes.
+    """
+    share = metrics.get("most_frequent_class", {}).get(split)
+    if share is None:
+        return ""
+    sentence = f"always the most frequent class: accuracy {shown_metric('accuracy', share)}"
+    if metrics[f"{split}_accuracy"] <= share:
+        sentence += "; the model does no better"
+    return sentence
+
+
 KINDS = {
     "classification": "the classification of {texts} into {classes} classes",
     "multilabel": "the choice of any of {classes} labels for {texts}",
@@ -174,6 +199,11 @@ def _notes(metrics, data, run):
                 f"**{count:,} of the {rows:,} {split} rows have the same texts as a training row**; there the figures "
                 f"are better than on new texts."
             )
+    for split in metrics.get("most_frequent_class", {}):
+        sentence = no_better(metrics, split)
+        notes.append(
+            f"On the {split} rows, {sentence.replace('the model does no better', '**the model does no better**')}."
+        )
     if not metrics.get("mean"):
         notes.append("It was not measured: there were no rows with labels beside the training rows.")
     return notes
@@ -184,12 +214,12 @@ def _seed_table(metrics, split):
     names, seeds = metrics["metrics_shown"], metrics["seeds"]
     rows = [
         [f"{result['seed']}{' (this model)' if result['seed'] == metrics['kept_seed'] else ''}"]
-        + [f"{result[split][name]:.4f}" for name in names]
+        + [shown_metric(name, result[split][name]) for name in names]
         for result in seeds
     ]
     if len(seeds) > 1:
-        rows.append(["mean", *(f"{metrics['mean'][split][name]:.4f}" for name in names)])
-        rows.append(["standard deviation", *(f"{metrics['sd'][split][name]:.4f}" for name in names)])
+        rows.append(["mean", *(shown_metric(name, metrics["mean"][split][name]) for name in names)])
+        rows.append(["standard deviation", *(shown_metric(name, metrics["sd"][split][name]) for name in names)])
     caption = f"{split.capitalize()} rows, by seed (rate {metrics['learning_rate']:g})"
     return split, caption, ["seed", *(name.replace("_", " ") for name in names)], rows
 
@@ -197,8 +227,8 @@ def _seed_table(metrics, split):
 def _data_rows(record, metrics):
     data, rows = record["data"], []
     for split, table in data["splits"].items():
-        truncated = metrics.get("truncated", {}).get(split)
-        cut = f"; {truncated:,} are truncated to {record['max_seq_length']} tokens" if truncated else ""
+        lost = metrics.get("lost_to_length", {}).get(split)
+        cut = f"; {lost}" if lost else ""
         rows.append(
             (split, f"{counted(table['rows'], 'row')} of {table['name']}, fingerprint `{table['fingerprint']}`{cut}")
         )

@@ -265,6 +265,12 @@ def check_card(folder: Path, config: D2lBertConfig, license: str | None = None) 
             f"{path}: says pipeline_tag {task}, but {config.architectures[0]} of config.json is for "
             f"{PIPELINE_TAGS[head]}; write pipeline_tag: {PIPELINE_TAGS[head]}"
         )
+    for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card):
+        if "://" not in picture and not (folder / picture).is_file():
+            raise UserError(
+                f"{path}: shows {picture}, which is not in the folder; put the picture back, or delete {CARD_FILE}, "
+                f"which is then written again"
+            )
     metrics = folders.read_json(folder / METRICS_FILE)
     in_metadata = {  # metrics by name, of every task
         metric.get("name"): metric["value"]

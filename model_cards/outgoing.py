@@ -178,11 +178,11 @@ def with_repository_in_card(
     names |= set(re.findall(rf'from_pretrained\("([^"]+)", revision="{TAG}[0-9a-f]{{12}}"', card))
     for called in names:
         in_code = re.escape(quoted(called))
-        card = re.sub(rf"(from_pretrained\(|model=){in_code}", rf'\1"{repo_id}"', card)
-        card = re.sub(rf"(d2l-bert convert ){re.escape(shlex.quote(called))} ", rf"\1{repo_id} ", card)
+        card = re.sub(rf"(from_pretrained\(|model=){in_code}", rf'\g<1>"{repo_id}"', card)
+        card = re.sub(rf"(d2l-bert convert ){re.escape(shlex.quote(called))} ", rf"\g<1>{repo_id} ", card)
     there = rf'(from_pretrained\("{re.escape(repo_id)}", )(?:revision="[^"]*", )?trust_remote_code=True'
     pinned = f'revision="{revision}", ' if revision else ""
-    card = re.sub(there, rf"\1{pinned}trust_remote_code=True", card)
+    card = re.sub(there, rf"\g<1>{pinned}trust_remote_code=True", card)
     return {**files, CARD_FILE: card.encode()}
 
 

@@ -20,11 +20,13 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, auto_class
+from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, auto_class
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import check_folder
 from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.model_cards.outgoing import is_written, listing, outgoing, read_object, with_repository_in_card
+from d2l_bert.progress import counted
+from d2l_bert.tokenization.sources import PYTHON_DOCS
 
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,21 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     if config.dry_run:
         if config.public:
             warn_on_dry_run(repo_id)
-        return listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
+        text = listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
+        return "\n".join(filter(None, (text, quotes_of_text(files))))
     return send(files, tag, name, repo_id, config)
+
+
+def quotes_of_text(files: dict[str, Path | bytes]) -> str:
+    """What to say if card and metrics.json quote sentences of the text that the model was evaluated on; or ""."""
+    quoted = len(read_object(files, METRICS_FILE).get("predictions", []))
+    corpus = read_object(files, RUN_FILE).get("data", {}).get("corpus_name")
+    if not quoted or corpus in (None, PYTHON_DOCS):
+        return ""
+    return (
+        f"{CARD_FILE} and {METRICS_FILE} quote {counted(quoted, 'sentence')} of the held-out text (`predictions`): "
+        f"take them out if that text may not be shown"
+    )
 
 
 def check_repo_id(repo_id: str) -> None:

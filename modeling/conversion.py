@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import transformers
 from transformers import AutoConfig, BertConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -71,7 +72,7 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
         the model lacks.
 
     Raises:
-        ValueError: a weight does not have the shape that the configuration gives.
+        ValueError: a weight does not have the shape that the configuration gives, or is not finite.
     """
     try:
         with without_log_messages():
@@ -83,7 +84,19 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
             "a weight does not have the shape that config.json gives; put back the config.json that was saved with "
             "the weights"
         ) from None
+    check_finite(model)
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
+
+
+def is_decoder(model_config) -> bool:
+    """Whether a model has a decoder, or is one: it generates text, or a token does not see the tokens after it."""
+    if getattr(model_config, "is_encoder_decoder", False) or getattr(model_config, "is_decoder", False):
+        return True
+    if model_config.model_type == "xlnet":  # its attention sees both sides
+        return False
+    # GPT-2, Llama and the like: Transformers has the model with causal attention, and none with masked tokens.
+    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
+    return type(model_config) in causal._model_mapping and type(model_config) not in masked._model_mapping
 
 
 def check_finite(model: PreTrainedModel) -> None:
@@ -166,7 +179,7 @@ def filled(model, state):
     Load `state` into `model`, and return the model in the precision of `state` and in evaluation mode.
 
     Raises:
-        ValueError: a weight in `state` does not have the model's shape.
+        ValueError: a weight in `state` does not have the model's shape, or is not finite.
         RuntimeError: `state` lacks a weight of the model, or has a weight that the model lacks.
     """
     for name, value in model.state_dict().items():
@@ -177,6 +190,7 @@ def filled(model, state):
             )
     model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
     model.load_state_dict(state, strict=True)
+    check_finite(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name].to(value.dtype)), name
     return model.eval()

@@ -420,7 +420,7 @@ def rows_to_predict(labels):
     The numbers of the rows whose label (R,) is not -100, for a CPU; as many rows have to be computed.
 
     The count is rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64, from
-    4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape, so there should be few shapes.
+    4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape: few shapes are faster.
 
     Returns:
         The numbers of the rows (P,), and their labels (P,).

@@ -68,6 +68,10 @@ settings.register_profile("fuzz", deadline=None, max_examples=2000)
 settings.load_profile("same")
 
 
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
 HEADS = (
     "Model",
     "ForPreTraining",

@@ -1,6 +1,7 @@
 """`evaluate --update_card`: figures in metrics.json and the card, by the rules of `publish`; later ones replace."""
 
 import json
+import resource
 
 import pytest
 from conftest import write_books
@@ -101,3 +102,13 @@ def test_a_stock_model_without_a_card_gets_one(trained, books, tmp_path):
 def test_one_texts_name_may_begin_with_anothers():
     before = replaced({}, "a/b", {"mlm_loss": 1.0}, None)
     assert replaced(before, "a", {"mlm_loss": 2.0}, None) == {"eval/a/b/mlm_loss": 1.0, "eval/a/mlm_loss": 2.0}
+
+
+def test_a_full_disk_is_said_with_the_folder(folder):
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))
+    try:
+        with pytest.raises(UserError, match=f"{folder}.*: cannot be written"):
+            update_folder(folder, "a text", {"mlm_loss": 1.0}, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

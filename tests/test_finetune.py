@@ -274,11 +274,14 @@ def test_truncated_and_shared_texts_are_counted_and_said(trained, tmp_path, caps
         f"--validation_file={validation}", "--max_steps=1", "--max_seq_length=48",
     )  # fmt: skip
     shown = capsys.readouterr().err
-    assert "train: 41 rows of train.csv; 1 (2.4%) are truncated to 48 tokens" in shown
+    assert "train: 41 rows of train.csv; 1 are truncated to 48 tokens" in shown
     assert "3 of the 13 test rows have the same texts as a training row" in shown
     assert "1 of the 7 validation rows have the same texts as a training row" in shown
     assert "1 of the 13 test rows have the same texts as a validation row" in shown
-    assert metrics["shared_with_training"] == {"validation": 1, "test": 3} and metrics["truncated"]["train"] == 1
+    assert (
+        metrics["shared_with_training"] == {"validation": 1, "test": 3}
+        and metrics["lost_to_length"]["train"] == "1 are truncated to 48 tokens"
+    )
     assert "**3 of the 13 test rows have the same texts" in (tmp_path / "out" / "README.md").read_text()
 
 

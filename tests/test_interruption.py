@@ -283,3 +283,34 @@ def test_a_full_disk_stops_the_run_which_resumes_when_there_is_room(command, sho
     assert not resize(10_000_000, "remount")
     assert main(command(place / "model", *SHORT, RESUME)) == 0
     assert weights(place / "model") == weights(short)
+
+
+def test_a_signal_in_the_middle_of_a_write_to_stderr_is_taken():
+    """A handler that writes through Python's buffered stderr would raise: the buffer cannot be entered twice."""
+    code = """
+import io, os, signal, sys
+from types import SimpleNamespace
+from d2l_bert.training.interruption import StopSignals
+
+class Raw(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, data):  # a signal arrives while Python writes
+        if not stop.received_signal:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.getsignal(signal.SIGTERM)
+        return len(data)
+
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw()), write_through=True)
+with StopSignals(SimpleNamespace(is_main_process=True)) as stop:
+    print("progress" * 2000, file=sys.stderr, flush=True)
+    assert stop.received_signal == signal.SIGTERM
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "SIGTERM: finishing the step and saving" in done.stderr
+
+
+def test_a_longer_run_is_offered_from_the_weights_of_the_shorter(command, tmp_path, capsys):
+    assert main(command(tmp_path, *SHORT)) == 0
+    assert main(command(tmp_path, *SHORT, "--max_steps=99", RESUME)) == 2
+    assert f"--init_from {tmp_path / 'checkpoint-'}" in error_line(capsys)

@@ -20,13 +20,14 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization import prepare
 from d2l_bert.tokenization.split import Only
-from d2l_bert.training import data
-from d2l_bert.training.batching import make_phases, stage_changes
+from d2l_bert.training import data, trials
+from d2l_bert.training.batching import full_length_pairs, make_phases, stage_changes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.epochs import Selection
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pretrain import describe_length
+from d2l_bert.training.recipes import RECIPES
 from d2l_bert.training.step import train_step
 from d2l_bert.training.trials import steps_for_minutes
 
@@ -209,9 +210,18 @@ def test_a_dry_run_goes_through_all_parts_of_a_run_and_leaves_no_file(books, tmp
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options]) == 0
     said = capsys.readouterr()
     assert "passes over the text" in said.out and "nothing is kept" in said.out and "What it learnt" not in said.out
-    steps = [line for line in said.err.splitlines() if re.match(r"step \d/2 ", line)]
-    # One step at each sequence length.
-    assert len(steps) == 2 and "step 2: from here on, a step has 2 pairs of" in said.err
+    steps = [line for line in said.err.splitlines() if re.match(r"step \d/3 ", line)]
+    assert len(steps) == 3 and "step 2: from here on, a step has" in said.err
+    parameters, seconds, megabytes = re.search(
+        r"a model of ([\d,]+) parameters; a step takes ([\d.]+) s, and a process ([\d,]+) MB", said.out
+    ).groups()
+    minutes = float(re.search(r"about ([\d.,e+]+) minutes", said.out)[1].replace(",", ""))
+    architecture, config = RECIPES[recipe]()
+    architecture.vocab_size = int(re.search(r"vocabulary (\d+)", said.err)[1])
+    expected = D2lBertForPreTraining(architecture).num_parameters()
+    assert int(parameters.replace(",", "")) == expected and int(megabytes.replace(",", "")) > 100
+    full_steps = full_length_pairs(config, config.max_steps) / config.global_batch_size
+    assert minutes == pytest.approx(float(seconds) * full_steps / 60, rel=0.02)
     assert not list(tmp_path.iterdir())
 
 
@@ -230,16 +240,26 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(books, trained, tmp_path, c
 
 def test_the_length_of_a_run_in_words():
     run = PretrainConfig(max_seq_length=10, global_batch_size=8, batch_size_schedule=["4:0.5"], max_steps=100)
-    assert describe_length(run, 3000) == "100 steps of 6,000 tokens at most, 2.0 passes over the text"
-    assert describe_length(replace(run, max_steps=None, num_train_epochs=3.0), 3000) == "3 passes over 3,000 tokens"
-    assert "2.5 minutes" in describe_length(replace(run, max_steps=None, max_minutes=2.5), 3000)
+    assert "100 steps of 6,000 tokens at most, 2.0 passes" in describe_length(run, 3000, 2.0)
+    assert "about 2.5 minutes" in describe_length(run, 3000, 2.0), "75 full steps of 2 s"
+    by_epochs = replace(run, max_steps=None, num_train_epochs=3.0)
+    assert describe_length(by_epochs, 3200, 2.0) == "3 passes over 3,200 tokens, about 4 minutes"
+    assert "about 75 steps" in describe_length(replace(run, max_steps=None, max_minutes=2.5), 3000, 2.0)
 
 
 def test_max_minutes_includes_the_evaluations():
     run = PretrainConfig(max_minutes=2)
-    assert steps_for_minutes(run, 1.0, 2.0) == 100
-    assert steps_for_minutes(replace(run, eval_steps=2), 1.0, 2.0) == 60
-    assert steps_for_minutes(replace(run, eval_steps=2), 1.0, 1e6) == 1
+    assert steps_for_minutes(run, 1.0, 2.0) == (100, pytest.approx(1 / 6))
+    assert steps_for_minutes(replace(run, eval_steps=2), 1.0, 2.0) == (60, 0.5)
+    assert steps_for_minutes(replace(run, eval_steps=2), 1.0, 1e6) == (1, pytest.approx(1, abs=1e-5))
+
+
+def test_max_minutes_that_evaluations_take_is_said(books, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trials, "time_steps", lambda *_: (0.01, 60.0))
+    options = [option for option in SMALL if "max_steps" not in option]
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options, "--max_minutes=1"]
+    assert main(command) == 0
+    assert "evaluations take 100% of them, which leaves time for 1 step" in capsys.readouterr().err
 
 
 def test_gradient_checkpointing_does_not_change_the_trained_weights(books, tmp_path):

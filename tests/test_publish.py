@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.model_cards.outgoing import with_repository_in_card
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ import torch
 from huggingface_hub import HfApi
 from d2l_bert import D2lBertForMaskedLM
 from d2l_bert.cli import main
+from d2l_bert.model_cards.outgoing import with_repository_in_card
 api = HfApi()
 repo_id = api.whoami()["name"] + "/{repo_id}"
 try:
@@ -190,3 +192,20 @@ finally:
         [sys.executable, "-c", code], env={**variables, "HF_HOME": str(tmp_path)}, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("repo_id", ["2bits/bert", "01-ai/bert", "1e5/3d-bert"])
+def test_a_repository_whose_name_begins_with_a_digit_gets_a_card_with_its_name(trained, tmp_path, repo_id):
+    """A digit behind a group's number in a replacement would belong to that number."""
+    files = {"README.md": (trained / "README.md").read_bytes()}
+    card = with_repository_in_card(files, "model", repo_id, "model-0123456789ab")["README.md"].decode()
+    assert f'pipeline("fill-mask", model="{repo_id}")' in card and '"model"' not in card
+    assert f'from_pretrained("{repo_id}", revision="model-0123456789ab", trust_remote_code=True)' in card
+    assert main(["publish", str(trained), repo_id, "--dry_run"]) == 0
+
+
+def test_a_card_whose_picture_was_deleted_is_refused(folder, fails):
+    (folder / "training_curves.png").unlink()
+    assert "shows training_curves.png, which is not in the folder" in fails("publish", folder, "me/x", "--dry_run")
+    (folder / "README.md").unlink()
+    assert main(["publish", str(folder), "me/x", "--dry_run"]) == 0, "a card is written without the picture"

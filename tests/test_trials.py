@@ -105,3 +105,18 @@ def test_no_program_is_compiled_during_the_steps_of_a_run(books, tmp_path, monke
     assert main([*command, "--warmup_ratio=0", "--torch_compile=true", *options]) == 0
     torch.compiler.reset()
     assert len(graphs) >= 2 and compiled_in_steps == [0] * 20
+
+
+def test_the_batches_of_a_size_are_made_once(books, tmp_path, monkeypatch):
+    made = []
+    make = trials.trial_micro_batches
+
+    def counted(run, text, pairs, **cutting):
+        made.append(pairs)
+        return make(run, text, pairs, **cutting)
+
+    monkeypatch.setattr(trials, "trial_micro_batches", counted)
+    monkeypatch.setattr(trials, "MIN_GAIN", 0.0)  # every size is tried, whatever its speed
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=1"]
+    assert main([*command, "--micro_batch_size=auto"]) == 0
+    assert sorted(made) == [1, 2, 4, 8]

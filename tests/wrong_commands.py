@@ -259,8 +259,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
         "nowhere: cannot be loaded: no folder here has this name",
         "it cannot be reached",
     ),
-    ("fill-mask bert 'a [MASK]'", "it is a bert model", "first d2l-bert convert bert DST --from bert"),
-    ("fill-mask gpt2 'a [MASK]'", "it is a gpt2 model", "give one of d2l-bert pretrain or convert"),
+    ("fill-mask gpt2 'a [MASK]'", "a gpt2 model cannot fill masks", "give a d2l-bert model or a stock BERT"),
     ("fill-mask tokens 'a [MASK]'", "tokens: cannot be loaded: it is a prepared text, not a model"),
     ("fill-mask empty 'a [MASK]'", "it has no config.json with a model_type; give a folder that pretrain"),
     ("fill-mask nameless 'a [MASK]'", "it has no config.json with a model_type"),
@@ -285,7 +284,7 @@ AT_ONCE = [  # the command line, then words of its error line: the value, its pl
     ("fill-mask run 'Nothing is masked.'", "no [MASK] in 'Nothing is masked.': write [MASK] in the place"),
     ("next-sentence classifier a b", "saved as D2lBertForSequenceClassification, without an NSP head; give a"),
     ("next-sentence mlm a b", "without an NSP head (--objective none) and does fill-mask alone", "--init_from mlm"),
-    ("next-sentence bert a b", "first d2l-bert convert bert DST --from bert"),
+    ("next-sentence gpt2 a b", "a gpt2 model cannot predict next sentences"),
     # Models to convert.
     ("convert run out --from bert", "it is a d2l-bert model, not a bert one; it needs no conversion"),
     ("convert bert out --to bert", "a stock BERT becomes a d2l-bert model with --from bert"),

@@ -16,7 +16,7 @@ from d2l_bert.tokenization.token_store import STORE_FORMAT, StoreWriter
 
 # Raise ENCODING_FORMAT by 1 when the same sentences with the same tokenizer would give other ids: token stores that
 # older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-ENCODING_FORMAT = 1
+ENCODING_FORMAT = 2
 
 TOKENIZED_AT_ONCE = 64  # blocks that a process encodes in one call
 
@@ -100,7 +100,8 @@ class SentenceEncoder:
     Encodes sentences to token ids, each distinct word once: some ten times faster than encoding whole sentences.
 
     BERT's normalizer and pre-tokenizer treat each word between spaces separately, so that a word has the same ids in
-    every sentence. With any other normalizer or pre-tokenizer, whole sentences are encoded.
+    every sentence. With any other normalizer or pre-tokenizer, or with an added token of several words, whole
+    sentences are encoded.
 
     Args:
         backend: the JSON of a `tokenizers.Tokenizer`.
@@ -112,7 +113,10 @@ class SentenceEncoder:
         self.backend.no_truncation()
         self.backend.no_padding()
         types = (type(self.backend.normalizer), type(self.backend.pre_tokenizer))
-        self.by_word = types == (normalizers.BertNormalizer, pre_tokenizers.BertPreTokenizer)
+        added = self.backend.get_added_tokens_decoder().values()
+        self.by_word = types == (normalizers.BertNormalizer, pre_tokenizers.BertPreTokenizer) and not any(
+            len(token.content.split()) > 1 for token in added
+        )
         self.known = {}
 
     def __call__(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -22,11 +22,10 @@ from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing import load_tokenizer
 from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.split import HELD_OUT_SEED
 from d2l_bert.tokenization.token_store import TokenizedCorpus
 
-
-PREPARED_FILE = "prepared.json"
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
 PREPARED_FORMAT = 2

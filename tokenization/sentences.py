@@ -153,12 +153,11 @@ def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
         yield from itertools.chain(first, blocks)
         return
     smallest = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)  # sentences, rounded up
-    number = 0
     for block in first:
         start, paragraph_ends = 0, set(block.paragraph_ends)
         for end in range(1, len(block.sentences) + 1):
             size = end - start
             if end == len(block.sentences) or size == 2 * smallest or (size >= smallest and end in paragraph_ends):
                 ends = [old_end - start for old_end in block.paragraph_ends if start < old_end <= end]
-                yield Block(number, block.source, block.name, block.sentences[start:end], ends)
-                start, number = end, number + 1
+                yield Block(block.document, block.source, block.name, block.sentences[start:end], ends)
+                start = end

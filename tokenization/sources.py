@@ -21,6 +21,7 @@ from d2l_bert.tokenization.python_docs import python_docs, required_distribution
 
 
 PYTHON_DOCS = "python-docs"
+PREPARED_FILE = "prepared.json"  # the record of a prepared folder
 READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
 # A text file is read in pieces of at most this many bytes, so a file may be larger than the memory.
@@ -101,12 +102,19 @@ def file_source(
     hashes = content_hashes(files, os.path.abspath(path))
     identity = [[[file.name, digest] for file, digest in zip(files, hashes, strict=True)], text_column, max_documents]
     documents = _documents(files, text_column, max_documents, counts)
-    return Source(_name(Path(path).resolve()), identity, documents, counts)
+    return Source(_name_of_source(Path(path).resolve()), identity, documents, counts)
 
 
 def _name(path):
     """The name of a file or folder. Bytes that are not UTF-8 become a replacement character."""
     return os.fsencode(path.name).decode(errors="replace")
+
+
+def _name_of_source(path):
+    """The name of a file or folder; if it has no letter, such as 0.txt, with the name of its parent."""
+    name = _name(path)
+    has_letter = any(map(str.isalpha, name.partition(".")[0]))
+    return name if has_letter or path == path.parent else f"{_name(path.parent)}/{name}"
 
 
 def _documents(files, text_column, max_documents, counts):
@@ -187,6 +195,11 @@ def _files_below(path):
     seen = set()
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         seen.add(os.path.realpath(folder))
+        if PREPARED_FILE in names:
+            raise UserError(
+                f"{folder}: a prepared folder, not text; give the text, or name every prepared folder to pretrain: "
+                f"--corpus {folder} ..."
+            )
         folders[:] = (
             name
             for name in sorted(folders)

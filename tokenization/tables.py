@@ -177,6 +177,13 @@ def check_column(where: object, column: str, names: Iterable[str]) -> None:
         where: the file or dataset, for the message.
         names: the columns that exist.
     """
-    if column not in names:
+    if column not in (names := list(names)):
         listed = ", ".join(map(str, names)) or "none"
-        raise UserError(f"{where}: no column {column!r}; it has {listed}: name one with --text_column")
+        mend = wrong_separator(names) or "name one with --text_column"
+        raise UserError(f"{where}: no column {column!r}; it has {listed}: {mend}")
+
+
+def wrong_separator(names: list[str]) -> str:
+    """The mend for a table whose single column's name shows that another character separates its columns; or ""."""
+    found = next((character for character in ";\t|" if len(names) == 1 and character in str(names[0])), None)
+    return found and f"its columns are separated by {found!r}; write them as CSV with commas, or as .tsv with tabs"

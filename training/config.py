@@ -217,7 +217,8 @@ class PretrainConfig(TextConfig):
     )
     dry_run: bool = option(
         False,
-        "only try the run out with a few pairs of each length, and say how long the run would be; keeps nothing",
+        "only try the run out with a step of each length, and say how long the run takes, and how much memory; keeps "
+        "nothing",
         OUTPUT,
         identity=False,
     )

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.errors import UserError
+from d2l_bert.modeling.positions import longest_input
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.training.step import count_examples
@@ -22,6 +23,8 @@ PYTHON_SENTENCES = [
     "Raise a ValueError [MASK] the value is not found.",
     "Return True if the object is an [MASK] of the class.",
 ]
+
+FULL_STOPS = {".", "!", "?"}
 
 MAX_SENTENCES_TRIED = 10_000  # at most this many held-out sentences are read to find sample sentences
 
@@ -117,6 +120,9 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     """
     The `top_k` most likely tokens for each `[MASK]`. The model is left in evaluation mode.
 
+    Args:
+        model: a `D2lBertForMaskedLM`, or a stock model for masked tokens.
+
     Returns:
         For each text, for each `[MASK]` in the text, a list of (token, probability), most likely first. It is shorter
         than `top_k` if the model has fewer entries in its vocabulary.
@@ -128,14 +134,15 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     predictions = []
     for text in texts:
         encoded = tokenizer(text, return_tensors="pt")
-        _check_length(text, encoded, model)
+        _check_length(text, encoded, model, tokenizer)
         masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
         if not len(masked_positions):
             raise UserError(
                 f"no {tokenizer.mask_token} in {text!r}: write {tokenizer.mask_token} in the place of the word to "
                 f"predict"
             )
-        logits = model(**encoded, masked_positions=masked_positions[None]).logits[0]  # (P, V)
+        # A stock model may have more entries than its tokenizer.
+        logits = model(**encoded).logits[0, masked_positions, : len(tokenizer)]  # (P, V)
         best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
         predictions.append(
             [
@@ -146,9 +153,9 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     return predictions
 
 
-def _check_length(text, encoded, model):
-    length, limit = encoded["input_ids"].shape[1], model.config.max_position_embeddings
-    if length > limit:
+def _check_length(text, encoded, model, tokenizer):
+    length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
+    if limit is not None and length > limit:
         raise UserError(f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text")
 
 
@@ -202,7 +209,8 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     """
     Sample sentences with one `[MASK]` each: `PYTHON_SENTENCES` for the embedded corpus, else held-out sentences.
 
-    Sentences of 8 to 40 tokens with a whole word to mask are preferred; other sentences are used if these are too few.
+    Preferred are sentences of 8 to 40 tokens with a whole word to mask that end in a full stop and follow one, or
+    begin a document: not the rest of a sentence that was torn. Others are used if these are too few.
 
     Args:
         text: a `PreparedText`.
@@ -229,7 +237,11 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
             for position, token in enumerate(tokens)
             if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
         ]
-        is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40
+        before = (
+            () if start == corpus.sentence_ends.before(firsts[index]) else corpus.at(np.array([start - 1])).tolist()
+        )
+        is_whole = {tokens[-1], *tokenizer.convert_ids_to_tokens(before)} <= FULL_STOPS if tokens else False
+        is_preferred = is_whole and bool(whole_words) and 8 <= len(tokens) <= 40
         ids = ids[: max_length - 4]
         maskable = [position for position in whole_words if position < len(ids)] or range(len(ids))
         ids[int(rng.choice(maskable))] = tokenizer.mask_token_id

@@ -10,7 +10,7 @@ from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS
 from d2l_bert.tokenization.prepare import PreparedText, split_fingerprint
 from d2l_bert.training import epochs
 from d2l_bert.training.checkpoint import Checkpoint
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.run_folder import architecture_numbers
 
 
@@ -59,7 +59,10 @@ def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
                 f"would go on with other pairs; go on with that version, or start a new run in another output_dir"
             )
         if saved[name] != value:
+            mend = "or start a new run in another output_dir"
+            if name in LENGTH_OPTIONS:  # the schedule of the learning rate depends on the length
+                mend += f", from these weights by --init_from {checkpoint.path}"
             raise UserError(
                 f"{checkpoint.path}: a checkpoint of another run: {name} was {saved[name]!r}, and is {value!r} now; "
-                f"go on with what it was, or start a new run in another output_dir"
+                f"go on with what it was, {mend}"
             )

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import os
 import re
 import signal
 import threading
@@ -87,7 +88,8 @@ class StopSignals:
         is_ctrl_c = number == signal.SIGINT
         if self.accelerator.is_main_process and not self.received_signal:
             hint = "; a second Ctrl-C ends the run at once, without saving" if is_ctrl_c else ""
-            logger.warning(f"{signal_name(number)}: finishing the step and saving{hint}")
+            # Not by logging: a handler may run inside another write to stderr, which cannot be entered twice.
+            os.write(2, f"{signal_name(number)}: finishing the step and saving{hint}\n".encode())
         self.received_signal = number
         if is_ctrl_c:  # the next Ctrl-C ends the process
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -41,6 +41,7 @@ class Learner:
         )
         self.wrapped_model, *self.wrapped_optimizers = accelerator.prepare(model, *self.optimizers)
         self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
+        self.fresh_scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
         # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
         self.parameters = dict(model.named_parameters())
 
@@ -94,9 +95,11 @@ class Learner:
         self.wrapped_model.zero_grad()
 
     def reset_optimizers(self) -> None:
-        """Delete all optimizer state, such as Adam's moments, as it was before the first `try_step`."""
+        """Optimizer state and fp16's scaler as they were before the first `try_step` or `try_gradient`."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(self.fresh_scaler)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Evaluate

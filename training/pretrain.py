@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from d2l_bert.errors import GO_ON, UserError
+from d2l_bert.model_cards.card import count_parameters
 from d2l_bert.model_cards.metadata import check_license
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -27,7 +28,14 @@ from d2l_bert.training.host_settings import restore_host_settings
 from d2l_bert.training.initialize import check_start, check_weights, model_class_of
 from d2l_bert.training.loop import train
 from d2l_bert.training.openmp import short_waits
-from d2l_bert.training.run_folder import RUN_FILE, check_output_folder, default_output_dir, output_folder, repository
+from d2l_bert.training.run_folder import (
+    LOG_FILE,
+    RUN_FILE,
+    check_output_folder,
+    default_output_dir,
+    output_folder,
+    repository,
+)
 from d2l_bert.training.tracking import check_trackers
 
 
@@ -102,7 +110,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
 
 def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     """
-    Try a run out with one short step of each sequence length, at least two steps, and say how long the run is.
+    Try a run out with a step of each sequence length, and say how long it takes, and how much memory.
 
     The steps, a checkpoint and the model folder are written to a temporary folder, which is deleted.
 
@@ -123,8 +131,9 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         raise UserError(
             f"output_dir {output_dir}: cannot be written ({error.strerror}); name another folder"
         ) from None
-    # At least 2 steps, because the second step runs with the optimizer state of the first.
-    steps = max(2, len(lengths))
+    # At least two steps of full length: the second has the first one's optimizer state, and its memory. The time of
+    # the last but one is what its log row says is left.
+    steps = max(3, len(lengths) + 1)
     with temporary as folder:
         short_run = dataclasses.replace(
             run,
@@ -134,12 +143,11 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
             overwrite_output_dir=False,
             save_words=[],
             report_to=[],
-            # One step for each length. 0.99 instead of 1: the rounded shares must not add up to more than their steps.
-            length_schedule=[f"{length}:{0.99 / len(lengths):.3f}" for length in lengths[:-1]],
+            length_schedule=[f"{length}:{1 / steps:.3f}" for length in lengths[:-1]],  # one step each
             batch_size_schedule=[],
-            global_batch_size=2,
-            micro_batch_size=None,
+            micro_batch_size=None if run.micro_batch_size == "auto" else run.micro_batch_size,
             max_eval_pairs=2,
+            logging_steps=1,
             **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": steps, "save_steps": steps, "eval_steps": steps},
         )
         report.disabled = True  # the report of so short a run means nothing, and is not printed
@@ -152,17 +160,35 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         if distributed.launched_rank():
             return
         record = json.loads((model_folder / RUN_FILE).read_text())
+        rows = [json.loads(line) for line in (model_folder / LOG_FILE).read_text().splitlines()]
+        rows = [row for row in rows if "seconds_left" in row]  # the others are evaluations and events
         size = sum(path.stat().st_size for path in model_folder.glob("checkpoint-*/*"))
-    report.info(f"dry run: {describe_length(run, record['data']['train_tokens'])}")
+        parameters = count_parameters(model_folder)
+    seconds, memory = rows[-2]["seconds_left"], max(row["memory_mb"] for row in rows)
+    report.info(f"dry run: {describe_length(run, record['data']['train_tokens'], seconds)}")
+    report.info(
+        f"dry run: a model of {parameters:,} parameters; a step takes {seconds:.3g} s, and a process {memory:,.0f} MB"
+    )
     report.info(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
     report.info("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
 
 
-def describe_length(run: PretrainConfig, train_tokens: int) -> str:
-    """The length of a run in words, for a message."""
+def describe_length(run: PretrainConfig, train_tokens: int, seconds: float) -> str:
+    """
+    The length of a run in words, for a message.
+
+    Args:
+        seconds: the time of a step of full length.
+    """
     if run.max_minutes is not None:
-        return f"steps are timed and counted when the run begins, for {run.max_minutes:g} minutes"
+        steps = int(60 * run.max_minutes / seconds)
+        return f"{run.max_minutes:g} minutes, about {steps:,} steps; they are timed and counted when the run begins"
+    full = run.global_batch_size * run.max_seq_length
     if run.num_train_epochs is not None:
-        return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens"
+        minutes = run.num_train_epochs * train_tokens / full * seconds / 60
+        return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens, about {minutes:,.3g} minutes"
     tokens = full_length_pairs(run, run.max_steps) * run.max_seq_length
-    return f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text"
+    return (
+        f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text, "
+        f"about {tokens / full * seconds / 60:,.3g} minutes without evaluations"
+    )

@@ -49,11 +49,13 @@ def train_step(
     step_stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
     is_finite = all(map(math.isfinite, step_stats[:3]))
     for optimizer in optimizers:
-        # The scaler of fp16 skips steps that are not finite by itself, and must see them to lower its scale.
-        if is_finite or accelerator.scaler:
+        # The scaler of fp16 skips a gradient that is not finite by itself, and must see it to lower its scale.
+        if is_finite or (accelerator.scaler and not math.isfinite(step_stats[2])):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
+        elif accelerator.scaler:  # a loss alone is not finite: the scaler would take the step
+            accelerator.scaler.update()
         optimizer.zero_grad()
     return StepStats(*step_stats, skipped=float(not is_finite))
 

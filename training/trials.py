@@ -12,6 +12,7 @@ import torch
 from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.progress import counted
 from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training import distributed
 from d2l_bert.training.arithmetic import peak_of, training_arithmetic
@@ -65,7 +66,8 @@ def choose_micro_batch_size(
     if resumed:
         size = resumed.state["micro_batch_size"]
     else:
-        micro_batches = functools.partial(trial_micro_batches, run, text, **cutting)
+        # Each size is timed several times: its batches are made once.
+        micro_batches = functools.cache(functools.partial(trial_micro_batches, run, text, **cutting))
         pairs_per_process = -(-run.global_batch_size // learner.accelerator.num_processes)
         size = find_micro_batch(learner, micro_batches, pairs_per_process)
         if learner.accelerator.is_main_process:
@@ -229,6 +231,9 @@ def is_long_enough_to_compile(
 # The assumed length of a run, in steps, while its real length is not known.
 PROVISIONAL_STEPS = 1000
 
+# Evaluations that take a larger share of `max_minutes` are warned of.
+MOST_FOR_EVALUATIONS = 0.5
+
 # Steps to time at each sequence length for `max_minutes`.
 STEPS_TIMED_PER_LENGTH = 20
 
@@ -247,7 +252,13 @@ def choose_max_steps(run: PretrainConfig, learner: Learner, text: PreparedText, 
     steps = make_steps(run, text, PROVISIONAL_STEPS, **cutting)
     if run.max_minutes is None:
         return steps_for_epochs(run, steps)
-    return steps_for_minutes(run, *time_steps(steps, learner, held_out))
+    max_steps, share = steps_for_minutes(run, *time_steps(steps, learner, held_out))
+    if share > MOST_FOR_EVALUATIONS and learner.accelerator.is_main_process:
+        logger.warning(
+            f"max_minutes {run.max_minutes:g}: evaluations take {share:.0%} of them, which leaves time for "
+            f"{counted(max_steps, 'step')}; lower --max_eval_pairs, give more --eval_steps, or more minutes"
+        )
+    return max_steps
 
 
 def steps_for_epochs(run: PretrainConfig, steps: PretrainingSteps) -> int:
@@ -295,9 +306,15 @@ def _with_ends(phases):
     return zip(phases, [*(later.first_step for later in phases[1:]), PROVISIONAL_STEPS], strict=True)
 
 
-def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
-    """The number of steps that fit into `max_minutes`, with their evaluations."""
-    seconds = 60 * run.max_minutes
+def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> tuple[int, float]:
+    """
+    The number of steps that fit into `max_minutes`, with their evaluations; at least one.
+
+    Returns:
+        The number, and the share of `max_minutes` that the evaluations take.
+    """
+    seconds, evaluations = 60 * run.max_minutes, DEFAULT_EVALUATIONS
     if run.eval_steps:
-        return max(1, int(seconds / (step_seconds + evaluation_seconds / run.eval_steps)))
-    return max(1, int((seconds - DEFAULT_EVALUATIONS * evaluation_seconds) / step_seconds))
+        evaluations = seconds / (step_seconds * run.eval_steps + evaluation_seconds)
+    share = min(1.0, evaluations * evaluation_seconds / seconds)
+    return max(1, int((1 - share) * seconds / step_seconds)), share

@@ -5,6 +5,7 @@ and `pipeline("fill-mask")` load it. The import also registers the task of `pipe
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from os import environ
 
 # First: the imports below take seconds, and a signal may come.
@@ -71,6 +72,8 @@ PIPELINE_REGISTRY.register_pipeline(
     type="text",
 )
 
+__version__ = version("d2l-bert")
+
 # Public names that only training needs: `__getattr__` imports their modules at the first use, not `import d2l_bert`.
 _LAZY_IMPORTS = {
     "PretrainConfig": "d2l_bert.training.config",
@@ -94,6 +97,10 @@ __all__ = [
     "NextSentencePredictionPipeline",
     *_LAZY_IMPORTS,
 ]
+
+
+def __dir__():
+    return sorted({*globals(), *_LAZY_IMPORTS})
 
 
 def __getattr__(name):

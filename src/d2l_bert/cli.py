@@ -97,7 +97,7 @@ def _show_error(command, error):
 
 def _raise_system_exit(number, frame):
     """The handler of SIGTERM."""
-    print("d2l-bert: terminated", file=sys.stderr)
+    os.write(2, b"d2l-bert: terminated\n")  # not by `print`: a handler may run in the middle of another one
     sys.exit(128 + number)
 
 

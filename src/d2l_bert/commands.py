@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from d2l_bert.errors import UserError, reading_model, reading_tokenizer, value_errors_for_user, wrong_model_type
+from d2l_bert.errors import UserError, reading_model, reading_tokenizer, value_errors_for_user
 
 
 def pretrain_command(arguments) -> None:
@@ -70,12 +70,18 @@ def prepare_command(arguments) -> None:
     Train a tokenizer and tokenize a text, once for many runs; print a summary and the command that trains on it.
 
     With `check`: read every byte of prepared folders instead, one folder after the other, and print a line for each
-    that is whole. The first damaged folder ends the command; the folders after it are not read.
+    that is whole. The first damaged folder ends the command; the folders after it are not read. Several folders must
+    be parts of one corpus, too: with the same tokenizer and options.
     """
     from d2l_bert.folders import new_folder
     from d2l_bert.tokenization.config import TextConfig
     from d2l_bert.tokenization.prepare import prepare
-    from d2l_bert.tokenization.prepared_folder import check_prepared_folder, corpus_is_prepared, write_prepared_folder
+    from d2l_bert.tokenization.prepared_folder import (
+        check_prepared_folder,
+        corpus_is_prepared,
+        read_parts,
+        write_prepared_folder,
+    )
 
     given = vars(arguments)
     others = [field.name for field in dataclasses.fields(TextConfig) if field.name in given]
@@ -84,6 +90,8 @@ def prepare_command(arguments) -> None:
             raise UserError(f"{name} is for preparing a text, and check reads folders that are prepared; leave it out")
         for folder in arguments.check:
             print(check_prepared_folder(Path(folder)))
+        if len(arguments.check) > 1:  # whether they are parts of one corpus
+            read_parts([Path(folder) for folder in arguments.check])
         return
     if not arguments.output_dir:
         raise UserError("output_dir is missing: give --output_dir DIR, a new folder to write into")
@@ -149,10 +157,11 @@ def finetune_command(arguments) -> None:
 
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
-    from d2l_bert import D2lBertForMaskedLM
+    from transformers import AutoModelForMaskedLM
+
     from d2l_bert.training.held_out import fill_mask
 
-    model, tokenizer = _load(D2lBertForMaskedLM, arguments.model)
+    model, tokenizer = _load(AutoModelForMaskedLM, arguments.model)
     for text, predictions in zip(
         arguments.text, fill_mask(model, tokenizer, arguments.text, arguments.top_k), strict=True
     ):
@@ -166,9 +175,11 @@ def fill_mask_command(arguments) -> None:
 
 def next_sentence_command(arguments) -> None:
     """Print the probability of each label for two sentences: whether the second follows the first."""
-    from d2l_bert import D2lBertForNextSentencePrediction, NextSentencePredictionPipeline
+    from transformers import AutoModelForNextSentencePrediction
 
-    model, tokenizer = _load(D2lBertForNextSentencePrediction, arguments.model)
+    from d2l_bert import NextSentencePredictionPipeline
+
+    model, tokenizer = _load(AutoModelForNextSentencePrediction, arguments.model)
     predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
     answer = predict({"text": arguments.first, "text_pair": arguments.second})
     for label in predict.labels:
@@ -318,25 +329,34 @@ def _model_summary(model, name=None):
     return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
 
 
-def _load(model_class, name):
-    """The model of this class and the tokenizer from a folder or the Hub; a `UserError` if one of them is missing."""
+def _load(auto_class, name):
+    """
+    The model, ours or a stock one, and its tokenizer, from a folder or the Hub.
+
+    Raises:
+        UserError: one of them cannot be read, does not fit the other, or the model has no such head.
+    """
     from transformers import AutoConfig
     from transformers.utils import logging
 
     from d2l_bert.modeling import conversion
+    from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
     from d2l_bert.tokenization.existing import stock_tokenizer
 
     logging.disable_progress_bar()
     with reading_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if not isinstance(config, model_class.config_class):
-            raise UserError(wrong_model_type(name, config.model_type))
-        model, missing, _ = conversion.load_and_compare(model_class, name)
+        if type(config) not in auto_class._model_mapping or conversion.is_decoder(config):
+            task = "fill masks" if auto_class.__name__ == "AutoModelForMaskedLM" else "predict next sentences"
+            raise UserError(f"a {config.model_type} model cannot {task}; give a d2l-bert model or a stock BERT")
+        model, missing, _ = conversion.load_and_compare(auto_class, name, trust_remote_code=False)
         if missing:
             raise UserError(_why_weights_are_missing(name, missing, config))
         with reading_tokenizer(name):
             tokenizer = stock_tokenizer(name)
-        if len(tokenizer) != config.vocab_size:
+        # A stock model may have more entries than its tokenizer, for the sake of round numbers.
+        is_ours = isinstance(config, D2lBertConfig)
+        if len(tokenizer) > config.vocab_size or (is_ours and len(tokenizer) < config.vocab_size):
             raise UserError(
                 f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the tokenizer "
                 f"that the model was trained with"

@@ -8,6 +8,7 @@ import itertools
 import re
 import types
 import typing
+from importlib.metadata import version
 
 from d2l_bert.commands import (
     attention_command,
@@ -131,6 +132,7 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
         argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name.
     """
     parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"d2l-bert {version('d2l-bert')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_prepare(commands)
     _add_pretrain(commands, argv)

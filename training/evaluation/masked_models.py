@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 from d2l_bert.errors import UserError, reading_model, reading_tokenizer
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import RUN_FILE
-from d2l_bert.modeling.conversion import check_finite, load_and_compare
+from d2l_bert.modeling.conversion import load_and_compare
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.modeling.positions import longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
@@ -235,7 +235,6 @@ def load_masked_model(name: str) -> MaskedModel:
             )
         with reading_tokenizer(name):
             tokenizer = stock_tokenizer(name)
-        check_finite(model)
         path = cached_file(name, RUN_FILE, _raise_exceptions_for_missing_entries=False)
         record = read_json(Path(path)) if path else {}
         return MaskedModel(name, model, tokenizer, has_both and not missing, record)

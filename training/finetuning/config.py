@@ -213,13 +213,11 @@ class FinetuneConfig(Options):
     metric_for_best_model: str | None = option(
         None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
     )
-    eval_strategy: Literal["epoch", "steps"] = option("epoch", "evaluate after each epoch, or by eval_steps", OUTPUT)
-    eval_steps: int | None = option(None, "steps from one evaluation to the next, with eval_strategy steps", OUTPUT)
-    save_steps: int | None = option(
-        None,
-        "steps from one checkpoint to the next; default: a checkpoint with each evaluation",
-        OUTPUT,
-        identity=False,
+    eval_strategy: Literal["epoch", "steps"] = option(
+        "epoch", "evaluate and save after each epoch, or by eval_steps", OUTPUT
+    )
+    eval_steps: int | None = option(
+        None, "steps from one evaluation and checkpoint to the next, with eval_strategy steps", OUTPUT
     )
     save_total_limit: int = option(
         1, "checkpoints to keep in all; the best and the last are always kept", OUTPUT, identity=False
@@ -291,7 +289,7 @@ class FinetuneConfig(Options):
             self._check_range(name, 1)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             self._check_range(name, 1)
-        for name in ("eval_steps", "save_steps", "logging_steps"):
+        for name in ("eval_steps", "logging_steps"):
             self._check_range(name, 1)
         self._check_range("max_seq_length", 8)
         self._check_range("doc_stride", 0)
@@ -325,21 +323,12 @@ class FinetuneConfig(Options):
     def _check_evaluations(self):
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise UserError("eval_strategy steps needs the number of steps; give --eval_steps N")
-        if self.eval_strategy == "epoch":
-            for name in ("eval_steps", "save_steps"):
-                if name == "eval_steps" and self.eval_steps is not None and not self.validates():
-                    raise UserError(
-                        "eval_steps needs validation rows; give --validation_file, or leave eval_steps out"
-                    )
-                if getattr(self, name) is not None and self.validates():
-                    raise UserError(f"{name} is for --eval_strategy steps; give that too, or leave {name} out")
-        elif not self.validates():
+        if self.eval_steps is not None and not self.validates():
+            raise UserError("eval_steps needs validation rows; give --validation_file, or leave eval_steps out")
+        if self.eval_steps is not None and self.eval_strategy == "epoch":
+            raise UserError("eval_steps is for --eval_strategy steps; give that too, or leave eval_steps out")
+        if self.eval_strategy == "steps" and not self.validates():
             raise UserError("eval_strategy steps needs validation rows; give --validation_file, or leave it out")
-        elif self.save_steps is not None and self.save_steps % self.eval_steps:
-            raise UserError(
-                f"save_steps ({self.save_steps}) must be a multiple of eval_steps ({self.eval_steps}), so that the "
-                f"best checkpoint is one that was evaluated"
-            )
         for name in ("early_stopping_patience", "metric_for_best_model"):
             if getattr(self, name) is not None and not self.validates():
                 raise UserError(f"{name} needs validation rows; give --validation_file, or leave {name} out")

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import platform
 import shlex
 import shutil
@@ -20,6 +21,9 @@ from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
 from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, check_checkpoint, rows_per_step, warmup
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
+
+
+logger = logging.getLogger(__name__)
 
 
 WORK_FOLDER = "models_in_training"
@@ -56,9 +60,14 @@ def output_folder(config: FinetuneConfig):
     with locked_folder(folder):
         check_output_folder(config, folder)
         try:
-            yield folder
+            with folders.os_errors():
+                yield folder
         except OSError as error:
             raise UserError(f"{error.filename or folder}: {why_unwritable(error, f', and {GO_ON}')}") from None
+        except (KeyboardInterrupt, SystemExit):
+            if (folder / RUN_FILE).exists():
+                logger.warning(f"stopped: {GO_ON} and the same options")
+            raise
 
 
 def folder_of(config: FinetuneConfig) -> Path:
@@ -138,6 +147,8 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
             f"resume_from_checkpoint {config.resume_from_checkpoint}: is in another folder than output_dir {folder}; "
             f"give the output_dir of that run"
         )
+    if config.resume_from_checkpoint == "latest":
+        logger.warning(f"{folder}: no run yet, starting from the beginning")
     _delete_run(folder)
     folders.write_json(folder / RUN_FILE, record)
 
@@ -168,9 +179,13 @@ def _compare(folder, before, now):
     identity = {**FinetuneConfig(model="").identity(), **before.get("identity", {})}
     for name, value in now["identity"].items():
         if identity.get(name) != value:
+            then, given = (
+                f"without {name}" if setting in (None, []) else f"with {name} {_written(setting)}"
+                for setting in (identity.get(name), value)
+            )
             raise UserError(
-                f"output_dir {folder}: the run was started with {name} {identity.get(name)!r}, and now it is "
-                f"{value!r}; give the same, or start a new run in another folder"
+                f"output_dir {folder}: the run was started {then}, and is resumed {given}; give the same, or start "
+                f"a new run in another folder"
             )
     for split in now["data"]["splits"]:
         if before["data"]["splits"].get(split) != now["data"]["splits"][split]:
@@ -184,6 +199,11 @@ def _compare(folder, before, now):
             f"{before['base_model']['revision'] or before['base_model']['fingerprint']}); give the same, or start a "
             f"new run in another folder"
         )
+
+
+def _written(setting):
+    """An option's value as it is written on the command line."""
+    return " ".join(map(str, setting)) if isinstance(setting, list) else str(setting)
 
 
 def _go_back_to(folder, checkpoint):
@@ -221,6 +241,7 @@ def make_record(
     dataset = config.dataset_name()
     return {
         "kind": config.kind_name(),
+        "auto_class": kind.auto_class,
         "pipeline_task": kind.pipeline_task,
         "rows_per_step": rows_per_step(config, processes),
         "warmup": f"{warmup(config):,} steps" if config.warmup_steps else f"{100 * warmup(config):.3g} % of the steps",
@@ -281,7 +302,7 @@ def write_table(path: Path, columns: dict[str, list]) -> None:
 
 def finish_folder(folder: Path, partial: Path) -> None:
     """
-    Move the finished files from a hidden folder into the output folder, the weights last; delete the work folder.
+    Move the finished files from a hidden folder into the output folder, the weights last.
 
     A folder with weights is a finished run, so all that belongs to the weights stands there before them.
     """
@@ -294,4 +315,3 @@ def finish_folder(folder: Path, partial: Path) -> None:
     (partial / WEIGHTS_FILE).replace(folder / WEIGHTS_FILE)
     folders.sync(folder)
     partial.rmdir()
-    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)

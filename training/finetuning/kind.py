@@ -33,6 +33,11 @@ class Features:
     details: list | None = None
     note: str = ""
 
+    def lost(self, max_seq_length: int) -> str:
+        """What `max_seq_length` does to the rows, in words; "" if every row fits."""
+        cut = f"{self.truncated:,} are truncated to {max_seq_length} tokens" if self.truncated else ""
+        return self.note or cut
+
 
 class Kind:
     """
@@ -122,6 +127,10 @@ class Kind:
     def metrics(self, table: Table, features: Features, predictions) -> dict[str, float]:
         """The metrics of a labelled table, by name; without the loss."""
         raise NotImplementedError
+
+    def most_frequent_share(self, table: Table) -> float | None:
+        """The accuracy of always predicting a labelled table's most frequent class; None for kinds without classes."""
+        return None
 
     def constant_metrics(self, table: Table) -> tuple[str, ...]:
         """The metrics that are 0 on a labelled table whatever is predicted, by its labels alone."""

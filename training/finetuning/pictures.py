@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from d2l_bert.model_cards.finetuned import METRICS
+
 
 # With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.
 NUMBERED_CLASSES = 30
@@ -100,10 +102,12 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    is_share = METRICS[metric][1] == "%"
     has_validation = any("eval_loss" in row for row in attempts[kept]["log"])
     panels = [("loss", {"training": "loss", "validation": "eval_loss"})]
     if has_validation and metric != "loss":
-        panels.append((f"{metric.replace('_', ' ')} on validation rows", {"validation": f"eval_{metric}"}))
+        name = f"{metric.replace('_', ' ')} on validation rows{', %' if is_share else ''}"
+        panels.append((name, {"validation": f"eval_{metric}"}))
     figure = Figure(figsize=(9 if len(panels) > 1 else 5, 4.2), layout="constrained")
     last_step = max((row["step"] for attempt in attempts for row in attempt["log"]), default=1)
     labelled = {}
@@ -111,7 +115,8 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
         for number in [*(number for number in range(len(attempts)) if number != kept), kept]:
             is_kept = number == kept
             for kind, key in keys.items():
-                points = [(row["step"], row[key]) for row in attempts[number]["log"] if key in row]
+                scale = 100 if is_share and key == f"eval_{metric}" else 1
+                points = [(row["step"], scale * row[key]) for row in attempts[number]["log"] if key in row]
                 if points:
                     label, style = kind if is_kept else f"{kind}, other seeds and rates", _curve_style(kind, is_kept)
                     if len(points) == 1:
@@ -120,6 +125,8 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("optimizer step")
         panel.set_xlim(0, 1.03 * last_step)
+        if is_share and name != "loss":  # whole, so that one row of few does not look like a collapse
+            panel.set_ylim(0, 100)
         panel.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)

@@ -15,6 +15,7 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.finetuned import no_better, shown_metric
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.saving import save_model, save_with_code
@@ -92,16 +93,20 @@ def finetune(config: FinetuneConfig) -> Path:
             check_layers(config, model)
             del model
             state = _make_state()
-            said = check_warmup(config, total_steps(config, state.num_processes, len(data.train)))
+            features = {
+                split: kind.features(table, start.tokenizer, start.max_seq_length)
+                for split, table in data.splits().items()
+            }
+            said = check_warmup(config, total_steps(config, state.num_processes, len(features["train"].rows)))
             for warning in filter(None, (said, _constant_metric(kind, metric, data))):
                 if state.is_main_process:
                     logger.warning(warning)
             if config.push_to_hub:
                 on_main(state, _check_push, config, start)
-            return _run(config, kind, metric, data, start, state)
+            return _run(config, kind, metric, data, start, features, state)
 
 
-def _run(config, kind, metric, data, start, state):
+def _run(config, kind, metric, data, start, features, state):
     """The run after all checks of options, data and model."""
     rates = config.learning_rates() or [default_rate(getattr(start.config, "hidden_size", 768))]
     with contextlib.ExitStack() as stack:
@@ -111,10 +116,6 @@ def _run(config, kind, metric, data, start, state):
         if state.is_main_process:
             for note in data.notes:
                 logger.info(note)
-        features = {
-            split: kind.features(table, start.tokenizer, start.max_seq_length)
-            for split, table in data.splits().items()
-        }
         if state.is_main_process:
             _say_sizes(config, data, features, start, rates, state.num_processes)
         work = Work(config, kind, data, start, features, metric, folder / output.WORK_FOLDER, state)
@@ -192,14 +193,8 @@ def _say_sizes(config, data, features, start, rates, processes):
     """Log what is trained on, and how many texts are truncated."""
     for split, table in data.splits().items():
         labels = "" if split != "test" or data.test_is_labelled else ", without labels"
-        cut = features[split].truncated
-        truncated = (
-            f"; {cut:,} ({cut / len(table):.1%}) are truncated to {start.max_seq_length} tokens"
-            if cut
-            else f"; none is longer than {start.max_seq_length} tokens"
-        )
-        truncated = f"; {features[split].note}" if features[split].note else truncated
-        logger.info(f"{split}: {counted(len(table), 'row')} of {table.name}{labels}{truncated}")
+        lost = features[split].lost(start.max_seq_length) or f"none is longer than {start.max_seq_length} tokens"
+        logger.info(f"{split}: {counted(len(table), 'row')} of {table.name}{labels}; {lost}")
     logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
     if processes > 1:
         logger.info(f"{processes} processes, {rows_per_step(config, processes)} rows in a step")
@@ -217,6 +212,9 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
     """
     Write the finished folder; only the main process calls this.
 
+    The model stands there with its figures before anything is drawn and the card is written: an error in one of these
+    cannot lose the model.
+
     Returns:
         The report for the user: the table of figures, and what the folder holds.
     """
@@ -232,56 +230,50 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
         with folders.os_errors():
             save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
             save_tokenizer(start.tokenizer, partial)
-        pictures = _predict(work, model, partial, folder)
-        attempts = [
-            {"name": attempt_name(r["learning_rate"], r["seed"]), "log": r["log"]} for r in (*tried, *seeds[1:])
-        ]
-        shown = next(n for n, attempt in enumerate(attempts) if attempt["name"] == source.parent.name)
-        title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
-        draw_curves(attempts, shown, work.metric, title, partial / CURVES_FILE)
+        # Test rows are predicted, and the pictures show them, or validation rows if the test rows have no labels.
+        pictured = next((split for split in ("test", "validation") if split in data.measured()), None)
+        outputs = {
+            split: _outputs(work, model, work.features[split].rows, folder)
+            for split in dict.fromkeys(("test", pictured))
+            if split in data.splits()
+        }
+        if "test" in outputs:
+            _write_predictions(work, outputs["test"], partial)
         metrics = make_metrics(kind, work.metric, data, tried, seeds, kept)
         metrics |= {
-            "truncated": {split: made.truncated for split, made in work.features.items()},
+            "lost_to_length": {split: made.lost(start.max_seq_length) for split, made in work.features.items()},
             "shared_with_training": data.shared,
             "diverged_rates": sorted(set(record["learning_rates"]) - {result["learning_rate"] for result in tried}),
-            "pictures": {CURVES_FILE: "Loss and metric over the steps", **pictures},
+            "pictures": {},
         }
         folders.write_json(partial / METRICS_FILE, metrics)
         folders.write_json(partial / RUN_FILE, record)
-        card = render_card(partial, folder.resolve().name)
-        (partial / CARD_FILE).write_text(card, encoding="utf-8")
         output.finish_folder(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    attempts = [{"name": attempt_name(r["learning_rate"], r["seed"]), "log": r["log"]} for r in (*tried, *seeds[1:])]
+    shown = next(n for n, attempt in enumerate(attempts) if attempt["name"] == source.parent.name)
+    title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
+    draw_curves(attempts, shown, work.metric, title, folder / CURVES_FILE)
+    metrics["pictures"] = {CURVES_FILE: "Loss and metric over the steps"}
+    if pictured:
+        split = data.splits()[pictured], work.features[pictured], outputs[pictured]
+        metrics["pictures"] |= kind.pictures(*split, folder)
+    folders.write_json(folder / METRICS_FILE, metrics)
+    (folder / CARD_FILE).write_text(render_card(folder, folder.resolve().name), encoding="utf-8")
+    shutil.rmtree(folder / output.WORK_FOLDER, ignore_errors=True)
     return results_text(folder, metrics, data)
 
 
-def _predict(work, model, partial, folder):
-    """
-    Predict the test rows with the finished model and write their table; draw the kind's pictures.
-
-    The pictures show the test rows, or the validation rows if the test rows have no labels.
-
-    Returns:
-        What each picture shows, by its file name.
-    """
-    splits, measured, pictures = work.data.splits(), work.data.measured(), {}
-    pictured = next((split for split in ("test", "validation") if split in measured), None)
-    for split in dict.fromkeys(("test", pictured)):
-        if split not in splits:
-            continue
-        table, features = splits[split], work.features[split]
-        outputs = _outputs(work, model, features.rows, folder)
-        if split == "test":
-            columns = dict(table.columns)
-            for name, values in work.kind.predicted_columns(table, features, outputs).items():
-                while name in columns:
-                    name = f"{name} (predicted)"
-                columns[name] = values
-            output.write_table(partial / output.PREDICTIONS_FILE, columns)
-        if split == pictured:
-            pictures = work.kind.pictures(table, features, outputs, partial)
-    return pictures
+def _write_predictions(work, outputs, partial):
+    """Write the test rows with their predictions as a table."""
+    table = work.data.test
+    columns = dict(table.columns)
+    for name, values in work.kind.predicted_columns(table, work.features["test"], outputs).items():
+        while name in columns:
+            name = f"{name} (predicted)"
+        columns[name] = values
+    output.write_table(partial / output.PREDICTIONS_FILE, columns)
 
 
 def _outputs(work, model, rows, folder):
@@ -325,8 +317,9 @@ def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: 
 
     Returns:
         `test_accuracy` and the like: the figures of the model in the folder. `mean` and `sd`: mean and standard
-        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `seeds`: each seed's
-        figures. `rates`: the figures of the first seed with each rate.
+        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `most_frequent_class`:
+        for classes, the share of the most frequent one, by split. `seeds`: each seed's figures. `rates`: the figures
+        of the first seed with each rate.
     """
     names = (*kind.metrics_shown, "loss")
     measured = data.measured()
@@ -344,6 +337,9 @@ def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: 
     over = {split: {name: [result[split][name] for result in seeds] for name in names} for split in measured}
     return {
         **{f"{split}_{name}": seeds[kept][split][name] for split in measured for name in names},
+        "most_frequent_class": {
+            split: share for split in measured if (share := kind.most_frequent_share(data.splits()[split])) is not None
+        },
         "best_metric": metric,
         "kept_seed": seeds[kept]["seed"],
         "learning_rate": seeds[kept]["learning_rate"],
@@ -373,10 +369,10 @@ def results_text(folder: Path, metrics: dict, data: Data) -> str:
             "  ".join([f"  {'':>8}", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])
         )
 
-        def line(label, values, widths=widths):
+        def line(label, values, names=names, widths=widths):
             shown = (
-                f"{'' if value is None else f'{value:.4f}':>{width}}"
-                for value, width in zip(values, widths, strict=True)
+                f"{'' if value is None else shown_metric(name, value):>{width}}"
+                for name, value, width in zip(names, values, widths, strict=True)
             )
             return "  ".join([f"  {label:>8}", *shown])
 
@@ -386,6 +382,8 @@ def results_text(folder: Path, metrics: dict, data: Data) -> str:
         if len(metrics["seeds"]) > 1:
             lines.append(line("mean", [metrics["mean"][split][name] for name in names]))
             lines.append(line("sd", [metrics["sd"][split][name] for name in names]))
+        if comparison := no_better(metrics, split):
+            lines.append(f"  {comparison}")
     lines.append(
         f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
         f"{metrics['learning_rate']:g} is in {folder}"

@@ -81,7 +81,7 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     with reading_model(name):
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         auto_class = getattr(transformers, kind.auto_class)
-        if is_decoder(model_config):
+        if conversion.is_decoder(model_config):
             raise UserError(f"it is a {model_config.model_type} model with a decoder; give an encoder, such as a BERT")
         if type(model_config) not in auto_class._model_mapping.keys():
             raise UserError(
@@ -106,17 +106,6 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
         max_seq_length=_length(config, kind, model_config, tokenizer),
         config=model_config,
     )
-
-
-def is_decoder(model_config) -> bool:
-    """Whether a model has a decoder, or is one: it generates text, or a token does not see the tokens after it."""
-    if getattr(model_config, "is_encoder_decoder", False) or getattr(model_config, "is_decoder", False):
-        return True
-    if model_config.model_type == "xlnet":  # its attention sees both sides
-        return False
-    # GPT-2, Llama and the like: Transformers has the model with causal attention, and none with masked tokens.
-    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
-    return type(model_config) in causal._model_mapping and type(model_config) not in masked._model_mapping
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -16,7 +16,7 @@ from d2l_bert.folders import base_name
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.tokenization.sources import dataset_mend, load_failure, quiet_datasets
-from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked
+from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked, wrong_separator
 from d2l_bert.training.finetuning.formats import read_conll, read_json
 
 
@@ -79,7 +79,8 @@ class Table:
         """
         if column not in self.columns:
             listed = ", ".join(map(repr, self.columns)) or "none"
-            raise UserError(f"{self.label}: no column {column!r}; it has {listed}: name one with --{option}")
+            mend = wrong_separator(list(self.columns)) or f"name one with --{option}"
+            raise UserError(f"{self.label}: no column {column!r}; it has {listed}: {mend}")
         return self.columns[column]
 
 

@@ -180,8 +180,8 @@ class Classification(TextKind):
                     f"regression, or write classes as whole numbers or names"
                 )
         values = [self._name(train, row) for row in range(len(train))]
-        named = train.class_names.get(column)
         found = set(values)
+        named = train.class_names.get(column) or (self.known_names() if found <= set(self.known_names()) else None)
         self.classes = [name for name in named if name in found] if named else sort_labels(found)
         if len(self.classes) == 1:
             raise UserError(
@@ -195,8 +195,13 @@ class Classification(TextKind):
             )
         self.number_of = {name: number for number, name in enumerate(self.classes)}
 
+    def known_names(self):
+        """The names that the publishers of a named data set give its classes; () for other tasks."""
+        task = self.config.named_task()
+        return task.labels if task else ()
+
     def _name(self, table, row):
-        """The label of a row as a string: the class's name in a dataset with names, else the value in the file."""
+        """The label of a row as a string: the class's name if its dataset has names, else the value in the file."""
         column = self.label[0]
         value = table.columns[column][row]
         names = table.class_names.get(column)
@@ -204,7 +209,9 @@ class Classification(TextKind):
             return names[value]
         if not is_filled(value):
             raise UserError(f"{table.place(row)}: column {column!r} is empty; write a label, or take the row out")
-        return str(value).strip()
+        value = str(value).strip()
+        known = self.known_names()
+        return known[int(value)] if value.isdecimal() and int(value) < len(known) else value
 
     def targets(self, table):
         names = [self._name(table, row) for row in range(len(table))]
@@ -221,6 +228,9 @@ class Classification(TextKind):
 
     def metrics(self, table, features, predictions):
         return metrics.class_metrics(self.targets(table), predictions.argmax(-1), len(self.classes))
+
+    def most_frequent_share(self, table):
+        return float(np.bincount(self.targets(table)).max() / len(table))
 
     def constant_metrics(self, table):
         found = set(self.targets(table).tolist())

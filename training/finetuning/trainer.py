@@ -1,8 +1,10 @@
 """Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
 
+import errno
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import sys
@@ -25,6 +27,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from d2l_bert.errors import UserError
+from d2l_bert.model_cards.finetuned import shown_metric
 from d2l_bert.progress import counted
 from d2l_bert.training.checkpoint import checkpoints, last_undamaged, read_manifest, write_manifest
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -78,7 +81,7 @@ def _epochs(config):
 
 
 def total_steps(config: FinetuneConfig, processes: int, rows: int) -> int:
-    """The number of optimizer steps that Trainer takes to train one model on `rows` rows."""
+    """The number of optimizer steps that Trainer takes to train one model on `rows` features (rows, or windows)."""
     batches = math.ceil(rows / (batch_size(config, processes) * processes))
     in_epoch = math.ceil(batches / config.gradient_accumulation_steps)
     return config.max_steps or max(1, math.ceil(_epochs(config) * in_epoch))
@@ -121,18 +124,19 @@ def make_arguments(
         rate, seed: of this model.
         processes: how many processes train.
         metric: the metric that chooses the best checkpoint.
-        rows: how many training rows there are.
+        rows: how many training features there are: rows, or windows of long texts.
         labels: the names of labels in a batch.
     """
     batch = batch_size(config, processes)
     epochs = _epochs(config)
     steps = total_steps(config, processes, rows)
-    validates, by_steps = config.validates(), config.eval_strategy == "steps"
-    evaluations = {"eval_strategy": config.eval_strategy if validates else "no"}
-    if by_steps:
-        evaluations |= {"eval_steps": config.eval_steps}
-    save_steps = config.save_steps or config.eval_steps
-    saves = {"save_strategy": "steps", "save_steps": save_steps} if save_steps else {"save_strategy": "epoch"}
+    validates = config.validates()
+    # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
+    evaluations = {
+        "eval_strategy": config.eval_strategy if validates else "no",
+        "save_strategy": config.eval_strategy,
+        **({"eval_steps": config.eval_steps, "save_steps": config.eval_steps} if config.eval_steps else {}),
+    }
     best = {}
     if validates:
         best = {
@@ -171,7 +175,6 @@ def make_arguments(
         remove_unused_columns=False,
         restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
         **evaluations,
-        **saves,
         **best,
     )
     # On a machine with several GPUs one process uses one; DataParallel would change what a batch is.
@@ -228,6 +231,12 @@ class FinetuneTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset):
         """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
+
+    def _save_checkpoint(self, *arguments):
+        try:
+            super()._save_checkpoint(*arguments)
+        except RuntimeError:  # of `torch.save`, which does not say why a write failed: nearly always a full disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.args.output_dir) from None
 
     def _determine_best_metric(self, metrics, trial):
         """Whether an evaluation is the best so far; of equal values, that of the lower loss is better."""
@@ -335,7 +344,8 @@ class Progress(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if state.is_world_process_zero and metrics and state.epoch is not None:
-            parts = [f"{self.metric} {metrics[f'eval_{self.metric}']:.4f}"] * (self.metric != "loss")
+            value = shown_metric(self.metric, metrics[f"eval_{self.metric}"])
+            parts = [f"{self.metric} {value}"] * (self.metric != "loss")
             logger.info(
                 f"{self.name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
                 f"validation loss {metrics['eval_loss']:.4f}{', ' if parts else ''}{''.join(parts)}"

@@ -24,7 +24,7 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     logging.disable_progress_bar()  # Transformers shows a bar for the weights
     with reading_model(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+        if conversion.is_decoder(config):
             raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
         if not has_tokenizer(name):
             raise UserError("it has no tokenizer: no tokenizer.json and no vocab.txt; save one there, or copy it")
@@ -42,7 +42,6 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
                 f"its tokenizer has {len(tokenizer)} tokens and the model {known}; put back the tokenizer that the "
                 f"model was trained with"
             )
-        conversion.check_finite(model)
     return model.float().eval(), tokenizer
 
 

@@ -1,0 +1,194 @@
+"""The end of a fine-tuning: its figures, its card for any encoder, and a model that no later error can lose."""
+
+import json
+import os
+import resource
+
+import pytest
+from conftest import SIZES
+from finetuning import finetune, rows_of, write_csv, write_splits
+from processes import launch
+from small_tasks import answer_rows, choice_rows, make_base, write_rows
+from transformers import (
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from d2l_bert import train_wordpiece
+from d2l_bert.cli import main
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.finetuning import run as finetuning_run
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TASKS = {
+    "answers": (answer_rows, AutoModelForQuestionAnswering, "question-answering"),
+    "multiple_choice": (choice_rows, AutoModelForMultipleChoice, "multiple-choice"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = [row["context"] + row["question"] for row in answer_rows(200, 1)]
+    return train_wordpiece([*words, "then nobody was there, the who where what ?"], min_frequency=1)
+
+
+def write_encoder(folder, tokenizer, kind):
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 66, "pad_token_id": tokenizer.pad_token_id}
+    models = {
+        "roberta": lambda: RobertaModel(RobertaConfig(**{**SIZES, **sizes})),
+        "distilbert": lambda: DistilBertModel(DistilBertConfig(**sizes, dim=24, n_layers=1, n_heads=3, hidden_dim=20)),
+    }
+    models[kind]().save_pretrained(folder)
+    tokenizer.model_max_length = 64
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_card_of_any_encoder_loads_it_by_an_auto_class_of_transformers(tmp_path, tokenizer, task, kind, fails):
+    make_rows, auto_class, tag = TASKS[task]
+    base = write_encoder(tmp_path / "base", tokenizer, kind)
+    rows = {split: write_rows(tmp_path / f"{split}.jsonl", make_rows(20, seed)) for seed, split in enumerate("ab")}
+    options = [f"--train_file={rows['a']}", f"--validation_file={rows['b']}", "--max_steps=2", "--max_seq_length=32"]
+    finetune(base, tmp_path / "out", f"--task={task}", *options)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"import {auto_class.__name__}, AutoTokenizer" in card and f"type: {tag}" in card
+    auto_class.from_pretrained(tmp_path / "out")
+
+
+def test_contexts_in_windows_are_not_called_truncated(tmp_path, tokenizer):
+    base = make_base(tmp_path / "base", tokenizer)
+    rows = [{**row, "context": row["context"] + " and the apple" * 9} for row in answer_rows(12, 3)]
+    train = write_rows(tmp_path / "a.jsonl", rows)
+    finetune(base, tmp_path / "out", "--task=answers", f"--train_file={train}", "--max_steps=1", "--max_seq_length=28")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "contexts are longer than 28 tokens" in card and "are truncated" not in card
+
+
+def test_a_warm_up_is_compared_with_the_steps_over_windows(tmp_path, tokenizer, fails):
+    """20 rows of several windows each make more than two steps of 8."""
+    base = make_base(tmp_path / "base", tokenizer)
+    rows = [{**row, "context": row["context"] + " and the apple" * 12} for row in answer_rows(20, 3)]
+    train = write_rows(tmp_path / "a.jsonl", rows)
+    options = ["--task=answers", f"--train_file={train}", "--max_seq_length=28", "--validation_share=0"]
+    options += ["--per_device_train_batch_size=8", "--num_train_epochs=1"]
+    finetune(base, tmp_path / "out", *options, "--warmup_steps=3")
+    steps = json.loads((tmp_path / "out" / "metrics.json").read_text())["seeds"][0]["steps"]
+    assert steps > 3
+    said = fails("finetune", base, f"--output_dir={tmp_path / 'other'}", *options, f"--warmup_steps={steps}")
+    assert f"not shorter than the run ({steps} steps)" in said and not (tmp_path / "other").exists()
+
+
+def test_the_best_evaluated_step_is_the_one_that_is_kept(trained, tmp_path):
+    """At a rate so high that the loss falls and rises again, at evaluations between epochs."""
+    options = write_splits(tmp_path / "rows")
+    steps = ["--eval_strategy=steps", "--eval_steps=3", "--max_steps=12", "--metric_for_best_model=loss"]
+    metrics = finetune(trained, tmp_path / "out", "--task=classification", *options, *steps, "--learning_rate=2e-2")
+    log = json.loads((tmp_path / "out" / "run_config.json").read_text())
+    assert "save_steps" not in log["finetune"]
+    best = metrics["seeds"][0]["best_step"]
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert best % 3 == 0 and again.num_labels == 2
+    assert metrics["validation_loss"] == pytest.approx(min(losses_at(tmp_path, trained, options, steps)), abs=1e-4)
+
+
+def losses_at(tmp_path, trained, options, steps):
+    """The validation losses of the same run, as its progress says them."""
+    said = tmp_path / "said.txt"
+    arguments = ["finetune", str(trained), f"--output_dir={tmp_path / 'again'}", "--task=classification"]
+    (process,) = launch([*arguments, *options, *steps, "--learning_rate=2e-2"], said)
+    process.join()
+    return [
+        float(line.split("validation loss ")[1][:6])
+        for line in said.read_text().splitlines()
+        if "validation loss" in line
+    ]
+
+
+def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyError("type")
+
+    options = write_splits(tmp_path / "rows")
+    for name in ("render_card", "draw_curves"):
+        monkeypatch.setattr(finetuning_run, name, fail)
+        output = tmp_path / name
+        command = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", "--max_steps=2"]
+        assert main([*command, *options]) == 1
+        AutoModelForSequenceClassification.from_pretrained(output)
+        assert json.loads((output / "metrics.json").read_text())["test_accuracy"] >= 0
+        assert (output / "predictions.csv").exists()
+        monkeypatch.undo()
+
+
+def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(trained, tmp_path, fails):
+    options = ["--task=classification", *write_splits(tmp_path / "rows"), "--max_steps=4", "--eval_strategy=steps"]
+    command = ["finetune", str(trained), f"--output_dir={tmp_path / 'out'}", *options, "--eval_steps=2"]
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for largest in (20_000, 80_000):  # for the weights, and for the optimizer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+        try:
+            said = fails(*command, "--resume_from_checkpoint=latest")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert "cannot be written" in said and "--resume_from_checkpoint latest" in said
+    assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+
+
+def test_a_stopped_fine_tuning_says_how_to_go_on_and_latest_says_that_there_is_nothing_yet(trained, tmp_path):
+    options = write_splits(tmp_path / "rows")
+    said, output = tmp_path / "said.txt", tmp_path / "out"
+    arguments = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", *options]
+    (process,) = launch([*arguments, "--resume_from_checkpoint=latest"], said, dawdle=(3, 60.0))
+    while "epoch" not in said.read_text() and process.is_alive() and not list(output.glob("*/*/checkpoint-*")):
+        process.join(0.2)
+        if list(output.glob("models_in_training/*")):
+            process.join(1.0)
+            break
+    os.kill(process.pid, 2)
+    process.join(20)
+    text = said.read_text()
+    assert "no run yet, starting from the beginning" in text
+    assert process.exitcode == 130 and "go on with --resume_from_checkpoint latest" in text
+
+
+def test_resuming_with_another_rate_says_that_none_was_given(trained, tmp_path, fails):
+    options = ["--task=classification", *write_splits(tmp_path / "rows"), "--max_steps=2"]
+    output = tmp_path / "out"
+    finetune(trained, output, *options)
+    (output / "model.safetensors").unlink()
+    said = fails("finetune", trained, f"--output_dir={output}", *options, "--learning_rate=1e-3",
+                 "--resume_from_checkpoint=latest")  # fmt: skip
+    assert "started without learning_rate, and is resumed with learning_rate 1e-3" in said
+
+
+def test_the_share_of_the_most_frequent_class_stands_beside_the_accuracy(trained, tmp_path, capsys):
+    """A model that is not trained to speak of does no better than always the most frequent class."""
+    rows = [*rows_of(30, 1, classes=1), *list(rows_of(60, 2))[:10]]
+    for number, row in enumerate(rows):
+        row["label"] = "0" if number < 24 else "1"
+    train, test = write_csv(tmp_path / "train.csv", rows), write_csv(tmp_path / "test.csv", rows)
+    options = ["--task=sst2", f"--train_file={train}", f"--test_file={test}", "--text_column=text", "--max_steps=1"]
+    metrics = finetune(trained, tmp_path / "out", *options, "--validation_share=0", "--learning_rate=1e-9",
+                       "--warmup_ratio=0")  # fmt: skip
+    assert metrics["most_frequent_class"] == {"test": 24 / 40}
+    told = "always the most frequent class: accuracy 60.0 %"
+    assert told in capsys.readouterr().out and told in (tmp_path / "out" / "README.md").read_text()
+    assert ("does no better" in (tmp_path / "out" / "README.md").read_text()) == (metrics["test_accuracy"] <= 0.6)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["id2label"] == {"0": "negative", "1": "positive"}
+
+
+def test_the_curve_of_a_share_is_drawn_over_the_whole_range(tmp_path):
+    log = [{"step": 1, "eval_loss": 1.0, "eval_accuracy": 0.287}, {"step": 2, "eval_loss": 0.9, "eval_accuracy": 0.3}]
+    figure = finetuning_run.draw_curves([{"name": "a", "log": log}], 0, "accuracy", "t", tmp_path / "curves.png")
+    panel = figure.axes[1]
+    assert panel.get_ylim() == (0, 100) and list(panel.lines[0].get_ydata()) == pytest.approx([28.7, 30.0])
