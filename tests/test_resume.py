@@ -185,7 +185,7 @@ def test_a_checkpoint_can_be_resumed_after_an_upgrade_that_changes_no_token(
     assert (tmp_path / "resumed" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     file.write_text(file.read_text().replace("in sentencex.segment(language, paragraph):", "in [paragraph]:"))
     file = package / "d2l_bert" / "tokenization" / "text_store.py"
-    file.write_text(file.read_text().replace("TEXT_FORMAT = 1", "TEXT_FORMAT = 2"))
+    file.write_text(file.read_text().replace("TEXT_FORMAT = 2", "TEXT_FORMAT = 3"))
     done = run_elsewhere(package, [*arguments, f"--output_dir={tmp_path / 'refused'}"])
     assert done.returncode == 2 and "another run: corpus (fingerprint) was" in done.stderr.splitlines()[-1]
 

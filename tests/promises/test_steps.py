@@ -1,0 +1,353 @@
+"""One optimizer step is defined by the run: the same gradient however it is split; masks, labels and places right."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+
+from .driving import (
+    SMALL,
+    SPECIALS,
+    command,
+    end,
+    read_json,
+    segments_of,
+    start,
+    watched,
+    whole_ids,
+    write_numbered,
+    write_numbered_tokenizer,
+)
+
+
+NO_NOISE = ["--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0", "--max_grad_norm=1e6"]
+
+
+def gradient_of_first_step(*options):
+    """The gradient at the first optimizer step of a run, flat; and the batches of that step."""
+    found = []
+
+    def keep(optimizer, *_):
+        if not found:
+            found.append(
+                torch.cat([p.grad.flatten().clone() for group in optimizer.param_groups for p in group["params"]])
+            )
+
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        with watched(D2lBertForPreTraining) as (trained, _):
+            assert command("pretrain", *options) == 0
+    finally:
+        hook.remove()
+    return found[0], trained
+
+
+def test_a_step_has_the_same_gradient_however_it_is_split(texts, tmp_path):
+    options = ["--corpus", texts, "--max_steps=1", *SMALL, *NO_NOISE, "--global_batch_size=16"]
+    splits = (["--micro_batch_size=16"], ["--micro_batch_size=4"], ["--micro_batch_size=1"], ["--packing=true"])
+    results = [
+        gradient_of_first_step(*options, *split, f"--output_dir={tmp_path / str(number)}")
+        for number, split in enumerate(splits)
+    ]
+    whole, batches = results[0]
+    assert len(batches) == 1 and len(results[1][1]) >= 4 and len(results[2][1]) >= 12
+    for gradient, _ in results[1:]:
+        assert (gradient - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_the_gradient_is_that_of_the_summed_losses_divided_once(texts, tmp_path):
+    """In float64, from all logits and PyTorch's own cross-entropy, over all micro-batches of the step together."""
+    models = []
+    init = D2lBertForPreTraining.forward
+
+    def keep_weights(self, *arguments, **named):
+        if not models:
+            models.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
+        return init(self, *arguments, **named)
+
+    D2lBertForPreTraining.forward = keep_weights
+    try:
+        options = ["--corpus", texts, "--max_steps=1", *SMALL, *NO_NOISE, "--micro_batch_size=2"]
+        gradient, batches = gradient_of_first_step(*options, f"--output_dir={tmp_path / 'out'}")
+    finally:
+        D2lBertForPreTraining.forward = init
+    assert len(batches) > 2
+    model = D2lBertForPreTraining(D2lBertConfig.from_pretrained(tmp_path / "out"))
+    model.load_state_dict(models[0])
+    model = model.double().eval()
+    token_losses, pair_losses = [], []
+    for batch in batches:
+        outputs = model(batch["input_ids"], batch["attention_mask"], batch["token_type_ids"])
+        real = batch["labels"] != -100
+        rows = torch.arange(len(real)).unsqueeze(1).expand_as(real)[real]
+        logits = outputs.prediction_logits[rows, batch["masked_positions"][real]]
+        token_losses.append(F.cross_entropy(logits, batch["labels"][real], reduction="none"))
+        real = batch["next_sentence_label"] != -100
+        pairs = outputs.seq_relationship_logits[real], batch["next_sentence_label"][real]
+        pair_losses.append(F.cross_entropy(*pairs, reduction="none"))
+    mlm, nsp = torch.cat(token_losses).mean(), torch.cat(pair_losses).mean()
+    (mlm + nsp).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.cat([tensor.flatten() for tensor in expected.values()]).norm()
+    assert gradient.double().norm() == pytest.approx(float(norm), rel=1e-4)
+    row = json.loads((tmp_path / "out" / "training_log.jsonl").read_text().splitlines()[0])
+    assert row["mlm_loss"] == pytest.approx(mlm.item(), rel=1e-5) and row["nsp_loss"] == pytest.approx(
+        nsp.item(), rel=1e-5
+    )
+    assert row["loss"] == pytest.approx((mlm + nsp).item(), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_processes_train_the_weights_of_one(texts, tmp_path, engine):
+    options = ["pretrain", "--corpus", texts, "--max_steps=6", *SMALL, *NO_NOISE, "--learning_rate=1e-4"]
+    options += ["--logging_steps=1", "--num_hidden_layers=2"]
+    assert command(*options, f"--output_dir={tmp_path / 'one'}") == 0
+    words = [*options, "--micro_batch_size=2", f"--output_dir={tmp_path / 'two'}"]
+    said = tmp_path / "said.txt"
+    script = "on_fsdp.py" if engine == "fsdp2" else None
+    assert end(start(words, script=script, processes=2, said=said)) == [0, 0], said.read_text()
+    one, two = (D2lBertForPreTraining.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4, msg=name)
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "training_log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    rows = [[row for row in log if "grad_norm" in row] for log in logs]
+    for first, second in zip(*rows, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+    ends = [next(row for row in reversed(log) if "eval_mlm_loss" in row) for log in logs]
+    assert ends[1]["eval_mlm_loss"] == pytest.approx(ends[0]["eval_mlm_loss"], rel=1e-4)
+    assert ends[1]["eval_masked_tokens"] == ends[0]["eval_masked_tokens"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is in a batch
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """A text of words that stand in it once, and its tokenizer: (folder, tokenizer, document of each word)."""
+    folder = tmp_path_factory.mktemp("numbered")
+    words = write_numbered(folder / "text", documents=60)
+    tokenizer = write_numbered_tokenizer(folder / "tokenizer", words)
+    document = {}
+    for number, file in enumerate(sorted((folder / "text").iterdir())):
+        for word in file.read_text().lower().replace(".", " ").split():
+            document[int(word[1:]) + len(SPECIALS)] = number
+    return folder / "text", tokenizer, document
+
+
+def batches_of(numbered, output, *options, model_class=D2lBertForPreTraining):
+    text, tokenizer, _ = numbered
+    sizes = [option for option in SMALL if "vocab_size" not in option and "batch" not in option]
+    words = ["pretrain", "--corpus", text, "--tokenizer", tokenizer, f"--output_dir={output}", *sizes]
+    with watched(model_class) as seen:
+        assert command(*words, "--hidden_size=8", "--intermediate_size=8", *options) == 0
+    return seen
+
+
+def without_stops(ids, stop):
+    return [number for number in ids if number != stop]
+
+
+@pytest.mark.parametrize("pairing", ["segments", "sentences"])
+def test_b_follows_a_where_the_label_says_so_and_comes_from_another_document_else(numbered, tmp_path, pairing):
+    options = ["--max_steps=12", "--global_batch_size=32", f"--pairing={pairing}"]
+    trained, _ = batches_of(numbered, tmp_path / "out", *options)
+    document, stop = numbered[2], max(numbered[2]) + 1
+    labels = []
+    for batch in trained:
+        for (a, b), label in zip(segments_of(batch), batch["next_sentence_label"].tolist(), strict=True):
+            a, b = without_stops(a, stop), without_stops(b, stop)
+            if label == -100 or not a or not b:
+                continue
+            labels.append(label)
+            for segment in (a, b):  # a piece of the text as it stands there
+                assert segment == list(range(segment[0], segment[0] + len(segment)))
+                assert document[segment[0]] == document[segment[-1]]
+            if label == 0:
+                assert document[a[-1]] == document[b[0]] and a[-1] < b[0] <= a[-1] + 48
+            else:
+                assert document[a[-1]] != document[b[0]]
+    assert len(labels) > 200 and 0.4 < sum(labels) / len(labels) < 0.6
+    assert all(batch["input_ids"].shape[1] <= 48 for batch in trained)
+
+
+def test_a_true_pair_that_fits_is_adjacent_to_the_word(numbered, tmp_path):
+    """Sentences of at most 31 tokens, so that in single sentences nothing is cut where both fit."""
+    trained, _ = batches_of(
+        numbered, tmp_path / "out", "--max_steps=6", "--global_batch_size=32", "--pairing=sentences"
+    )
+    stop, checked = max(numbered[2]) + 1, 0
+    for batch in trained:
+        for (a, b), label in zip(segments_of(batch), batch["next_sentence_label"].tolist(), strict=True):
+            if label == 0 and len(a) + len(b) < 40:
+                assert a[-1] == stop and b[0] == without_stops(a, stop)[-1] + 1
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
+def test_the_shares_of_masks_are_bert_s_and_labels_are_the_true_tokens(numbered, tmp_path, masking):
+    options = ["--max_steps=25", "--global_batch_size=32", f"--masking={masking}", "--objective=none"]
+    trained, _ = batches_of(numbered, tmp_path / "out", *options, model_class=D2lBertForMaskedLM)
+    counts = dict.fromkeys(("tokens", "chosen", "mask", "kept", "random"), 0)
+    for batch in trained:
+        ids, whole = batch["input_ids"], whole_ids(batch)
+        real = (batch["attention_mask"] == 1) & (whole >= len(SPECIALS))
+        chosen = torch.zeros_like(real)
+        rows, slots = (batch["labels"] != -100).nonzero(as_tuple=True)
+        chosen[rows, batch["masked_positions"][rows, slots]] = True
+        assert not (chosen & ~real).any(), "special tokens and padding are never predicted"
+        assert (whole[~real & (batch["attention_mask"] == 1)] < len(SPECIALS)).all()
+        kept = chosen & (ids == whole)
+        random = chosen & ~kept & (ids != 4)
+        assert (ids[random] >= len(SPECIALS)).all(), "a random token is an ordinary one"
+        assert torch.equal(ids[~chosen], whole[~chosen])
+        for name, where in (("tokens", real), ("chosen", chosen), ("mask", chosen & (ids == 4))):
+            counts[name] += int(where.sum())
+        counts["kept"] += int(kept.sum())
+        counts["random"] += int(random.sum())
+        for segment, _ in segments_of(batch):  # the true tokens are those of the text
+            words = without_stops(segment, max(numbered[2]) + 1)
+            assert words == list(range(words[0], words[0] + len(words))) if words else True
+    assert counts["chosen"] / counts["tokens"] == pytest.approx(0.15, abs=0.01)
+    for name, share in (("mask", 0.8), ("kept", 0.1), ("random", 0.1)):
+        assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.03)
+
+
+def test_whole_words_are_masked_whole(texts, tmp_path):
+    """Of words of several pieces, all pieces are predicted or none."""
+    sizes = [option for option in SMALL if "vocab" not in option]
+    with watched(D2lBertForPreTraining) as (trained, _):
+        options = [
+            "--vocab_size=60",
+            "--masking=whole_word",
+            "--max_steps=6",
+            *sizes,
+            f"--output_dir={tmp_path / 'out'}",
+        ]
+        assert command("pretrain", "--corpus", texts, *options) == 0
+    from transformers import AutoTokenizer
+
+    pieces = AutoTokenizer.from_pretrained(tmp_path / "out").convert_ids_to_tokens(range(60))
+    words = 0
+    for batch in trained:
+        whole = whole_ids(batch)
+        rows, slots = (batch["labels"] != -100).nonzero(as_tuple=True)
+        chosen = set(zip(rows.tolist(), batch["masked_positions"][rows, slots].tolist(), strict=True))
+        for row, column in chosen:
+            following = column + 1
+            while following < whole.shape[1] and pieces[int(whole[row, following])].startswith("##"):
+                assert (row, following) in chosen
+                words += 1
+                following += 1
+    assert words > 50
+
+
+def test_masks_and_pairs_differ_from_epoch_to_epoch_and_are_those_of_the_seed(numbered, tmp_path):
+    options = ["--max_steps=4", "--global_batch_size=64"]
+    first, again, other = (
+        batches_of(numbered, tmp_path / str(number), *options, f"--seed={seed}")[0]
+        for number, seed in enumerate((1, 1, 2))
+    )
+    assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(first, again, strict=True))
+    assert any(x["input_ids"].shape != y["input_ids"].shape or not torch.equal(x["input_ids"], y["input_ids"])
+               for x, y in zip(first, other, strict=False))  # fmt: skip
+
+
+def test_a_batch_does_not_depend_on_worker_processes(numbered, tmp_path):
+    options = ["--max_steps=3", "--global_batch_size=16", "--save_steps=3"]
+    batches = [
+        batches_of(numbered, tmp_path / str(workers), *options, f"--dataloader_num_workers={workers}")[0]
+        for workers in (0, 2)
+    ]
+    for one, other in zip(*batches, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_held_out_documents_are_never_trained_on(numbered, tmp_path):
+    trained, evaluated = batches_of(numbered, tmp_path / "out", "--num_train_epochs=1", "--global_batch_size=64")
+    document, stop = numbered[2], max(numbered[2]) + 1
+
+    def documents(batches):
+        ids = {number for batch in batches for a, b in segments_of(batch) for number in [*a, *b]} - {stop}
+        return {document[number] for number in ids}
+
+    in_training, held_out = documents(trained), documents(batch for batch in evaluated if "labels" in batch)
+    assert held_out and in_training and not in_training & held_out
+    data = read_json(tmp_path / "out" / "run_config.json")["data"]
+    assert data["train_documents"] + data["held_out_documents"] == len(set(document.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an epoch takes
+
+# Of the training tokens, the share that is in some pair of the epoch, and how often a token is in it on average.
+# (Figures of the code of November 2026, on the text of `epoch_text`.)
+TAKES = {
+    ("segments", "nsp"): (0.9627, 1.3733),
+    ("segments", "sop"): (0.9470, 0.9508),
+    ("segments", "none"): (1.0, 1.0045),
+    ("sentences", "nsp"): (1.0, 1.5671),
+    ("sentences", "sop"): (1.0, 1.5916),
+    ("sentences", "none"): (1.0, 1.0016),
+}
+
+
+@pytest.fixture(scope="module")
+def epoch_text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("epoch")
+    words = write_numbered(folder / "text", documents=250, seed=3)
+    return folder / "text", write_numbered_tokenizer(folder / "tokenizer", words), words
+
+
+def what_an_epoch_takes(epoch_text, output, pairing, objective, monkeypatch):
+    """The share of the training tokens that an epoch has in its pairs, and the mean number of times."""
+    text, tokenizer, words = epoch_text
+    model_class = D2lBertForMaskedLM if objective == "none" else D2lBertForPreTraining
+    counts, forward = torch.zeros(words + len(SPECIALS) + 1, dtype=torch.long), model_class.forward
+
+    def count(self, *arguments, **named):
+        if self.training:
+            real = named["attention_mask"] == 1
+            counts.index_add_(0, whole_ids(named)[real], torch.ones(int(real.sum()), dtype=torch.long))
+            # One row is enough to train.
+            named = {
+                name: value[:1] if torch.is_tensor(value) and value.dim() else value for name, value in named.items()
+            }
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(model_class, "forward", count)
+    sizes = [option for option in SMALL if not any(word in option for word in ("vocab", "batch", "seq_length"))]
+    options = [
+        *sizes,
+        "--hidden_size=8",
+        "--intermediate_size=8",
+        "--max_position_embeddings=128",
+        "--max_seq_length=128",
+    ]
+    options += [f"--pairing={pairing}", f"--objective={objective}", "--global_batch_size=16", "--num_train_epochs=1"]
+    options += ["--max_eval_pairs=2", "--eval_steps=100000"]
+    assert command("pretrain", "--corpus", text, "--tokenizer", tokenizer, f"--output_dir={output}", *options) == 0
+    monkeypatch.undo()
+    seen = counts[len(SPECIALS) : -1]  # without the full stop, which is not one place of the text
+    tokens = read_json(output / "run_config.json")["data"]["train_words"]
+    return int((seen > 0).sum()) / tokens, int(seen.sum()) / tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairing, objective", TAKES)
+def test_an_epoch_takes_its_share_of_the_tokens(epoch_text, tmp_path, monkeypatch, pairing, objective):
+    share, times = what_an_epoch_takes(epoch_text, tmp_path / "out", pairing, objective, monkeypatch)
+    expected_share, expected_times = TAKES[pairing, objective]
+    assert share == pytest.approx(expected_share, abs=0.01)
+    assert times == pytest.approx(expected_times, rel=0.02)
