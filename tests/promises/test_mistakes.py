@@ -1,9 +1,11 @@
 """Likely mistakes, by class: exit code 2, one line that names what is wrong, no traceback, and nothing written."""
 
 import json
+import shlex
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2Model
 
 from .driving import SMALL, command, error_lines
@@ -85,7 +87,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize("words, named", MISTAKES)
 def test_a_likely_mistake_gets_one_line(place, monkeypatch, capsys, words, named):
-    import shlex
 
     monkeypatch.chdir(place)
     before = {path: path.is_file() and path.stat().st_mtime_ns for path in place.rglob("*")}
@@ -95,3 +96,29 @@ def test_a_likely_mistake_gets_one_line(place, monkeypatch, capsys, words, named
     (line,) = error_lines(captured.err)
     assert line.startswith("d2l-bert") and named in line and len(line) < 600
     assert {path: path.is_file() and path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fill-mask spoilt 'a [MASK]'",
+        "next-sentence spoilt a b",
+        "embed spoilt books/book-00.txt --output v.npy",
+        "evaluate spoilt --corpus books",
+        "convert spoilt out --to d2l",
+        "finetune spoilt --task classification --train_file labels.csv --validation_share 0 --output_dir out",
+        "pretrain --init_from spoilt --corpus books --output_dir out --max_steps 1 --max_seq_length 48 "
+        "--attention_init normal --length_schedule none",
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(place, tmp_path, monkeypatch, capsys, words):
+
+    folder = shutil.copytree(place, tmp_path / "place")
+    shutil.copytree(folder / "model", folder / "spoilt")
+    state = load_file(folder / "model" / "model.safetensors")
+    state["bert.encoder.layer.0.attention.query.weight"][3, 5] = float("nan")
+    save_file(state, folder / "spoilt" / "model.safetensors", {"format": "pt"})
+    monkeypatch.chdir(folder)
+    assert command(*shlex.split(words)) == 2
+    (line,) = error_lines(capsys.readouterr().err)
+    assert "spoilt" in line and "not finite" in line and not list(folder.glob("out*"))

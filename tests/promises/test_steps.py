@@ -351,3 +351,17 @@ def test_an_epoch_takes_its_share_of_the_tokens(epoch_text, tmp_path, monkeypatc
     expected_share, expected_times = TAKES[pairing, objective]
     assert share == pytest.approx(expected_share, abs=0.01)
     assert times == pytest.approx(expected_times, rel=0.02)
+
+
+def test_the_same_segment_is_masked_anew_in_every_epoch(numbered, tmp_path):
+    """Dynamic masking (RoBERTa, section 4.1): in two epochs each sentence is a segment twice."""
+    options = ["--num_train_epochs=2", "--global_batch_size=64", "--objective=none", "--pairing=sentences"]
+    trained, _ = batches_of(numbered, tmp_path / "out", *options, model_class=D2lBertForMaskedLM)
+    chosen = {}
+    for batch in trained:
+        for row, (segment, _) in enumerate(segments_of(batch)):
+            places = batch["masked_positions"][row][batch["labels"][row] != -100].tolist()
+            chosen.setdefault(tuple(segment), []).append(tuple(places))
+    twice = [places for segment, places in chosen.items() if len(places) >= 2 and len(segment) > 8]
+    assert len(twice) > 100
+    assert sum(places[0] != places[1] for places in twice) > 0.8 * len(twice)
