@@ -182,11 +182,25 @@ def test_the_best_checkpoint_rate_and_seed_by_validation_are_kept(model, tmp_pat
     assert metrics["learning_rate"] == 5e-3 and tried[5e-3] > tried[1e-6]
     by_seed = {result["seed"]: result["validation"]["accuracy"] for result in metrics["seeds"]}
     assert by_seed[metrics["kept_seed"]] == max(by_seed.values()) == metrics["validation_accuracy"]
-    mean = np.mean([result["test"]["accuracy"] for result in metrics["seeds"]])
-    assert metrics["mean"]["test"]["accuracy"] == pytest.approx(mean)
-    assert metrics["sd"]["test"]["accuracy"] == pytest.approx(
-        np.std([result["test"]["accuracy"] for result in metrics["seeds"]], ddof=1)
-    )
+    for name in ("accuracy", "loss"):
+        values = [result["test"][name] for result in metrics["seeds"]]
+        assert metrics["mean"]["test"][name] == pytest.approx(np.mean(values))
+        assert metrics["sd"]["test"][name] == pytest.approx(np.std(values, ddof=1))
+
+
+def test_of_a_training_that_gets_worse_the_best_checkpoint_is_kept(model, tmp_path, capsys):
+    """Labels at random: the loss on validation rows rises while the training rows are learnt by heart."""
+    rng, options = random.Random(0), ["--task=classification", "--metric_for_best_model=loss"]
+    for split, size in (("train", 48), ("validation", 48)):
+        rows = [{**row, "label": rng.choice("ab")} for row in rows_of("classification", size, len(split))]
+        options.append(f"--{split}_file={write(tmp_path / f'{split}.jsonl', rows)}")
+    words = ["finetune", model, *options, *FAST, "--num_train_epochs=12", "--lr_scheduler_type=constant"]
+    assert command(*words, "--output_dir", tmp_path / "out") == 0
+    said = capsys.readouterr().err
+    losses = [float(line.split("validation loss ")[1][:6]) for line in said.splitlines() if "validation loss" in line]
+    metrics = read_json(tmp_path / "out" / "metrics.json")
+    assert losses[-1] > min(losses) + 0.05
+    assert metrics["validation_loss"] == pytest.approx(min(losses), abs=1e-3)
 
 
 def test_held_out_rows_share_no_text_with_training_rows(model, tmp_path):

@@ -178,7 +178,10 @@ def test_b_follows_a_where_the_label_says_so_and_comes_from_another_document_els
             else:
                 assert document[a[-1]] != document[b[0]]
     assert len(labels) > 200 and 0.4 < sum(labels) / len(labels) < 0.6
-    assert all(batch["input_ids"].shape[1] <= 48 for batch in trained)
+    for batch in trained:  # whole rows: [CLS] A [SEP] B [SEP], of at most 48 tokens
+        ids, real = whole_ids(batch), batch["attention_mask"]
+        assert ids.shape[1] <= 48 and (ids[:, 0] == 2).all()
+        assert (ids.gather(1, real.sum(1, keepdim=True) - 1) == 3).all() and ((ids == 3).sum(1) == 2).all()
 
 
 def test_a_true_pair_that_fits_is_adjacent_to_the_word(numbered, tmp_path):
