@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from encoders import POSITIONS, WORDS, vectors_one_by_one, write_encoders
+from encoders import WORDS, vectors_one_by_one, write_encoders
 from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
@@ -189,18 +189,3 @@ def test_wrong_models_and_files_are_refused(encoders, texts, tmp_path, fails):
     (wider / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert "it has no weights for encoder.layer.2" in fails("embed", wider, texts, out)
     assert not (tmp_path / "v.npy").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ours", "stock"])
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_vectors_equal_those_of_sentence_transformers(encoders, texts, tmp_path, name, pooling):
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    encoder = Transformer(str(encoders / name))
-    peer = SentenceTransformer(modules=[encoder, Pooling(24, pooling)], device="cpu")
-    assert encoder.max_seq_length == POSITIONS
-    embed(str(encoders / name), str(texts), EmbedConfig(output=str(tmp_path / "v.npy"), pooling=pooling))
-    assert_allclose(np.load(tmp_path / "v.npy"), peer.encode(make_lines()), atol=1e-5)

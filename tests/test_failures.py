@@ -131,16 +131,6 @@ def test_a_user_error_in_one_of_several_workers_is_shown_unchanged(start):
 
 
 @pytest.mark.slow
-def test_a_bug_in_a_loader_worker_is_shown_with_its_traceback(start):
-    run = start("bug in a worker", "--dataloader_num_workers=1")
-    run.wait_for("this is a bug")
-    assert run.codes(SOON) == [1]
-    said = run.text()
-    assert "ValueError: operands could not be broadcast together" in said and "in stumble" in said
-    assert "In a process that makes batches" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
-
-
-@pytest.mark.slow
 def test_an_error_in_the_worker_of_one_rank_ends_both_ranks(start):
     run = start("refusal in a worker", "--dataloader_num_workers=1", processes=2, FAULTY_RANK="1")
     run.wait_for(" error: ", rank=1)
@@ -193,18 +183,6 @@ def test_a_run_stopped_by_a_signal_does_not_wait_for_a_step_in_preparation(start
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.slow
-def test_a_bug_on_one_rank_is_shown_by_that_rank(start, rank):
-    faulty, other = int(rank), 1 - int(rank)
-    run = start("bug", processes=2, FAULTY_RANK=rank)
-    run.wait_for("this is a bug", rank=faulty)
-    codes, said = run.codes(SOON), run.text(faulty)
-    assert (codes[faulty], codes[other]) == (1, 2)
-    assert "ValueError: operands could not be broadcast together" in said and "in stumble" in said
-    assert "another process of this run is gone" in run.errors(other)[0] and "Traceback" not in run.text(other)
 
 
 @pytest.mark.slow

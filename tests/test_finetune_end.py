@@ -5,7 +5,6 @@ import os
 import resource
 
 import pytest
-from conftest import SIZES
 from finetuning import finetune, rows_of, write_csv, write_splits
 from processes import launch
 from small_tasks import answer_rows, choice_rows, make_base, write_rows
@@ -13,15 +12,10 @@ from transformers import (
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
-    DistilBertConfig,
-    DistilBertModel,
-    RobertaConfig,
-    RobertaModel,
 )
 
 from d2l_bert import train_wordpiece
 from d2l_bert.cli import main
-from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import run as finetuning_run
 
 
@@ -37,31 +31,6 @@ TASKS = {
 def tokenizer():
     words = [row["context"] + row["question"] for row in answer_rows(200, 1)]
     return train_wordpiece([*words, "then nobody was there, the who where what ?"], min_frequency=1)
-
-
-def write_encoder(folder, tokenizer, kind):
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 66, "pad_token_id": tokenizer.pad_token_id}
-    models = {
-        "roberta": lambda: RobertaModel(RobertaConfig(**{**SIZES, **sizes})),
-        "distilbert": lambda: DistilBertModel(DistilBertConfig(**sizes, dim=24, n_layers=1, n_heads=3, hidden_dim=20)),
-    }
-    models[kind]().save_pretrained(folder)
-    tokenizer.model_max_length = 64
-    save_tokenizer(tokenizer, folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["roberta", "distilbert"])
-@pytest.mark.parametrize("task", TASKS)
-def test_the_card_of_any_encoder_loads_it_by_an_auto_class_of_transformers(tmp_path, tokenizer, task, kind, fails):
-    make_rows, auto_class, tag = TASKS[task]
-    base = write_encoder(tmp_path / "base", tokenizer, kind)
-    rows = {split: write_rows(tmp_path / f"{split}.jsonl", make_rows(20, seed)) for seed, split in enumerate("ab")}
-    options = [f"--train_file={rows['a']}", f"--validation_file={rows['b']}", "--max_steps=2", "--max_seq_length=32"]
-    finetune(base, tmp_path / "out", f"--task={task}", *options)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"import {auto_class.__name__}, AutoTokenizer" in card and f"type: {tag}" in card
-    auto_class.from_pretrained(tmp_path / "out")
 
 
 def test_contexts_in_windows_are_not_called_truncated(tmp_path, tokenizer):
@@ -85,32 +54,6 @@ def test_a_warm_up_is_compared_with_the_steps_over_windows(tmp_path, tokenizer, 
     assert steps > 3
     said = fails("finetune", base, f"--output_dir={tmp_path / 'other'}", *options, f"--warmup_steps={steps}")
     assert f"not shorter than the run ({steps} steps)" in said and not (tmp_path / "other").exists()
-
-
-def test_the_best_evaluated_step_is_the_one_that_is_kept(trained, tmp_path):
-    """At a rate so high that the loss falls and rises again, at evaluations between epochs."""
-    options = write_splits(tmp_path / "rows")
-    steps = ["--eval_strategy=steps", "--eval_steps=3", "--max_steps=12", "--metric_for_best_model=loss"]
-    metrics = finetune(trained, tmp_path / "out", "--task=classification", *options, *steps, "--learning_rate=2e-2")
-    log = json.loads((tmp_path / "out" / "run_config.json").read_text())
-    assert "save_steps" not in log["finetune"]
-    best = metrics["seeds"][0]["best_step"]
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert best % 3 == 0 and again.num_labels == 2
-    assert metrics["validation_loss"] == pytest.approx(min(losses_at(tmp_path, trained, options, steps)), abs=1e-4)
-
-
-def losses_at(tmp_path, trained, options, steps):
-    """The validation losses of the same run, as its progress says them."""
-    said = tmp_path / "said.txt"
-    arguments = ["finetune", str(trained), f"--output_dir={tmp_path / 'again'}", "--task=classification"]
-    (process,) = launch([*arguments, *options, *steps, "--learning_rate=2e-2"], said)
-    process.join()
-    return [
-        float(line.split("validation loss ")[1][:6])
-        for line in said.read_text().splitlines()
-        if "validation loss" in line
-    ]
 
 
 def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_path, monkeypatch):
@@ -143,6 +86,7 @@ def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(train
     assert main([*command, "--resume_from_checkpoint=latest"]) == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_fine_tuning_says_how_to_go_on_and_latest_says_that_there_is_nothing_yet(trained, tmp_path):
     options = write_splits(tmp_path / "rows")
     said, output = tmp_path / "said.txt", tmp_path / "out"

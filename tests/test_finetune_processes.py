@@ -1,13 +1,11 @@
 """`d2l-bert finetune` in processes of its own: killed and resumed, and two processes against one."""
 
 import json
-import os
-import signal
 import statistics
 import time
 
 import pytest
-from finetuning import finetune, write_splits
+from finetuning import write_splits
 from processes import launch
 
 
@@ -29,23 +27,6 @@ def wait_for(condition, processes, seconds=120):
     while not condition():
         assert time.monotonic() < end and all(process.is_alive() for process in processes)
         time.sleep(0.01)
-
-
-def test_a_run_that_was_killed_ends_with_the_same_metrics_after_it_was_resumed(trained, tmp_path):
-    files = write_splits(tmp_path / "rows")
-    options = ["finetune", str(trained), *TASK, *files, "--num_seeds=2", "--classifier_dropout=0.1"]
-    whole = finetune(trained, tmp_path / "whole", *options[2:])
-    cut = tmp_path / "cut"
-    second = cut / "models_in_training" / "rate-0.001-seed-43"
-    (run,) = launch([*options, f"--output_dir={cut}"], tmp_path / "said.txt", dawdle=(25, 0.2))
-    wait_for(lambda: (second / "checkpoint-10" / "complete").exists(), [run])
-    os.kill(run.pid, signal.SIGKILL)
-    run.join()
-    assert not (cut / "model.safetensors").exists()
-    finetune(trained, cut, *options[2:], "--resume_from_checkpoint=latest")
-    assert figures(cut) == figures(tmp_path / "whole")
-    assert (cut / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
-    assert whole["kept_seed"] == json.loads((cut / "metrics.json").read_text())["kept_seed"]
 
 
 def test_two_processes_agree_with_one(trained, tmp_path):

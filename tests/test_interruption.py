@@ -285,6 +285,7 @@ def test_a_full_disk_stops_the_run_which_resumes_when_there_is_room(command, sho
     assert weights(place / "model") == weights(short)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_write_to_stderr_is_taken():
     """A handler that writes through Python's buffered stderr would raise: the buffer cannot be entered twice."""
     code = """

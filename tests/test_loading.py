@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertTokenizer, pipeline
+from transformers import AutoTokenizer, BertTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
 import d2l_bert.modeling.configuration_d2l_bert
@@ -102,28 +102,3 @@ def test_the_copied_code_imports_only_what_every_reader_has(trained):
                     assert top in {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "numpy"}, top
         # For `trust_remote_code`, Transformers finds the files to copy by a pattern, which also matches docstrings.
         assert set(get_relative_imports(file)) == siblings
-
-
-def test_the_fill_mask_pipeline_and_command_agree(trained, capsys):
-    from d2l_bert.cli import main
-
-    text = "Anna walked to the [MASK]."
-    best = pipeline("fill-mask", model=str(trained))(text)
-    assert main(["fill-mask", str(trained), text]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == text
-    assert [line.split()[1] for line in lines[1:]] == [row["token_str"] for row in best]
-    assert [line.split()[0] for line in lines[1:]] == [f"{row['score']:.1%}" for row in best]
-
-
-def test_the_next_sentence_command_prints_the_models_probability(trained, capsys):
-    from d2l_bert import D2lBertForNextSentencePrediction
-    from d2l_bert.cli import main
-
-    pair = ("Anna walked to the garden.", "The drum was red.")
-    model = D2lBertForNextSentencePrediction.from_pretrained(trained).eval()
-    with torch.no_grad():
-        share = model(**AutoTokenizer.from_pretrained(trained)(*pair, return_tensors="pt")).logits.softmax(-1)[0, 0]
-    assert main(["next-sentence", str(trained), *pair]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.split()[:2] == [f"{share:.1%}", "IsNext"] and second.split()[1] == "NotNext"

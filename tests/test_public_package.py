@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import d2l_bert
 from d2l_bert.cli import main
 
@@ -46,6 +48,7 @@ def test_every_package_that_the_code_imports_is_declared():
     assert foreign - declared == set()
 
 
+@pytest.mark.slow
 def test_a_test_process_leaves_no_temporary_folder(tmp_path):
     code = "def test_nothing():\n    pass\n"
     (tmp_path / "test_nothing.py").write_text(code)

@@ -99,18 +99,6 @@ def check_resumed(command, folder, said, stop, count, expected):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.slow
-def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(command, start, undisturbed, tmp_path, number, code):
-    (process,) = start()
-    os.kill(process.pid, number)
-    finish([process])
-    assert process.exitcode == code
-    stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
-    assert f"checkpoint-{stop}" in (tmp_path / "said.txt").read_text().splitlines()[-1]
-    check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 1, undisturbed[1])
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.slow
 def test_a_signal_to_the_loader_worker_too_does_no_harm(command, start, undisturbed, tmp_path, number, code):
     """Ctrl-C in a terminal and SIGTERM by a scheduler go to the whole process group."""
     (process,) = start("--dataloader_num_workers=1")
@@ -151,17 +139,6 @@ def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
     # By `sys.exit`, or by the signal, which a shell also shows as 130.
     assert process.exitcode in (130, -signal.SIGINT)
     assert {path.name for path in (tmp_path / "model").glob("*checkpoint*")} == {"checkpoint-10"}
-
-
-@pytest.mark.slow
-def test_a_signal_to_both_ranks_ends_both_after_the_same_step(command, start, undisturbed, tmp_path):
-    launched = start(count=2)
-    for process in launched:
-        os.kill(process.pid, signal.SIGTERM)
-    finish(launched)
-    assert [process.exitcode for process in launched] == [143, 143]
-    stop = check_stopped(tmp_path / "model", tmp_path / "said.txt")
-    check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
 
 
 @pytest.mark.parametrize("told", ["one process", "the launcher"])

@@ -224,7 +224,7 @@ def test_held_out_rows_share_no_text_with_training_rows(model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert"])
-@pytest.mark.parametrize("task", ["answers", "multiple_choice", "tags", "classification"])
+@pytest.mark.parametrize("task", TASKS)
 def test_each_task_takes_an_encoder_that_is_not_ours(model, tmp_path, task, kind):
     tokenizer = AutoTokenizer.from_pretrained(model)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 70, "pad_token_id": tokenizer.pad_token_id}
