@@ -464,7 +464,7 @@ def loss_and_gradients(
     """
     with torch.autocast(hidden_states.device.type, enabled=False):
         exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype
-        wanted, states = slice(None), hidden_states
+        states = hidden_states
         # On a GPU all rows are computed, as counting the labelled rows would synchronize the GPU.
         if labels.device.type == "cpu":
             wanted, labels = rows_to_predict(labels)
@@ -495,9 +495,10 @@ def loss_and_gradients(
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
             d_bias += (counted[rows].T @ gradient).squeeze(0)
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
-        every = torch.zeros_like(hidden_states)
-        every.index_add_(0, wanted, d_states * counted) if torch.is_tensor(wanted) else every.copy_(d_states * counted)
-        return loss, every, d_weight, d_bias
+        d_states = d_states * counted
+        if labels.device.type == "cpu":
+            d_states = torch.zeros_like(hidden_states).index_add_(0, wanted, d_states)
+        return loss, d_states, d_weight, d_bias
 
 
 @loss_and_gradients.register_fake
