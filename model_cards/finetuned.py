@@ -200,10 +200,7 @@ def _notes(metrics, data, run):
                 f"are better than on new texts."
             )
     for split in metrics.get("most_frequent_class", {}):
-        sentence = no_better(metrics, split)
-        notes.append(
-            f"On the {split} rows, {sentence.replace('the model does no better', '**the model does no better**')}."
-        )
+        notes.append(f"On the {split} rows, {no_better(metrics, split)}.")
     if not metrics.get("mean"):
         notes.append("It was not measured: there were no rows with labels beside the training rows.")
     return notes

@@ -249,3 +249,16 @@ def test_wrong_options_and_output_folders_in_use_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["convert", "a", "b"])
     assert stopped.value.code == 2 and "--from" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, fails):
+    bert = stock("ForPreTraining")
+    bert.bert.embeddings.word_embeddings.weight.data[7, 0] = torch.nan
+    bert.save_pretrained(tmp_path / "bert")
+    assert "not finite" in fails("convert", tmp_path / "bert", tmp_path / "out", "--from", "bert")
+    state = book_state()
+    state["hidden.0.weight"][1, 2] = torch.inf
+    torch.save(state, tmp_path / "book.params")
+    words = ["convert", tmp_path / "book.params", tmp_path / "out", "--from", "d2l", "--num_attention_heads", "3"]
+    assert "not finite" in fails(*words)
+    assert not (tmp_path / "out").exists()

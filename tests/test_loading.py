@@ -2,16 +2,19 @@
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import AutoConfig, AutoTokenizer, BertTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
 import d2l_bert.modeling.configuration_d2l_bert
 import d2l_bert.modeling.modeling_d2l_bert
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.cli import main
 
 
 LOAD = """
@@ -102,3 +105,20 @@ def test_the_copied_code_imports_only_what_every_reader_has(trained):
                     assert top in {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "numpy"}, top
         # For `trust_remote_code`, Transformers finds the files to copy by a pattern, which also matches docstrings.
         assert set(get_relative_imports(file)) == siblings
+
+
+def test_stock_bert_fills_masks_and_predicts_next_sentences_as_our_model_of_the_same_weights(
+    trained, tmp_path, capsys
+):
+    ours = shutil.copytree(trained, tmp_path / "ours")
+    config = AutoConfig.from_pretrained(ours, embedding_layer_norm=True)
+    D2lBertForPreTraining(config).eval().save_pretrained(ours)
+    assert main(["convert", str(ours), str(tmp_path / "stock"), "--to", "bert"]) == 0
+    assert json.loads((tmp_path / "stock" / "config.json").read_text())["model_type"] == "bert"
+    shown = []
+    for folder in (ours, tmp_path / "stock"):
+        capsys.readouterr()
+        assert main(["fill-mask", str(folder), "anna [MASK] to the garden"]) == 0
+        assert main(["next-sentence", str(folder), "anna left .", "boris came ."]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "IsNext" in shown[0]

@@ -1,7 +1,5 @@
 """Texts that are taken for something else: prepared folders, semicolons, one long document, tokens of two words."""
 
-import shutil
-
 import pytest
 from conftest import SMALL
 from tokenizers import AddedToken
@@ -85,25 +83,3 @@ def test_an_added_token_of_two_words_is_encoded_in_training_as_in_use(tmp_path):
     expected = [tokenizer(sentence, add_special_tokens=False)["input_ids"] for sentence in SENTENCES]
     assert ids.tolist() == sum(expected, []) and lengths.tolist() == list(map(len, expected))
     assert tokenizer.convert_tokens_to_ids("the table") in ids
-
-
-def test_stock_bert_fills_masks_and_predicts_next_sentences(trained, tmp_path, capsys):
-    """As our own model does from the same weights."""
-    norm = shutil.copytree(trained, tmp_path / "ours")
-    import json
-
-    from transformers import AutoConfig
-
-    from d2l_bert import D2lBertForPreTraining
-
-    config = AutoConfig.from_pretrained(norm, embedding_layer_norm=True)
-    D2lBertForPreTraining(config).eval().save_pretrained(norm)
-    assert main(["convert", str(norm), str(tmp_path / "stock"), "--to", "bert"]) == 0
-    assert json.loads((tmp_path / "stock" / "config.json").read_text())["model_type"] == "bert"
-    shown = []
-    for folder in (norm, tmp_path / "stock"):
-        capsys.readouterr()
-        assert main(["fill-mask", str(folder), "anna [MASK] to the garden"]) == 0
-        assert main(["next-sentence", str(folder), "anna left .", "boris came ."]) == 0
-        shown.append(capsys.readouterr().out.replace("LABEL_0", "IsNext").replace("LABEL_1", "NotNext").split())
-    assert shown[0] == shown[1]

@@ -183,7 +183,12 @@ def check_column(where: object, column: str, names: Iterable[str]) -> None:
         raise UserError(f"{where}: no column {column!r}; it has {listed}: {mend}")
 
 
-def wrong_separator(names: list[str]) -> str:
-    """The mend for a table whose single column's name shows that another character separates its columns; or ""."""
+def wrong_separator(names: list[str]) -> str | None:
+    """
+    What is wrong with a table whose only column has a name with ; | or a tab in it: that character separates columns.
+
+    Returns:
+        None for any other table.
+    """
     found = next((character for character in ";\t|" if len(names) == 1 and character in str(names[0])), None)
     return found and f"its columns are separated by {found!r}; write them as CSV with commas, or as .tsv with tabs"

@@ -37,7 +37,8 @@ class NextSentencePredictionPipeline(Pipeline):
         if not name.endswith("ForNextSentencePrediction"):
             raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
         labels = self.model.config.id2label
-        self.labels = [labels[0], labels[1]] if set(labels) == {0, 1} else list(NSP_LABELS)
+        is_named = set(labels) == {0, 1} and labels[0] != "LABEL_0"  # a stock BERT has no names for its two labels
+        self.labels = [labels[0], labels[1]] if is_named else list(NSP_LABELS)
 
     def _sanitize_parameters(self, truncation=None, max_length=None):
         given = {"truncation": truncation, "max_length": max_length}

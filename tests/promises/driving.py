@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -143,6 +144,11 @@ def end(processes, seconds=120) -> list[int]:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def seconds_since_fault(said: str) -> float:
+    """The seconds from the fault of a process that ran `faulty.py` until now, by what it said."""
+    return time.time() - float(re.search(r"fault at ([\d.]+)", said)[1])
 
 
 def wait_for(condition, processes, seconds=120):

@@ -28,19 +28,27 @@ def fault(*_):
     time.sleep(float(os.environ.get("PROMISES_STEP_SECONDS", 0)))
     if str(len(taken)) != settings["AT_STEP"] or settings["RANK"] not in (None, os.environ.get("RANK", "0")):
         return
+    say_when()
     if settings["SIGNAL"]:
         os.kill(os.getpid(), int(settings["SIGNAL"]))
     if settings["ERROR"]:
         raise ValueError(settings["ERROR"])
 
 
+def say_when():
+    """The time of the fault, on stderr."""
+    os.write(2, f"\nfault at {time.time()}\n".encode())
+
+
 calls = []
 
 
 def break_loader(frame, event, argument):
-    """Raise in code of the package that a loader's thread or process runs, after some thousand calls."""
+    """Raise in code of the package that a loader's thread or process runs, after some hundred calls."""
     if event == "call" and frame.f_globals.get("__name__", "").startswith("d2l_bert"):
         calls.append(None)
+        if len(calls) == 401:
+            say_when()
         if len(calls) > 400:
             raise ValueError(settings["LOADER"])
 

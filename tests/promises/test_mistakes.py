@@ -1,6 +1,5 @@
 """Likely mistakes, by class: exit code 2, one line that names what is wrong, no traceback, and nothing written."""
 
-import json
 import shlex
 import shutil
 
@@ -30,8 +29,6 @@ def place(texts, model, tmp_path_factory):
     (folder / "labels.csv").write_text("text,label\n" + "".join(f"anna left {n},{n % 2}\n" for n in range(20)))
     (folder / "more.csv").write_text("text,label\nanna left,7\n")
     (folder / "ragged.csv").write_text("text,label\nanna left,1,2\n")
-    (folder / "config.json").write_text(json.dumps({"model_type": "d2l-bert"}))
-    (folder / "prepared").mkdir()
     assert command("prepare", "--corpus", folder / "books", "--output_dir", folder / "tokens", "--vocab_size=200") == 0
     return folder
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import d2l_bert
 
-from .driving import SMALL, command, end, error_lines, read_json, start, wait_for, weights_of
+from .driving import SMALL, command, end, error_lines, read_json, seconds_since_fault, start, wait_for, weights_of
 
 
 LATEST = "--resume_from_checkpoint=latest"
@@ -202,6 +202,7 @@ def test_a_stopped_run_says_so_saves_and_goes_on(texts, whole, tmp_path):
         fault = {"PROMISES_SIGNAL": str(int(number)), "PROMISES_AT_STEP": str(step)}
         (run,) = start(words, script="faulty.py", environment=fault, said=tmp_path / "said.txt")
         assert end([run], 60) == [code], (tmp_path / "said.txt").read_text()
+        assert seconds_since_fault((tmp_path / "said.txt").read_text()) < 10
         assert "--resume_from_checkpoint latest" in (tmp_path / "said.txt").read_text()
     assert {path.name for path in folder.glob("checkpoint-*")} >= {"checkpoint-1", "checkpoint-5"}
     assert command(*words) == 0

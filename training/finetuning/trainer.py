@@ -235,7 +235,10 @@ class FinetuneTrainer(Trainer):
     def _save_checkpoint(self, *arguments):
         try:
             super()._save_checkpoint(*arguments)
-        except RuntimeError:  # of `torch.save`, which does not say why a write failed: nearly always a full disk
+        except RuntimeError as error:
+            # `torch.save` does not say why a write failed: nearly always because the disk is full.
+            if "inline_container.cc" not in str(error):
+                raise
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.args.output_dir) from None
 
     def _determine_best_metric(self, metrics, trial):
