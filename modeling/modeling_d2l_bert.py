@@ -460,7 +460,7 @@ def loss_and_gradients(
     Kernel's fused loss (Hsu et al., 2024), here in PyTorch's own operations for every device.
 
     A custom operator, because the number of labelled rows depends on the labels: the compiler would end its program
-    there, and `fullgraph=True` would fail.
+    there and begin another.
     """
     with torch.autocast(hidden_states.device.type, enabled=False):
         exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype

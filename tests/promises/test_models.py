@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -283,13 +284,15 @@ def test_a_compiled_model_is_one_program_and_computes_the_same(model):
     for places in ({"masked_positions": torch.tensor([[1, 5, 9]] * 4), "labels": ids[:, [1, 5, 9]]}, {"labels": ids}):
         places["labels"] = places["labels"].clone()
         places["labels"][1, 1:] = -100
-        compiled, found = torch.compile(loaded, fullgraph=True, backend="aot_eager"), []
+        programs = CompileCounterWithBackend("aot_eager")
+        compiled, found = torch.compile(loaded, backend=programs), []
         for run in (loaded, compiled):
             loaded.zero_grad()
             torch.manual_seed(3)
             outputs = run(ids, next_sentence_label=torch.tensor([0, 1, 0, 1]), **places)
             outputs.loss.backward()
             found.append([outputs.loss.detach(), *(p.grad.clone() for p in loaded.parameters())])
+        assert programs.frame_count == 1
         for expected, tensor in zip(*found, strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
         torch.compiler.reset()
