@@ -110,11 +110,11 @@ MODEL_FILES = {
     "vocab.txt",
 }
 
-# A model small enough to train in a second or two.
+# A model small enough to train in a second or two, by AdamW: it learns more in so few steps than by Muon.
 SMALL = (
     "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 "
     "--max_position_embeddings=64 --vocab_size=400 --max_seq_length=48 "
-    "--global_batch_size=8 --dataloader_num_workers=0"
+    "--global_batch_size=8 --dataloader_num_workers=0 --optim=adamw --learning_rate=3e-3"
 ).split()
 
 

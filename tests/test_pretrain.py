@@ -93,7 +93,7 @@ def check_figures(books, trained):
     config = PretrainConfig(**{**record["run"], "corpus": [str(books)]})
     text = prepare.prepare(config)
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    make_batch = data.BatchMaker(text.tokens, tokenizer, config.mlm_probability, config.max_seq_length)
+    make_batch = data.BatchMaker(text.tokens, tokenizer, config.mlm_probabilities()[1], config.max_seq_length)
     pairing = {"pairing": "segments", "max_seq_length": config.max_seq_length, "short_seq_prob": 0.1}
     selection = Selection(text.tokens, Only(text.held_out), [len(text.tokens)], is_one_chunk=True)
     held_out = data.HeldOutPairs(selection, pairing, make_batch, 1)

@@ -131,7 +131,7 @@ def test_a_small_run_of_the_recipe_mini_trains_and_its_card_describes_the_schedu
     assert main(["pretrain", "--recipe=mini", *sizes.split(), *options, "--dataloader_num_workers=0"]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 10 of 4 pairs; first 1 for 20 % of the steps, then 2 for 20 % |" in card
-    assert "AdamW, peak rate 0.001, betas 0.9 and 0.98, weight decay 0.01; 6 % warm-up, then a straight line" in card
+    assert "AdamW for all else, peak rate 0.004, betas 0.9 and 0.98, weight decay 0.01; 5 % warm-up, then a " in card
 
 
 def test_lengths_and_batch_sizes_change_independently_and_the_last_stage_is_full():

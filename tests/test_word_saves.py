@@ -202,15 +202,6 @@ def test_a_folder_that_no_run_has_made_is_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["chck_5", "chck_9", "mine.txt", "mine.txt"]
 
 
-def test_a_checkpoint_of_an_earlier_version_counted_no_words():
-    learner, state = SimpleNamespace(), {"step": 5}
-    with pytest.raises(UserError, match="save_words: the checkpoint is of an earlier version"):
-        WordSaver(learner, None, None, [10**6], state)
-    words = WordSaver(learner, None, None, [], state)
-    words.add(100)
-    assert words.seen is None and words.save_due(1) == []
-
-
 def test_a_number_reached_in_a_skipped_step_is_saved_after_the_next_step_even_if_the_run_resumes(monkeypatch):
     accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
     learner = SimpleNamespace(accelerator=accelerator, full_model=lambda averaged: None)

@@ -30,6 +30,16 @@ MAX_SENTENCES_TRIED = 10_000  # at most this many held-out sentences are read to
 
 MAX_LOSS = 700  # nats; the perplexity of a higher loss overflows a float
 
+MAX_ENTROPY_DOCUMENTS = 10_000  # at most this many held-out documents are read to count tokens
+
+# Muennighoff et al. (2023), "Scaling Data-Constrained Language Models": four passes over a text are worth as much as
+# new text, and after some sixteen more passes add little. Twenty, as MLM masks other tokens in each.
+MANY_PASSES = 20
+
+# A run whose MLM loss is above this share of the entropy of the tokens has learnt little more than their frequencies:
+# at 0.9, models predict "the", "," and "." nearly everywhere.
+LITTLE_LEARNT = 0.9
+
 SUMS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
 
 
@@ -257,7 +267,43 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     return list(itertools.islice(fitting, count))
 
 
-def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list) -> str:
+def token_entropy(text) -> float:
+    """
+    The entropy of the held-out tokens in nats: the MLM loss of a model that only knows how frequent each token is.
+
+    Args:
+        text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
+    """
+    corpus, documents = text.evaluation()
+    documents = documents.nth(np.arange(min(len(documents), MAX_ENTROPY_DOCUMENTS)))
+    counts = sum(np.bincount(corpus.tokens(document), minlength=len(text.tokenizer)) for document in documents)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def advice(metrics: dict, train_words: int) -> str:
+    """
+    What to change, in one line, if a run took many passes over a small text or has learnt little; else nothing.
+
+    Args:
+        metrics: the content of metrics.json.
+        train_words: the number of words in the training text.
+    """
+    passes = metrics["train_words_seen"] / train_words
+    if passes > MANY_PASSES:
+        return (
+            f"{passes:,.0f} passes over the text, and more than {MANY_PASSES} add little; give more text, fewer steps "
+            f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
+        )
+    if metrics["eval_mlm_loss"] > LITTLE_LEARNT * metrics["eval_token_entropy"]:
+        return (
+            f"the model has learnt little more than how frequent each token is, which alone gives an MLM loss of "
+            f"{metrics['eval_token_entropy']:.2f} nats; train longer (--max_minutes or --max_steps)"
+        )
+    return ""
+
+
+def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, train_words: int) -> str:
     """
     The text that a run prints at its end: metrics, a held-out example, filled masks, and how to load the model.
 
@@ -266,6 +312,7 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
         metrics: the content of metrics.json.
         example: the batch for `show_example`.
         predictions: for each sample sentence, the sentence and the (token, probability) of the most likely tokens.
+        train_words: the number of words in the training text.
     """
     task = pair_task(metrics)
     units = unit(task)
@@ -276,6 +323,7 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
         pair_line = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
     skipped = metrics["train_skipped_steps"]
     skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
+    note = f"Note: {line}\n\n" if (line := advice(metrics, train_words)) else ""
     filled_masks = "\n".join(
         f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
         for sentence, tokens in predictions
@@ -294,6 +342,6 @@ A held-out {units[:-1]}, masked tokens in brackets:
 Masks filled in:
 {filled_masks}
 
-The model is in {folder}. To use it:
+{note}The model is in {folder}. To use it:
   d2l-bert fill-mask {shlex.quote(str(folder))} "..."
   or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})"""

@@ -105,7 +105,7 @@ def train(
             saver.save(monitor.step, state_of(monitor, words, place))
             exit_after_signal(accelerator, stop, saver.path)
     words.report_missing()
-    model, metrics = learner.full_model(averaged=True), monitor.run_metrics()
+    model, metrics = learner.full_model(averaged=True), {**monitor.run_metrics(), "train_words_seen": words.seen}
     report_on_main(accelerator, finish_folder, folder, model, text, record, metrics, log, held_out.one())
     if run.push_to_hub:
         report_on_main(accelerator, Pusher.finish, pusher)

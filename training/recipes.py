@@ -25,6 +25,19 @@ INPUT_OPTIONS = (
     "validation_split",
 )
 
+# What a search found best for small models in minutes to an hour on two CPU cores (benchmarks/LOG.md).
+SEARCHED = {"optim": "muon", "attention_init": "neighbours", "mlm_probability": "0.50->0.15", "warmup_ratio": 0.05}
+
+# Single sentences without a second loss, several in a row of a batch. BabyBERTa (Huebner et al., 2021) trains so.
+SENTENCES = {
+    "objective": "none",
+    "pairing": "sentences",
+    "packing": True,
+    "max_seq_length": 128,
+    "length_schedule": [],
+    "batch_size_schedule": [],
+}
+
 
 def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
     """The book's own run (section 15.10).
@@ -50,22 +63,63 @@ def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
 
 
 def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
-    """Minutes on a laptop's CPU: 2 layers with hidden size 128."""
+    """Minutes on a laptop's CPU: 2 layers with hidden size 128.
+
+    A smaller share of masked tokens than in `SEARCHED`: more steps fit into the same minutes.
+    """
     run = PretrainConfig(
         recipe="tiny",
-        max_steps=3000,
-        global_batch_size=32,
+        max_steps=1200,
+        global_batch_size=64,
         length_schedule=["32:0.4"],
-        learning_rate=3e-3,
-        warmup_ratio=0.05,
-        attention_init="neighbours",
+        learning_rate=5e-3,
+        **{**SEARCHED, "mlm_probability": "0.30->0.15"},
     )
-    return _miniature(2, 128, initializer_range=0.05), run
+    return _miniature(2, 128, num_attention_heads=4, initializer_range=0.05), run
+
+
+def tiny_sentences() -> tuple[D2lBertConfig, PretrainConfig]:
+    """The model of tiny on single sentences, without NSP: for prose, as in books.
+
+    It takes about as long as `tiny`.
+    """
+    run = PretrainConfig(
+        recipe="tiny-sentences",
+        max_steps=1500,
+        global_batch_size=128,
+        learning_rate=5e-3,
+        **SEARCHED,
+        **SENTENCES,
+    )
+    return tiny()[0], run
 
 
 def mini() -> tuple[D2lBertConfig, PretrainConfig]:
-    """4 layers, hidden size 256: 10,000 steps of 32,768 tokens."""
-    return _miniature(4, 256), _from_papers("mini", 10_000, 64, 1e-3)
+    """4 layers, hidden size 256: 10,000 steps of 32,768 tokens.
+
+    `SEARCHED` was tried at this size for 12 minutes.
+    """
+    run = _from_papers("mini", 10_000, 64, 4e-3)
+    return _miniature(4, 256, initializer_range=0.05), dataclasses.replace(run, **SEARCHED)
+
+
+def mini_sentences() -> tuple[D2lBertConfig, PretrainConfig]:
+    """The model of mini on single sentences, without NSP: for prose, as in books.
+
+    10,000 steps of 256 sentences, some 8,000 tokens. The vocabulary has 8,192 entries: twice as many made a step of a
+    smaller model a third longer, and gained nothing on ten million words (benchmarks/LOG.md).
+    """
+    run = PretrainConfig(
+        recipe="mini-sentences",
+        max_steps=10_000,
+        global_batch_size=256,
+        learning_rate=4e-3,
+        micro_batch_size=64,
+        save_steps=1000,
+        **SEARCHED,
+        **SENTENCES,
+    )
+    return mini()[0], run
 
 
 def small() -> tuple[D2lBertConfig, PretrainConfig]:
@@ -159,14 +213,17 @@ def command_line(record: dict) -> str:
     return shlex.join(words)
 
 
-RECIPES = {recipe.__name__: recipe for recipe in (d2l, tiny, mini, small, medium, base, large)}
+RECIPES = {
+    recipe.__name__.replace("_", "-"): recipe
+    for recipe in (d2l, tiny, tiny_sentences, mini, mini_sentences, small, medium, base, large)
+}
 
 
 def _miniature(layers, hidden_size, **changes):
     """
     The architecture of Google's BERT miniatures (Turc et al., 2019).
 
-    Attention heads have size 64, and the feed-forward layer is four times as wide as the hidden size.
+    Attention heads have size 64 (in `tiny` 32), and the feed-forward layer is four times as wide as the hidden size.
 
     There is no dropout: a BERT that sees its text only once gets worse with dropout (Liu, Bauer and Manning, 2025),
     and Cramming (Geiping and Goldstein, 2022) has none either. A run of many epochs may need dropout.
@@ -193,10 +250,9 @@ def _from_papers(name, steps, batch, rate):
     sequences of 128; smaller models need fewer. Steps: more than 20 tokens per parameter, the compute-optimal number
     (Hoffmann et al., 2022).
 
-    Learning rates: all found for post-LayerNorm models, like this one. Base has the rate of MosaicBERT. Large has that
-    of ELECTRA-large (Clark et al., 2020), with twice the tokens per step. Small and medium have that of RoBERTa for
-    2,048 sequences (Liu et al., 2019, table 3). The rate of mini lies between those of medium and tiny
-    (benchmarks/LOG.md).
+    Learning rates: all found with AdamW for post-LayerNorm models, like this one. Base has the rate of MosaicBERT.
+    Large has that of ELECTRA-large (Clark et al., 2020), with twice the tokens per step. Small and medium have that of
+    RoBERTa for 2,048 sequences (Liu et al., 2019, table 3).
     """
     return PretrainConfig(
         recipe=name,

@@ -56,22 +56,14 @@ class WordSaver:
         folder: the run's output folder.
         tokenizer: saved with every model.
         marks: the numbers of words, ascending.
-        state: the state in a checkpoint to resume from; a dict with only `step` at the start of a run.
-
-    Raises:
-        UserError: the run resumes from a checkpoint of an earlier version, which counted no words.
+        state: the state in a checkpoint to resume from; a dict without counts of words at the start of a run.
     """
 
     def __init__(self, learner, folder: Path, tokenizer, marks: list[int], state: dict):
         self.learner, self.folder, self.tokenizer = learner, folder, tokenizer
-        self.seen = state.get("words_seen", None if state["step"] else 0.0)
-        if self.seen is None and marks:
-            raise UserError(
-                "save_words: the checkpoint is of an earlier version of d2l-bert, which counted no words; leave "
-                "save_words out, or start a new run in another output_dir"
-            )
+        self.seen = state.get("words_seen", 0.0)
         # Words seen when the last model was due: a step that is skipped saves none, and the next step makes up for it.
-        self.settled = state.get("words_settled", self.seen) or 0
+        self.settled = state.get("words_settled", 0.0)
         self.waiting = [mark for mark in marks if mark > self.settled]
         self.passed = [mark for mark in marks if mark <= self.settled]
 
@@ -118,8 +110,7 @@ class WordSaver:
 
     def add(self, words: float) -> None:
         """Count the words of a step."""
-        if self.seen is not None:
-            self.seen += words
+        self.seen += words
 
     def save_due(self, step: int) -> list[Path]:
         """
