@@ -1,6 +1,7 @@
 # make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | clean
 # Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
-# of `make release`: MODEL, FLAGS (such as --record), and the folder of each text that the model needs (BOOKS, ...).
+# of `make release`: MODEL, the folder of each text that the model needs (BOOKS, ...), TASK (of a fine-tuning), and
+# FLAGS (such as --record).
 PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
@@ -24,7 +25,7 @@ demo: .venv/installed
 # Make a released model again, and compare it with its record.
 release: .venv/installed
 	$(BIN)/python -m d2l_bert.model_cards.release $(MODEL) \
-	    $(foreach text,$(TEXTS),$(if $($(text)),'$(text)=$($(text))')) $(FLAGS)
+	    $(foreach text,$(TEXTS),$(if $($(text)),'$(text)=$($(text))')) $(if $(TASK),--task $(TASK)) $(FLAGS)
 
 test: .venv/with-tests
 	$(PYTEST)

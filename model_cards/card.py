@@ -14,7 +14,7 @@ from safetensors import safe_open
 from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
-from d2l_bert.model_cards.figures import evaluation_section, finite_metrics, formatted, reported_metrics
+from d2l_bert.model_cards.figures import BLIMP, evaluation_section, finite_metrics, formatted, reported_metrics
 from d2l_bert.model_cards.finetuned import cell, finetuned_card
 from d2l_bert.model_cards.metadata import read_metadata, split_card
 from d2l_bert.model_cards.release_record import RELEASE_FILE, make_again_section
@@ -139,6 +139,8 @@ def card_of(
         is_prepared=record.get("corpus_is_prepared"),
         checkpoint_step=record.get("checkpoint_step"),
         checkpoint_words=record.get("checkpoint_words"),
+        about=(release or {}).get("recipe", {}).get("about"),
+        glance_rows=_glance_rows(run, data, metrics, config, parameters, bool(release)),
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
         evaluation_rows=[
@@ -213,6 +215,30 @@ def quoted(text: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of the card's tables: name and text
+
+
+def _glance_rows(run, data, metrics, config, parameters, is_release):
+    """
+    What a visitor wants to know first; without the rows that nothing is known of.
+
+    BLiMP is here for a release alone: `d2l-bert evaluate --update_card` changes the section of its figures, not this.
+    """
+    if not data:
+        return []
+    by_name = {metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)}
+    pair = [value for key, value in by_name.items() if re.fullmatch(r"eval_(nsp|sop)_accuracy", key)]
+    seen, words = metrics.get("train_words_seen"), data["train_words"]
+    size = f"{parameters:,} parameters: {config['num_hidden_layers']} layers, hidden size {config['hidden_size']}"
+    rows = [
+        ("size", size),
+        ("training text", f"{data['corpus_name']}, {words:,} words"),
+        ("words seen in training", f"{seen:,.0f}, {seen / words:.1f} passes over the text" if seen else None),
+        ("masked tokens predicted, on held-out text", by_name.get("eval_mlm_accuracy")),
+        ("order of two segments predicted (chance: 50 %)", ", ".join(pair)),
+        ("BLiMP, grammar in minimal pairs (chance: 50 %)", by_name.get(BLIMP) if is_release else None),
+        ("licence", run.get("license")),
+    ]
+    return [(name, cell(text)) for name, text in rows if text]
 
 
 def _data_rows(run, data):

@@ -17,9 +17,9 @@ BLIMP = "eval_blimp_accuracy"
 BLIMP_PHENOMENON = f"{BLIMP}/"
 
 # Figures of models that were fine-tuned from a released one, such as "finetune/sst2/test_accuracy": means over seeds.
-# Their standard deviations have this ending.
+# Their standard deviations have an ending, and so have the same figures of models that were trained from scratch.
 FINETUNED = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
-FINETUNED_SD = ":sd"
+FINETUNED_SD, FROM_SCRATCH = ":sd", ":from_scratch"
 
 # For each score of a sentence: how it is computed.
 SCORES = {
@@ -27,6 +27,13 @@ SCORES = {
     "within_word_l2r": "pseudo-log-likelihood, each token masked with the tokens behind it in its word",
 }
 
+
+FINETUNED_HEAD = """\
+Fine-tuned (`d2l-bert finetune`), beside the same architecture trained from scratch, the learning rate of each chosen
+on validation rows; means over seeds (standard deviations):
+
+| task | from this model | from scratch | seeds | difference in standard errors |
+|---|---|---|---|---|"""
 
 # Figures of fine-tuned models have this instead of the name of a text, which is never empty.
 FINE_TUNING = ""
@@ -156,23 +163,25 @@ def replaced(metrics: dict, text: str | None, figures: dict | None, blimp: dict 
     return {**kept, **metrics_of_evaluation(text, figures, blimp)}
 
 
-def finetuned_entries(task: str, metrics: dict) -> dict:
+def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
     """
     The entries of a model's metrics.json for the models that were fine-tuned from it for a task.
 
     The figure is the task's metric on the test rows, or on the validation rows if there are no labelled test rows.
 
     Args:
-        metrics: the content of metrics.json of `d2l-bert finetune`.
+        tuned, from_scratch: the contents of metrics.json of `d2l-bert finetune`, from the model's weights and from
+            fresh ones.
     """
-    split = "test" if "test" in metrics["mean"] else "validation"
-    name = metrics["best_metric"]
+    split = "test" if "test" in tuned["mean"] else "validation"
+    name = tuned["best_metric"]
     key = f"finetune/{task}/{split}_{name}"
-    return {
-        f"finetune/{task}/seeds": len(metrics["seeds"]),
-        key: metrics["mean"][split][name],
-        f"{key}{FINETUNED_SD}": metrics["sd"][split][name],
-    }
+    entries = {f"finetune/{task}/seeds": len(tuned["seeds"])}
+    for ending, metrics in (("", tuned), (FROM_SCRATCH, from_scratch)):
+        entries[f"{key}{ending}"] = metrics["mean"][split][name]
+        entries[f"{key}{ending}{FINETUNED_SD}"] = metrics["sd"][split][name]
+        entries[f"{key}{ending}:learning_rate"] = metrics["learning_rate"]
+    return entries
 
 
 # The card's section of these figures stands between two comments, by which later figures find it.
@@ -191,12 +200,29 @@ def evaluation_section(metrics: dict) -> str:
     for text in dict.fromkeys(metric.text for metric in found):
         rows = [metric for metric in found if metric.text == text]
         if text == FINE_TUNING:
-            lead = "Fine-tuned (`d2l-bert finetune`), means over the seeds:"
-        else:
-            lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
+            blocks.append(_finetuned_table(metrics, rows))
+            continue
+        lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
         table = [f"| {_cell(row.name)} | {formatted(metrics[row.key], row.unit)} |" for row in rows]
         blocks.append("\n".join([lead, "", "| figure | value |", "|---|---|", *table]))
     return "\n\n".join([SECTION_START, "## Further evaluation", *blocks, SECTION_END])
+
+
+def _finetuned_table(metrics, rows):
+    lines, pays = [], []
+    for row in rows:
+        task = FINETUNED.fullmatch(row.key)["task"]
+        seeds = metrics[f"finetune/{task}/seeds"]
+        mean, sd = metrics[row.key], metrics[f"{row.key}{FINETUNED_SD}"]
+        other, other_sd = (metrics[f"{row.key}{FROM_SCRATCH}{ending}"] for ending in ("", FINETUNED_SD))
+        error = math.sqrt((sd**2 + other_sd**2) / seeds)
+        apart = (mean - other) / error if error else math.inf
+        sides = [f"{formatted(m, row.unit)} ({formatted(d, row.unit)})" for m, d in ((mean, sd), (other, other_sd))]
+        lines.append(f"| {_cell(row.name)} | {' | '.join(sides)} | {seeds} | {apart:+.1f} |")
+        if apart >= 2:
+            pays.append(task)
+    told = f"on {', '.join(pays)}" if pays else "on none of them"
+    return "\n".join([FINETUNED_HEAD, *lines, "", f"Pretraining pays, by two standard errors or more, {told}."])
 
 
 def _text_lead(metrics, text):

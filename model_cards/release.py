@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from d2l_bert.model_cards.figures import finetuned_entries
 from d2l_bert.model_cards.outgoing import without_paths
 from d2l_bert.model_cards.release_recipe import (
     RELEASES,
-    Options,
     Recipe,
     Text,
     check_texts,
@@ -38,7 +36,6 @@ from d2l_bert.model_cards.release_record import (
     figures_table,
     installed_versions,
     make_record,
-    make_spread,
     verdict,
 )
 
@@ -47,10 +44,13 @@ DESCRIPTION = """\
 Make a released model again, and compare its bytes and its figures with the record in model_cards/NAME.
 
   make release MODEL=d2l-bert-tiny-python-docs
-  make release MODEL=d2l-bert-tiny-books-10m BOOKS=DIR
+  make release MODEL=d2l-bert-tiny-books-10m BOOKS=DIR BLIMP=DIR
+  make release MODEL=d2l-bert-tiny-books-10m FINETUNE=DIR TASK=sst2
 
-A model that is made already is not trained again; one whose training was interrupted goes on. The exit code is 0 if
-the bytes are the same or all figures lie within the spread, and 1 if a figure does not."""
+The first two train and evaluate; the third fine-tunes the model that they have made, and the same architecture from
+scratch, for one task of the recipe. A model that is made already is not trained again; one whose training was
+interrupted goes on. The exit code is 0 if the bytes are the same or all figures lie within the deviations that the
+record states, and 1 if a figure does not."""
 
 # Variables of the environment that change the order of sums or the instructions, and with them the bytes.
 UNSET = (
@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     Run the command.
 
     Returns:
-        0 if the bytes are the same, all figures lie within the spread, or the model was recorded; 1 if a figure lies
-        outside the spread; 2 for an error that the user can mend.
+        0 if the bytes are the same, all figures lie within their deviations, or the model was recorded; 1 if a figure
+        does not; 2 for an error that the user can mend.
     """
     parser = argparse.ArgumentParser(
         prog="python -m d2l_bert.model_cards.release",
@@ -77,9 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("texts", nargs="*", metavar="TEXT=DIR", help="the folders of texts, such as BOOKS=DIR")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="folder for the model; default: build/NAME")
     parser.add_argument("--overwrite_output_dir", action="store_true", help="make a model anew that is there already")
-    parser.add_argument(
-        "--record", action="store_true", help="measure the spread, and write the record into model_cards/NAME"
-    )
+    parser.add_argument("--task", metavar="TASK", help="a task of the recipe to fine-tune the finished model for")
+    parser.add_argument("--record", action="store_true", help="write the record into model_cards/NAME")
     arguments = parser.parse_args(argv)
     try:
         return release(
@@ -88,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.output_dir or Path("build", arguments.name),
             arguments.overwrite_output_dir,
             arguments.record,
+            arguments.task,
         )
     except UserError as error:
         print(f"release: error: {error}", file=sys.stderr)
@@ -106,16 +106,23 @@ def folders_of_texts(words: list[str], known: dict[str, Text]) -> dict[str, Path
 
 
 def release(
-    name: str, given: dict[str, Path], folder: Path, overwrite: bool, record: bool, root: Path = RELEASES
+    name: str,
+    given: dict[str, Path],
+    folder: Path,
+    overwrite: bool = False,
+    record: bool = False,
+    task: str | None = None,
+    root: Path = RELEASES,
 ) -> int:
     """
-    Make a model and measure it; then compare it with its record, or record it.
+    Make a model and evaluate it, or fine-tune it for a task; then compare it with its record, or record it.
 
     Args:
-        given: the folder of each text, by its name. Texts that only measurements need may be missing, unless `record`.
+        given: the folder of each text, by its name. Texts that only measurements need may be missing.
         folder: where the model is made.
         overwrite: make the model anew if it is there.
-        record: measure the spread, and write the record.
+        record: write the record.
+        task: fine-tune the model in `folder`, which is made already, for this task of the recipe.
         root: holds a folder for each release, with its recipe and its record.
 
     Returns:
@@ -127,29 +134,22 @@ def release(
     """
     texts = read_texts(root)
     recipe, recorded = read_recipe(name, texts, root), read_json(root / name / RELEASE_FILE)
-    check_texts(recipe.pretrain, texts, given)
-    for options in (*recipe.evaluate.values(), *recipe.finetune.values()):
-        if record or all(text in given for text, _ in texts_of(options)):
+    if task and task not in recipe.finetune:
+        raise UserError(f"{task}: no task of {name}; give one of {', '.join(recipe.finetune) or 'another release'}")
+    needed = recipe.finetune[task] if task else recipe.pretrain
+    for options in (needed, *(() if task else recipe.evaluate.values())):
+        if options is needed or all(text in given for text, _ in texts_of(options)):
             check_texts(options, texts, given)
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"{name} is made on a GPU, and PyTorch sees none here; make it on a machine with one")
     if record:
         check_pins(RELEASES.parent / "constraints.txt", installed_versions())
-    make(recipe, recipe.seed, texts, given, folder, overwrite)
-    metrics = read_json(folder / METRICS_FILE)
-    if record:
-        others = []
-        for seed in recipe.spread.get("seeds", []):
-            beside = folder.with_name(f"{folder.name}-seed-{seed}")
-            make(recipe, seed, texts, given, beside, overwrite)
-            others.append(read_json(beside / METRICS_FILE))
-        spread = make_spread(recipe, metrics, others)
+    if task:
+        finetune(recipe, task, texts, given, folder)
     else:
-        spread = recorded.get("spread")
-    finished = read_json(folder / RELEASE_FILE)
-    finished = {**finished, **({"spread": spread} if spread else {})}
-    write_json(folder / RELEASE_FILE, finished)
+        make(recipe, texts, given, folder, overwrite)
     (folder / CARD_FILE).write_text(render_card(folder, name), encoding="utf-8")
+    finished = read_json(folder / RELEASE_FILE)
     if record:
         write_record(folder, root / name)
         print(f"{name}: recorded in {root / name}, SHA-256 {finished['weights_sha256']}")
@@ -164,20 +164,13 @@ def release(
 # Making a model
 
 
-def make(
-    recipe: Recipe, seed: int, texts: dict[str, Text], given: dict[str, Path], folder: Path, overwrite: bool
-) -> None:
+def make(recipe: Recipe, texts: dict[str, Text], given: dict[str, Path], folder: Path, overwrite: bool) -> None:
     """
-    Train a model and measure it. What an earlier call has done is not done again.
-
-    Args:
-        seed: of the model; models of other seeds than the recipe's are not fine-tuned.
+    Train a model and evaluate it. What an earlier call has done is not done again.
 
     Raises:
         UserError: the folder holds a model that was made in another way, and `overwrite` is not given.
     """
-    tasks = recipe.finetune if seed == recipe.seed else {}
-    recipe = replace(recipe, seed=seed, finetune=tasks)
     environment, before = environment_of(recipe), read_json(folder / RELEASE_FILE)
     if before and not overwrite:
         check_made(before, make_record(recipe, texts, folder), folder)
@@ -186,11 +179,11 @@ def make(
         (folder / RELEASE_FILE).unlink(missing_ok=True)
         is_replaced = overwrite and (folder / RUN_FILE).exists()
         how = ["--overwrite_output_dir"] if is_replaced else ["--resume_from_checkpoint", "latest"]
-        options = [*flags(recipe.pretrain, given), "--seed", str(seed), "--output_dir", str(folder), *how]
+        options = [*flags(recipe.pretrain, given), "--seed", str(recipe.seed), "--output_dir", str(folder), *how]
         run(["pretrain", *options], environment)
     measured = {} if overwrite else before.get("measured", {})
     write_json(folder / RELEASE_FILE, {**make_record(recipe, texts, folder), "measured": measured})
-    measure(recipe, given, folder, environment)
+    evaluate(recipe, given, folder, environment)
 
 
 def check_made(done: dict, now: dict, folder: Path) -> None:
@@ -216,7 +209,7 @@ def check_made(done: dict, now: dict, folder: Path) -> None:
             "processors": release["processor_details"],
             "packages": release["versions"],
             "code of d2l-bert": release["code"],
-            "texts": fingerprints_of(recipe["pretrain"], release["texts"]),
+            "texts": [release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])],
         }
 
     before = how(done)
@@ -228,52 +221,47 @@ def check_made(done: dict, now: dict, folder: Path) -> None:
             )
 
 
-def measure(recipe: Recipe, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
+def evaluate(recipe: Recipe, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
     """
-    Measure a model as its recipe says, and add the figures to its metrics.json.
+    Evaluate a model as its recipe says, and add the figures to its metrics.json.
 
     What was measured before with the same options is not measured again. A measurement whose texts are not given is
     left out, which is said.
     """
-    planned = {f"evaluate {name}": options for name, options in recipe.evaluate.items()}
-    planned |= {f"finetune {task}": options for task, options in recipe.finetune.items()}
-    release = read_json(folder / RELEASE_FILE)
-    prints = {label: fingerprints_of(options, release["texts"]) for label, options in planned.items()}
-    for label, done in list(release["measured"].items()):
-        if (planned.get(label), prints.get(label)) != (done["options"], done["fingerprints"]):
-            metrics = read_json(folder / METRICS_FILE)
-            kept = {name: value for name, value in metrics.items() if name not in done["figures"]}
-            write_json(folder / METRICS_FILE, kept)
-            del release["measured"][label]
-    for label, options in planned.items():
-        if label in release["measured"]:
+    for name, options in recipe.evaluate.items():
+        release, label = read_json(folder / RELEASE_FILE), f"evaluate {name}"
+        if release["measured"].get(label) == options:
             continue
         if missing := [text for text, _ in texts_of(options) if text not in given]:
             print(f"{label}: not measured; give {missing[0]}=DIR to measure it", file=sys.stderr)
             continue
-        command, _, name = label.partition(" ")
-        before = read_json(folder / METRICS_FILE)
-        if command == "evaluate":
-            run(["evaluate", str(folder), *flags(options, given), "--update_card", "true"], environment)
-        else:
-            finetune(name, options, given, folder, environment)
-        figures = [name for name in read_json(folder / METRICS_FILE) if name not in before]
-        release["measured"][label] = {"options": options, "fingerprints": prints[label], "figures": figures}
-        write_json(folder / RELEASE_FILE, release)
+        run(["evaluate", str(folder), *flags(options, given), "--update_card", "true"], environment)
+        write_json(folder / RELEASE_FILE, {**release, "measured": {**release["measured"], label: options}})
 
 
-def fingerprints_of(options: Options, texts: dict[str, dict]) -> dict[str, dict]:
-    """The fingerprints of the texts that options name, from the entry `texts` of release.json."""
-    return {name: texts[name]["fingerprints"] for name, _ in texts_of(options)}
+def finetune(recipe: Recipe, task: str, texts: dict[str, Text], given: dict[str, Path], folder: Path) -> None:
+    """
+    Fine-tune a model for a task, and the same architecture from scratch, in folders beside it; add the figures of both
+    to the model's metrics.json. Training that was interrupted goes on.
 
-
-def finetune(task: str, options: Options, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
-    """Fine-tune a model for a task, in a folder beside it, and add the figures to the model's metrics.json."""
-    tuned = folder.with_name(f"{folder.name}-{task}")
-    where = ["--output_dir", str(tuned), "--overwrite_output_dir"]
-    run(["finetune", str(folder), *flags(options, given), *where], environment)
-    entries = finetuned_entries(task, read_json(tuned / METRICS_FILE))
-    write_json(folder / METRICS_FILE, {**read_json(folder / METRICS_FILE), **entries})
+    Raises:
+        UserError: the folder holds no model of this release.
+    """
+    before, options = read_json(folder / RELEASE_FILE), recipe.finetune[task]
+    if not before:
+        raise UserError(f"output_dir {folder}: there is no model of {recipe.name}; make it first, without TASK")
+    release = make_record(recipe, texts, folder)
+    check_made(before, release, folder)
+    found = []
+    for from_scratch in ("false", "true"):
+        tuned = folder.with_name(f"{folder.name}-{task}{'-from-scratch' if from_scratch == 'true' else ''}")
+        how = ["--resume_from_checkpoint", "latest"] if (tuned / RUN_FILE).exists() else []
+        words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", str(tuned), *how]
+        if not (tuned / METRICS_FILE).exists():
+            run(["finetune", str(folder), *words], environment_of(recipe))
+        found.append(read_json(tuned / METRICS_FILE))
+    write_json(folder / METRICS_FILE, {**read_json(folder / METRICS_FILE), **finetuned_entries(task, *found)})
+    write_json(folder / RELEASE_FILE, {**release, "measured": {**before["measured"], f"finetune {task}": options}})
 
 
 def environment_of(recipe: Recipe) -> dict[str, str]:
@@ -318,7 +306,7 @@ def compare(name: str, folder: Path, place: Path) -> int:
     compared = compare_figures(recorded, *(read_json(where / METRICS_FILE) for where in (place, folder)))
     are_same = recorded["weights_sha256"] == made["weights_sha256"]
     print(verdict(name, are_same, differences((recorded, runs[0]), (made, runs[1])), compared))
-    print("\n".join(figures_table(recorded, compared)))
+    print("\n".join(figures_table(recorded, read_json(place / METRICS_FILE), compared)))
     return 0 if are_same or all(each.within is not False for each in compared) else 1
 
 

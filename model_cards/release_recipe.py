@@ -38,21 +38,23 @@ class Recipe:
 
     Args:
         name: the name of the release and of its folder.
+        about: a sentence or two for the top of the card: what the model is, and what it was trained on.
         device: `cpu` or `cuda`.
         threads: the number of threads of a process.
         seed: the seed of the released model.
-        spread: either `seeds`, with which the model is made besides; or `sd`, standard deviations by the keys of
-            metrics.json, with `source`, a sentence that says where they come from.
+        deviations: how far models of other seeds differ: standard deviations by the keys of metrics.json, and
+            `source`, which says what they were measured on.
         pretrain: options of `d2l-bert pretrain`.
         evaluate: by a name, options of `d2l-bert evaluate`.
         finetune: by the name of a task, options of `d2l-bert finetune`.
     """
 
     name: str
+    about: str
     device: str
     threads: int
     seed: int
-    spread: dict
+    deviations: dict
     pretrain: Options
     evaluate: dict[str, Options] = field(default_factory=dict)
     finetune: dict[str, Options] = field(default_factory=dict)
@@ -101,12 +103,13 @@ def read_recipe(name: str, texts: dict[str, Text], root: Path = RELEASES) -> Rec
         known = ", ".join(released(root)) or "none here, but some in a checkout of the repository"
         raise UserError(f"{name or 'MODEL is empty'}: no such release; give the name of one: {known}")
     content = _read_toml(path)
-    needed, optional = {"device", "threads", "seed", "spread", "pretrain"}, {"evaluate", "finetune"}
+    needed = {"about", "device", "threads", "seed", "deviations", "pretrain"}
+    optional = {"evaluate", "finetune"}
     for missing in sorted(needed - content.keys()):
         raise UserError(f"{path}: {missing} is missing; give it")
     for unknown in sorted(content.keys() - needed - optional):
         raise UserError(f"{path}: {unknown} is not known; the entries are {', '.join(sorted(needed | optional))}")
-    tables = [("spread", content["spread"]), ("pretrain", content["pretrain"])]
+    tables = [(name, content[name]) for name in ("deviations", "pretrain")]
     for kind in optional:
         tables += [(f"{kind}.{entry}", value) for entry, value in content.get(kind, {}).items()]
     for entry, value in tables:
@@ -126,21 +129,12 @@ def read_recipe(name: str, texts: dict[str, Text], root: Path = RELEASES) -> Rec
     for option in NOT_IN_PRETRAIN:
         if option in recipe.pretrain:
             raise UserError(f"{path}: {option} does not belong into [pretrain]; take it out")
-    _check_spread(recipe, path)
+    if "source" not in recipe.deviations:
+        raise UserError(f"{path}: [deviations] has no source; say what they were measured on")
     for text, below in recipe.texts():
         if text not in texts or not any(is_below(below, folder) for folder in texts[text].fingerprints):
             raise UserError(f"{path}: {TEXTS_FILE} has no fingerprint for ${text}/{below}; add it there")
     return recipe
-
-
-def _check_spread(recipe, path):
-    entries = recipe.spread.keys()
-    if entries not in ({"seeds"}, {"sd", "source"}):
-        raise UserError(f"{path}: [spread] has {sorted(entries)}; give either seeds, or sd and source")
-    if "seeds" in entries:
-        seeds = recipe.spread["seeds"]
-        if not seeds or len({*seeds, recipe.seed}) <= len(seeds) or any(type(seed) is not int for seed in seeds):
-            raise UserError(f"{path}: seeds of [spread] are {seeds}; give different numbers, and not {recipe.seed}")
 
 
 def read_texts(root: Path = RELEASES) -> dict[str, Text]:

@@ -1,13 +1,13 @@
 """`release.json`, the record of a released model: writes it, shows it in the card, compares two models by it."""
 
 import math
-import statistics
+import subprocess
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from d2l_bert.model_cards.figures import BLIMP_PHENOMENON, FINETUNED_SD, ReportedMetric, formatted, reported_metrics
+from d2l_bert.model_cards.figures import FINETUNED_SD, ReportedMetric, formatted, reported_metrics
 from d2l_bert.model_cards.release_recipe import Recipe, Text, flags, texts_of
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.file_hashes import content_hash
@@ -17,12 +17,10 @@ from d2l_bert.tokenization.python_docs import required_distributions
 RELEASE_FILE = "release.json"
 WEIGHTS_FILE = "model.safetensors"
 
-# A figure lies within the spread if it is at most this many standard deviations from the mean over the seeds. Of
-# models that differ by chance alone, 1.4 % lie outside when the deviation is estimated from 6 models, 4 % from 4.
-DEVIATIONS = 4
-
-# Figures that come with another one, of which the spread is stated.
-WITHOUT_SPREAD = (BLIMP_PHENOMENON, "eval_blimp_standard_error")
+# Two models' figures agree if they differ by at most this many standard deviations of one model. The difference of two
+# models has sqrt(2) standard deviations, so this is four of the difference: chance alone exceeds that in 1.6 % of the
+# cases if the deviation was measured on five models, and in 5.7 % if on three.
+DEVIATIONS = 4 * math.sqrt(2)
 
 # Options of a run that say where its files lie, and do not change the weights.
 PLACES = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
@@ -38,7 +36,7 @@ DIFFERENCES_SHOWN = 6
 
 def make_record(recipe: Recipe, texts: dict[str, Text], folder: Path) -> dict:
     """
-    The content of `release.json` for a model that was just made, without `measured` and `spread`.
+    The content of `release.json` for a model that was just made, without `measured`.
 
     Args:
         texts: the texts of `texts.toml`, by their names.
@@ -53,6 +51,7 @@ def make_record(recipe: Recipe, texts: dict[str, Text], folder: Path) -> dict:
         "weights_sha256": content_hash(folder / WEIGHTS_FILE),
         "processor_details": processor_details(),
         "versions": installed_versions(),
+        "commit": commit(),
         "code": code_fingerprint(),
         "texts": {name: asdict(texts[name]) for name in names},
     }
@@ -61,6 +60,15 @@ def make_record(recipe: Recipe, texts: dict[str, Text], folder: Path) -> dict:
 def installed_versions() -> dict[str, str]:
     """The versions of all packages that this package requires, directly or indirectly."""
     return {package.metadata["Name"]: package.version for package in required_distributions("d2l-bert")}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package is imported from; None if it is not in one."""
+    git = ["git", "-C", str(Path(find_spec("d2l_bert.training").origin).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def code_fingerprint() -> str:
@@ -83,40 +91,18 @@ def processor_details() -> str | None:
     return f"family {told['cpu family']}, model {told['model']}, stepping {told['stepping']}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The spread
-
-
-def make_spread(recipe: Recipe, metrics: dict, metrics_of_seeds: list[dict]) -> dict:
+def deviations(release: dict, metrics: dict) -> dict[str, float]:
     """
-    The entry `spread`: by the key of a figure in metrics.json, its mean and standard deviation.
+    The standard deviations of a model's figures between models of other seeds, by their keys in metrics.json.
 
     Args:
-        metrics: the content of metrics.json of the released model.
-        metrics_of_seeds: that of the same model with each seed of the recipe's spread; without these seeds, empty.
+        release: the content of release.json; its recipe has them for what was pretrained.
+        metrics: the content of metrics.json; it has them for what was fine-tuned, over the seeds of the fine-tuning.
     """
-    if "seeds" in recipe.spread:
-        seeds = [recipe.seed, *recipe.spread["seeds"]]
-        source = f"the models of seeds {', '.join(map(str, seeds[:-1]))} and {seeds[-1]}"
-    else:
-        source = recipe.spread["source"]
-    figures = {}
-    for metric in reported_metrics(metrics):
-        values = [each[metric.key] for each in (metrics, *metrics_of_seeds) if metric.key in each]
-        if metric.key.startswith(WITHOUT_SPREAD) or not all(map(math.isfinite, values)):
-            continue
-        if (deviation := metrics.get(f"{metric.key}{FINETUNED_SD}")) is not None:
-            figures[metric.key] = {"mean": metrics[metric.key], "sd": deviation}
-        elif metric.key in recipe.spread.get("sd", {}):
-            figures[metric.key] = {"mean": metrics[metric.key], "sd": recipe.spread["sd"][metric.key]}
-        elif len(values) > 1:
-            figures[metric.key] = {"mean": statistics.fmean(values), "sd": statistics.stdev(values)}
-    return {"source": source, "figures": figures}
-
-
-def limits(figure: dict) -> tuple[float, float]:
-    """The least and the largest value within the spread of a figure, which has `mean` and `sd`."""
-    return figure["mean"] - DEVIATIONS * figure["sd"], figure["mean"] + DEVIATIONS * figure["sd"]
+    of_recipe = release["recipe"]["deviations"]
+    found = {metric.key: metrics.get(f"{metric.key}{FINETUNED_SD}") for metric in reported_metrics(metrics)}
+    found |= {key: value for key, value in of_recipe.items() if key in found}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +128,10 @@ def make_again_section(release: dict, record: dict, metrics: dict) -> str:
         ("machine", f"{device}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}"),
         ("trained with", f"`d2l-bert pretrain {' '.join(flags(recipe['pretrain']))} --seed {recipe['seed']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("code of d2l-bert", f"{record['versions']['d2l-bert']}, fingerprint `{release['code']}`"),
+        (
+            "code of d2l-bert",
+            f"{record['versions']['d2l-bert']}, commit `{release['commit']}`, fingerprint `{release['code']}`",
+        ),
     ]
     blocks = [
         "## Make it again",
@@ -156,20 +145,24 @@ def make_again_section(release: dict, record: dict, metrics: dict) -> str:
         "The same processor, number of threads, versions and code give the same bytes of the weights:",
         _table(("what", "here"), rows),
     ]
-    if figures := release.get("spread", {}).get("figures"):
-        shown = []
-        for metric in reported_metrics(metrics):
-            if figure := figures.get(metric.key):
-                low, high = (formatted(limit, metric.unit) for limit in limits(figure))
-                mean, deviation = formatted(figure["mean"], metric.unit), formatted(figure["sd"], metric.unit)
-                own = formatted(metrics[metric.key], metric.unit)
-                shown.append((metric.name, own, mean, deviation, f"{low} to {high}"))
+    known = deviations(release, metrics)
+    rows = [
+        (metric.name, formatted(metrics[metric.key], metric.unit), *_within(known[metric.key], metric.unit))
+        for metric in reported_metrics(metrics)
+        if metric.key in known
+    ]
+    if rows:
         blocks += [
-            f"Elsewhere the bytes are others, and the figures lie within the spread: at most {DEVIATIONS} standard "
-            f"deviations from the mean over {release['spread']['source']}.",
-            _table(("figure", "this model", "mean", "standard deviation", "within the spread"), shown),
+            f"Elsewhere, or with other versions, the bytes are others, and the figures differ by chance. The standard "
+            f"deviations are those of {recipe['deviations']['source']}; the last column is {DEVIATIONS:.1f} of them, "
+            f"which is four standard deviations of the difference of two models.",
+            _table(("figure", "this model", "standard deviation", "made again: at most apart"), rows),
         ]
     return "\n\n".join(blocks)
+
+
+def _within(deviation, unit):
+    return tuple(formatted(value, unit) for value in (deviation, DEVIATIONS * deviation))
 
 
 def _processor(release, machine):
@@ -187,7 +180,7 @@ def _table(head, rows):
 
 
 class Compared(NamedTuple):
-    """A figure of the recorded model beside that of the model made again; `within` is None without a spread."""
+    """A figure of the recorded model beside that of the model made again; `within` is None without a deviation."""
 
     metric: ReportedMetric
     recorded: float
@@ -236,18 +229,17 @@ def compare_figures(release: dict, recorded: dict, made: dict) -> list[Compared]
         release: the content of release.json of the recorded model.
         recorded, made: the contents of metrics.json.
     """
-    spread = release["spread"]["figures"]
-    compared = []
+    compared, known = [], deviations(release, recorded)
     for metric in reported_metrics(recorded):
         if metric.key in made:
-            low, high = limits(spread[metric.key]) if metric.key in spread else (None, None)
-            within = None if low is None else low <= made[metric.key] <= high
+            apart = abs(made[metric.key] - recorded[metric.key])
+            within = apart <= DEVIATIONS * known[metric.key] if metric.key in known else None
             compared.append(Compared(metric, recorded[metric.key], made[metric.key], within))
     return compared
 
 
 def verdict(name: str, are_same: bool, why: list[str], compared: list[Compared]) -> str:
-    """One line: whether the bytes are the same; if not, why that may be, and whether figures are within the spread."""
+    """One line: whether the bytes are the same; if not, why that may be, and whether the figures agree."""
     if are_same:
         return f"{name}: the same bytes as recorded"
     shown = ", ".join(why[:DIFFERENCES_SHOWN])
@@ -255,19 +247,27 @@ def verdict(name: str, are_same: bool, why: list[str], compared: list[Compared])
     reason = f"different: {shown}{more}" if why else "nothing differs that the record knows, please report this"
     outside = [each.metric.name for each in compared if each.within is False]
     judged = sum(each.within is not None for each in compared)
-    told = f"{', '.join(outside)} outside the spread" if outside else f"all {judged} figures within the spread"
+    told = f"{', '.join(outside)} too far apart" if outside else f"all {judged} figures within their deviations"
     return f"{name}: other bytes than recorded ({reason}); {told}"
 
 
-def figures_table(release: dict, compared: list[Compared]) -> list[str]:
-    """Lines with the recorded figures and the new ones beside each other."""
+def figures_table(release: dict, recorded: dict, compared: list[Compared]) -> list[str]:
+    """
+    Lines with the recorded figures and the new ones beside each other.
+
+    Args:
+        release, recorded: the contents of release.json and metrics.json of the recorded model.
+    """
     width = max((len(each.metric.name) for each in compared), default=0)
-    lines = [f"  {'':{width}}  {'recorded':>13}  {'here':>13}  within the spread"]
+    lines, known = (
+        [f"  {'':{width}}  {'recorded':>13}  {'here':>13}  within the deviations"],
+        deviations(release, recorded),
+    )
     for each in compared:
         unit, judged = each.metric.unit, ""
         if each.within is not None:
-            low, high = (formatted(limit, unit) for limit in limits(release["spread"]["figures"][each.metric.key]))
-            judged = f"{'yes' if each.within else 'NO'} ({low} to {high})"
+            most = formatted(DEVIATIONS * known[each.metric.key], unit)
+            judged = f"{'yes' if each.within else 'NO'} (at most {most} apart)"
         values = f"{formatted(each.recorded, unit):>13}  {formatted(each.made, unit):>13}"
         lines.append(f"  {each.metric.name:{width}}  {values}  {judged}".rstrip())
     return lines

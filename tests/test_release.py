@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -18,18 +19,21 @@ from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards import release
 from d2l_bert.model_cards.release_recipe import check_texts, flags, read_recipe, read_texts
-from d2l_bert.model_cards.release_record import compare_figures, differences, make_spread, verdict
+from d2l_bert.model_cards.release_record import compare_figures, deviations, differences, verdict
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.sources import file_source
 
 
 RECIPE = """
+about = "A model of the tests."
 device = "cpu"
 threads = 1
 seed = 3
 
-[spread]
-seeds = [4, 5]
+[deviations]
+source = "two models of seeds 4 and 5"
+eval_mlm_loss = 0.1
+"eval/valid/mlm_loss" = 0.1
 
 [pretrain]
 corpus = ["$BOOKS/train"]
@@ -123,35 +127,35 @@ def changed(root, old, new):
 # From the recipe to the verdict
 
 
+def make(root, given, folder, **options):
+    return release.release(NAME, given, folder, root=root, **options)
+
+
 def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, tmp_path, in_process, capsys):
     place, first, again = root / NAME, tmp_path / "build" / NAME, tmp_path / "again"
-    assert release.release(NAME, given, first, False, True, root) == 0
-    kinds = [words[0] for words in in_process]
-    assert kinds == ["pretrain", "evaluate", "finetune", *["pretrain", "evaluate"] * 2]
-    seeds = [words[words.index("--seed") + 1] for words in in_process if words[0] == "pretrain"]
-    assert seeds == ["3", "4", "5"]
+    assert make(root, given, first, record=True) == 0
+    assert [words[0] for words in in_process] == ["pretrain", "evaluate"]
     assert {path.name for path in place.iterdir()} == {
         *("README.md", "config.json", "metrics.json", "release.json", "release.toml", "run_config.json"),
         "training_curves.png",
     }
     record, card = read_json(place / "release.json"), (place / "README.md").read_text()
     assert record["weights_sha256"] in card and "## Make it again" in card and "## Reproduce it" not in card
+    assert "A model of the tests." in card and "two models of seeds 4 and 5" in card
     assert f"make release MODEL={NAME} BOOKS=DIR\n" in card and "| MLM loss on valid |" in card
-    assert "| places: test accuracy |" in card and "seeds 3, 4 and 5" in card
     assert not any(str(tmp_path) in path.read_text() for path in place.glob("*.[jm]*"))
     capsys.readouterr()
 
-    # Another folder, without the tables: the same bytes, and the figures that could be measured.
+    # In another folder: the same bytes.
     del in_process[:]
-    assert release.release(NAME, {"BOOKS": given["BOOKS"]}, again, False, False, root) == 0
+    assert make(root, {"BOOKS": given["BOOKS"]}, again) == 0
     said = capsys.readouterr()
     assert f"{NAME}: the same bytes as recorded\n" in said.out
-    assert re.search(r"MLM loss on valid +(\S+ nats) +\1  yes \(", said.out) and "places" not in said.out
-    assert "finetune places: not measured; give TABLES=DIR to measure it" in said.err
+    assert re.search(r"MLM loss on valid +(\S+ nats) +\1  yes \(", said.out)
     assert [words[0] for words in in_process] == ["pretrain", "evaluate"]
 
     # The same command again trains and measures nothing.
-    assert release.release(NAME, {"BOOKS": given["BOOKS"]}, again, False, False, root) == 0
+    assert make(root, {"BOOKS": given["BOOKS"]}, again) == 0
     said = capsys.readouterr()
     assert "made before" in said.err and "the same bytes" in said.out and len(in_process) == 2
 
@@ -169,33 +173,40 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
     assert not (again / "release.json").exists() and "Make it again" not in (again / "README.md").read_text()
 
 
+def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, given, tmp_path, in_process):
+    folder = tmp_path / "made"
+    with pytest.raises(UserError, match="there is no model of .*; make it first, without TASK"):
+        make(root, given, folder, task="places")
+    with pytest.raises(UserError, match="animals: no task of .*; give one of places"):
+        make(root, given, folder, task="animals")
+    make(root, {"BOOKS": given["BOOKS"]}, folder)
+    make(root, {"TABLES": given["TABLES"]}, folder, task="places", record=True)
+    assert [words[words.index("--from_scratch") + 1] for words in in_process[2:]] == ["false", "true"]
+    metrics = read_json(folder / "metrics.json")
+    for ending, place in (("", "made-places"), (":from_scratch", "made-places-from-scratch")):
+        tuned = read_json(tmp_path / place / "metrics.json")
+        values = [seed["test"]["accuracy"] for seed in tuned["seeds"]]
+        assert metrics[f"finetune/places/test_accuracy{ending}"] == pytest.approx(statistics.fmean(values))
+        assert metrics[f"finetune/places/test_accuracy{ending}:sd"] == pytest.approx(statistics.stdev(values))
+    assert "| places: test accuracy | " in (root / NAME / "README.md").read_text()
+    make(root, {"BOOKS": given["BOOKS"]}, folder)
+    assert read_json(folder / "metrics.json") == metrics and len(in_process) == 4, "nothing is lost or done again"
+
+
 @pytest.mark.slow
 def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_explained(
     root, given, tmp_path, in_process, capsys
 ):
     folder = tmp_path / "made"
-    changed(root, "[finetune.places]", "[finetune.left_out]")
-    assert release.release(NAME, given, folder, False, True, root) == 0
+    assert make(root, given, folder, record=True) == 0
     changed(root, "max_steps = 6\n", "max_steps = 7\n")
     with pytest.raises(
         UserError, match="made with other options of .pretrain.; make it anew with --overwrite_output_dir, or"
     ):
-        release.release(NAME, given, folder, False, False, root)
-    assert release.release(NAME, given, folder, True, False, root) in (0, 1)
+        make(root, given, folder)
+    assert make(root, given, folder, overwrite=True) in (0, 1)
     said = capsys.readouterr().out
     assert re.search(rf"{NAME}: other bytes than recorded \(different: max_steps \(6, here 7\)\); \S", said)
-
-
-def test_figures_of_a_measurement_that_changed_are_replaced(root, given, tmp_path, in_process):
-    folder = tmp_path / "made"
-    changed(root, "[finetune.places]", "[finetune.left_out]")
-    release.release(NAME, {"BOOKS": given["BOOKS"]}, folder, False, False, root)
-    assert "eval/valid/mlm_loss" in read_json(folder / "metrics.json")
-    changed(root, '[evaluate.books]\ncorpus = ["$BOOKS/valid"]', '[evaluate.books]\ncorpus = ["$BOOKS/train"]')
-    release.release(NAME, {"BOOKS": given["BOOKS"]}, folder, False, False, root)
-    metrics = read_json(folder / "metrics.json")
-    assert "eval/train/mlm_loss" in metrics and not any("/valid/" in name for name in metrics)
-    assert [words[0] for words in in_process] == ["pretrain", "evaluate", "evaluate"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def test_a_text_that_is_missing_or_another_is_refused_in_one_line(root, given, t
             check_texts(recipe.pretrain, texts, folders)
         assert "\n" not in str(refused.value)
     with pytest.raises(UserError, match="TABLES is missing"):
-        release.release(NAME, {"BOOKS": given["BOOKS"]}, tmp_path / "out", False, True, root)
+        make(root, {"BOOKS": given["BOOKS"]}, tmp_path / "out", task="places")
     assert not (tmp_path / "out").exists()
 
 
@@ -227,13 +238,12 @@ def test_a_text_that_is_missing_or_another_is_refused_in_one_line(root, given, t
     [
         ("threads = 1", "", "threads is missing; give it"),
         ("threads = 1", "threads = 0", "threads is 0; give a whole number of at least 1"),
-        ("threads = 1", "thread = 1\nthreads = 1", "thread is not known; the entries are device, evaluate"),
+        ("threads = 1", "thread = 1\nthreads = 1", "thread is not known; the entries are about, deviations"),
         ('device = "cpu"', 'device = "tpu"', "device is 'tpu'; give cpu or cuda"),
         ('torch_compile = "false"', 'torch_compile = "auto"', r"torch_compile in \[pretrain\] is 'auto', .* or false"),
         ("micro_batch_size = 8", "", r"micro_batch_size in \[pretrain\] is None, .*; give a number"),
         ("max_steps = 6", "max_minutes = 6", r"max_minutes does not belong into \[pretrain\]; take it out"),
-        ("seeds = [4, 5]", "seeds = [3, 4]", "seeds of .spread. are .3, 4.; give different numbers, and not 3"),
-        ("seeds = [4, 5]", "", "give either seeds, or sd and source"),
+        ('source = "two models of seeds 4 and 5"', "", ".deviations. has no source; say what they were measured on"),
         ("$BOOKS/train", "$NOVELS/train", "texts.toml has no fingerprint for .NOVELS/train; add it there"),
         ("$BOOKS/train", "$BOOKS/test", "texts.toml has no fingerprint for .BOOKS/test; add it there"),
         ("[evaluate.books]", "[evaluate]\nbooks = 3\n[evaluate.rest]", "evaluate.books is 3; write a table"),
@@ -253,7 +263,7 @@ def test_wrong_commands_are_refused_in_one_line(capsys):
         "d2l-bert-huge": "d2l-bert-huge: no such release; give the name of one: d2l-bert-",
         "d2l-bert-tiny-python-docs books": "books: give TEXT=DIR, with one of the texts BOOKS, ",
         "d2l-bert-tiny-python-docs NOVELS=there": "NOVELS=there: give TEXT=DIR, with one of the texts BOOKS, ",
-        "d2l-bert-tiny-python-docs --record": "BLIMP is missing: give BLIMP=DIR with ",
+        "d2l-bert-tiny-python-docs --task sst2": "sst2: no task of d2l-bert-tiny-python-docs; give ",
     }
     for words, line in cases.items():
         assert release.main(words.split()) == 2
@@ -312,37 +322,24 @@ def test_the_differences_name_processor_threads_versions_options_and_text():
     ]
 
 
-def test_a_figure_is_within_the_spread_up_to_four_standard_deviations_from_the_mean(root):
-    recipe = read_recipe(NAME, read_texts(root), root)
-    models = [{"eval_mlm_loss": loss, "eval_blimp_accuracy/a": 0.5} for loss in (4.0, 4.1, 4.2)]
-    spread = make_spread(recipe, models[0], models[1:])
-    assert spread["source"] == "the models of seeds 3, 4 and 5"
-    assert spread["figures"] == {"eval_mlm_loss": pytest.approx({"mean": 4.1, "sd": 0.1})}
+def test_a_figure_agrees_up_to_four_standard_deviations_of_a_difference():
+    recorded = {"eval_mlm_loss": 4.0, "eval_perplexity": 54.6, "finetune/x/test_accuracy": 0.8}
+    recorded["finetune/x/test_accuracy:sd"] = 0.01
+    of_recipe = {"recipe": {"deviations": {"source": "three models", "eval_mlm_loss": 0.1, "eval_nsp_loss": 0.1}}}
+    assert deviations(of_recipe, recorded) == {"eval_mlm_loss": 0.1, "finetune/x/test_accuracy": 0.01}
     judged = {
-        loss: compare_figures({"spread": spread}, models[0], {"eval_mlm_loss": loss})[0].within
-        for loss in (3.69, 3.71, 4.49, 4.51)
+        loss: compare_figures(of_recipe, recorded, {"eval_mlm_loss": loss})[0].within
+        for loss in (3.43, 3.44, 4.56, 4.57)
     }
-    assert judged == {3.69: False, 3.71: True, 4.49: True, 4.51: False}
-    compared = compare_figures({"spread": spread}, models[0], {"eval_mlm_loss": 4.6})
+    assert judged == {3.43: False, 3.44: True, 4.56: True, 4.57: False}
+    assert [each.within for each in compare_figures(of_recipe, recorded, recorded)] == [True, None, True]
+    compared = compare_figures(of_recipe, recorded, {"eval_mlm_loss": 4.6})
     why = [f"threads ({number}, here 1)" for number in range(8)]
     assert verdict("m", False, why[:1], compared) == (
-        "m: other bytes than recorded (different: threads (0, here 1)); MLM loss outside the spread"
+        "m: other bytes than recorded (different: threads (0, here 1)); MLM loss too far apart"
     )
-    assert "threads (5, here 1) and 2 more); all 0 figures within the spread" in verdict("m", False, why, [])
+    assert "threads (5, here 1) and 2 more); all 0 figures within their deviations" in verdict("m", False, why, [])
     assert "nothing differs that the record knows, please report this" in verdict("m", False, [], compared)
-
-
-def test_a_spread_may_be_given_with_its_source(root):
-    changed(root, "seeds = [4, 5]", 'source = "three models of half the size"\nsd = { eval_mlm_loss = 0.02 }')
-    recipe = read_recipe(NAME, read_texts(root), root)
-    metrics = {"eval_mlm_loss": 4.0, "eval_perplexity": 54.6, "finetune/x/test_accuracy": 0.8}
-    metrics["finetune/x/test_accuracy:sd"] = 0.01
-    spread = make_spread(recipe, metrics, [])
-    assert spread["source"] == "three models of half the size"
-    assert spread["figures"] == {
-        "eval_mlm_loss": {"mean": 4.0, "sd": 0.02},
-        "finetune/x/test_accuracy": {"mean": 0.8, "sd": 0.01},
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,7 +350,7 @@ import sys
 from pathlib import Path
 from d2l_bert.model_cards import release
 root, out, books = map(Path, sys.argv[1:])
-sys.exit(release.release({name!r}, {{"BOOKS": books}}, out, False, False, root))
+sys.exit(release.release({name!r}, {{"BOOKS": books}}, out, root=root))
 """
 
 

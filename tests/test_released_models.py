@@ -20,11 +20,12 @@ from d2l_bert.model_cards.card import card_of
 from d2l_bert.model_cards.figures import reported_metrics
 from d2l_bert.model_cards.metadata import check_metadata, read_metadata
 from d2l_bert.model_cards.release_recipe import RELEASES, flags, read_recipe, read_texts, released
+from d2l_bert.model_cards.release_record import deviations
 
 
 RECORDED = sorted(path.parent for path in RELEASES.glob("*/release.json"))
 JSON_FILES = ("config.json", "run_config.json", "metrics.json", "release.json")
-MEND = "make release MODEL={} FLAGS='--record --overwrite_output_dir' records the model anew"
+MEND = "make release MODEL={} FLAGS=--record records the model anew"
 
 pytestmark = pytest.mark.skipif(not (RELEASES.parent / "Makefile").is_file(), reason="the repository is not here")
 
@@ -68,6 +69,8 @@ def test_the_card_is_rendered_again_from_the_files(place, files):
 # The figures of the card
 
 
+FINETUNED_COLUMNS = ("task", "from this model", "from scratch", "seeds", "difference in standard errors")
+
 # For each figure of the card that a run or an evaluation of a text has: its key in metrics.json and how it is written.
 TEXT_FIGURES = {
     "MLM loss": ("mlm_loss", "{:.3f} nats", 1),
@@ -109,21 +112,28 @@ def test_each_figure_of_the_card_is_that_of_metrics_json(place, files):
     card = ModelCard.load(place / "README.md")
     found = tables(card.text)
     shown = found["figure", "value"]
-    assert {name for name, _ in shown} == {metric.name for metric in reported_metrics(metrics)}
+    tuned = {row[0] for row in found.get(FINETUNED_COLUMNS, [])}
+    assert {name for name, _ in shown} | tuned == {metric.name for metric in reported_metrics(metrics)}
     for name, value in shown:
         key, pattern, factor = source_of(name)
         assert value == pattern.format(factor * metrics[key]), name
     for result in card.data.eval_results:
         assert result.metric_value == round(metrics[source_of(result.metric_name)[0]], 4)
-    spread = found["figure", "this model", "mean", "standard deviation", "within the spread"]
-    for name, own, mean, deviation, within in spread:
+    stated = deviations(release, metrics)
+    for name, own, deviation, apart in found[
+        "figure", "this model", "standard deviation", "made again: at most apart"
+    ]:
         key, pattern, factor = source_of(name)
-        figure = release["spread"]["figures"][key]
-        low, high = (factor * (figure["mean"] + times * figure["sd"]) for times in (-4, 4))
         assert own == pattern.format(factor * metrics[key]), name
-        assert mean == pattern.format(factor * figure["mean"]) and deviation == pattern.format(factor * figure["sd"])
-        assert within == f"{pattern.format(low)} to {pattern.format(high)}", name
-        assert low <= factor * metrics[key] <= high, f"{name} of the released model lies outside its own spread"
+        assert deviation == pattern.format(factor * stated[key]), name
+        assert apart == pattern.format(factor * stated[key] * 4 * 2**0.5), name
+    for name, own, scratch, seeds, apart in found.get(FINETUNED_COLUMNS, []):
+        key, pattern, factor = source_of(name)
+        sides = [[metrics[f"{key}{side}{ending}"] for ending in ("", ":sd")] for side in ("", ":from_scratch")]
+        for (mean, sd), cell in zip(sides, (own, scratch), strict=True):
+            assert cell == f"{pattern.format(factor * mean)} ({pattern.format(factor * sd)})", name
+        error = ((sides[0][1] ** 2 + sides[1][1] ** 2) / int(seeds)) ** 0.5
+        assert apart == f"{(sides[0][0] - sides[1][0]) / error:+.1f}", name
 
 
 def test_speed_machine_and_counts_of_the_card_are_those_of_the_files(place, files):
@@ -167,8 +177,9 @@ def test_the_record_is_complete(place, files):
     run = record["run"]
     assert run["torch_compile"] in ("true", "false") and isinstance(run["micro_batch_size"], int)
     without = ("eval_blimp_accuracy/", "eval_blimp_standard_error")
-    stated = {metric.key for metric in reported_metrics(metrics) if not metric.key.startswith(without)}
-    assert release["spread"]["figures"].keys() == stated and release["spread"]["source"] in card
+    shown = {metric.key for metric in reported_metrics(metrics) if not metric.key.startswith(without)}
+    assert deviations(release, metrics).keys() == shown and recipe.deviations["source"] in card
+    assert re.fullmatch("[0-9a-f]{40}", release["commit"]) and release["commit"] in card
     for name in JSON_FILES:
         content = json.dumps(read_json(place / name))
         assert not re.search(r'"(/|~|[A-Z]:\\)\w', content), f"{name} has a path of a machine"
@@ -180,7 +191,7 @@ def test_the_record_belongs_to_the_recipe_of_today(place, files):
     assert release["recipe"] == json.loads(json.dumps(dataclasses.asdict(recipe))), mend
     planned = {f"evaluate {name}": options for name, options in recipe.evaluate.items()}
     planned |= {f"finetune {name}": options for name, options in recipe.finetune.items()}
-    assert {label: done["options"] for label, done in release["measured"].items()} == planned, mend
+    assert release["measured"] == planned, mend
     words = ["pretrain", *flags(recipe.pretrain), "--seed", str(recipe.seed)]
     architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
     for field in dataclasses.fields(run):
