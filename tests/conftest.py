@@ -195,6 +195,7 @@ def here(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     address = "{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.endpoint}/{address}")
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # keeps the address of an earlier test's Hub
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

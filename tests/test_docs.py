@@ -1,43 +1,154 @@
 """The code and commands in the documentation run, and the names in it exist."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from huggingface_hub import HfApi
+from small_tasks import answer_rows, choice_rows, squad_json, write_rows
 from torch.distributed.run import get_args_parser as torchrun_parser
+from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 
 import d2l_bert
+from d2l_bert.cli import main
 from d2l_bert.flags import make_parser
 
 
 ROOT = Path(__file__).parent.parent
 LAUNCHING = ROOT / "docs" / "accelerate"
 
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+
+# Commands that the test of all commands does not run, by their first words, and why.
+NOT_RUN = {
+    "make demo": "trains for minutes; tests/test_demo_environment.py has what it installs",
+    ". .venv/bin/activate": "the test runs in an environment of its own",
+    ".venv/bin/python -m pip install": "installs from the network; tests/test_packaging.py installs the package",
+    "accelerate launch": "the launchers' own parsers read these below, and tests/test_distributed.py launches",
+    "torchrun": "the same",
+    "sbatch": "needs SLURM; tried below with stand-ins",
+    "d2l-bert prepare --check parts/*": "wants the parts that sbatch makes; docs/data.md makes some",
+    "d2l-bert pretrain --corpus parts/*": "the same",
+    "zcat": "a pipe; tests/promises reads the standard input",
+    "python -m benchmarks": "trains for minutes",
+    "d2l-bert finetune my-bert --task sst2": "a data set of the Hub; tests/test_finetune_kinds_data.py has stand-ins",
+    "d2l-bert finetune my-bert --task swag": "the same",
+    "d2l-bert finetune my-bert --task classification --dataset": "the same",
+    "d2l-bert finetune my-bert --task multiple_choice --dataset": "the same",
+    "d2l-bert convert net.params": "wants weights of d2l's model; tests/test_d2l_checkpoints.py converts such",
+    "d2l-bert convert my-bert for-d2l": "the same",
+}
+
+# What makes a command short: options behind those of the page, the last of which count.
+SHORT = {
+    "pretrain": ["--max_steps=2", "--max_eval_pairs=8", "--global_batch_size=8", "--batch_size_schedule=none"],
+    "finetune": ["--max_steps=2", "--per_device_train_batch_size=4", "--overwrite_output_dir"],
+    "evaluate": ["--max_eval_pairs=8", "--pppl_sentences=2"],
+}
+SIZES = ["--num_hidden_layers=2", "--hidden_size=32", "--num_attention_heads=2", "--intermediate_size=64"]
+
 LAUNCHERS = {"accelerate": launch_command_parser, "torchrun": torchrun_parser}
 
 
-def test_the_code_of_docs_d2l_runs_as_written(monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def my_bert(books, tmp_path_factory):
+    """A model of two layers, as the pages have."""
+    folder = tmp_path_factory.mktemp("docs") / "my-bert"
+    options = ["--vocab_size=400", "--license=apache-2.0", *SIZES, *SHORT["pretrain"]]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]) == 0
+    return folder
+
+
+@pytest.fixture
+def workspace(my_bert, books, here, tmp_path, monkeypatch):
+    """A working directory with everything that the pages speak of, and a local Hub with two models."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "d2l.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    names = {}
-    for block in blocks:
-        exec(compile(block, "docs/d2l.md", "exec"), names)
-    assert names["net"].config.vocab_size == len(names["tokenizer"])
-    assert names["classifier"].config.type_vocab_size == 3
+    shutil.copytree(my_bert, "my-bert", ignore=shutil.ignore_patterns("checkpoint-*"))
+    for folder in ("books", "check", "shards/0", "shards/1"):
+        shutil.copytree(books, folder)
+    Path("shards/1/book-00.txt").unlink()
+    first = (books / "book-00.txt").read_text()
+    write_rows(Path("more.jsonl"), [{"text": first}] * 3)
+    Path("texts.txt").write_text("Anna found a hammer.\nThe valley was old.\n")
+    pyarrow.parquet.write_table(pyarrow.table({"abstract": ["Anna found a hammer."]}), "texts.parquet")
+    rows = [(f"in the {place} number {number}", place) for number in range(8) for place in ("garden", "tower")]
+    for name in ("train", "val", "test"):
+        Path(f"{name}.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    for name in ("mrpc", "mrpc-test"):
+        lines = "".join(f"{text},{text},{number % 2}\n" for number, (text, _) in enumerate(rows))
+        Path(f"{name}.csv").write_text("text,text_pair,label\n" + lines)
+    Path("prices.csv").write_text("text,price\n" + "".join(f"{text},{len(text)}\n" for text, _ in rows))
+    lines = "".join(f"{text},{n % 2},{n // 2 % 2},{n // 4 % 2}\n" for n, (text, _) in enumerate(rows))
+    Path("toxic.csv").write_text("text,toxic,insult,threat\n" + lines)
+    write_rows(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
+    for name in ("train", "dev", "test"):
+        Path(f"{name}.conll").write_text("Ada B-PER\nmoved O\nto O\nYork B-LOC\n\n" * 8)
+        Path(f"{name}-v2.0.json").write_text(json.dumps(squad_json(answer_rows(8, seed=1))))
+    for name in ("choices", "choices-val"):
+        write_rows(Path(f"{name}.jsonl"), choice_rows(8, seed=1))
+    api = HfApi(endpoint=here.endpoint)
+    tokenizer = AutoTokenizer.from_pretrained("my-bert")
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with tempfile.TemporaryDirectory() as folder:
+        BertForPreTraining(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        api.create_repo("someone/bert")
+        api.upload_folder(repo_id="someone/bert", folder_path=folder)
+    return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
+def short(command):
+    """The arguments of a command of a page, with names that the local Hub has, and short enough for a test."""
+    name, *words = shlex.split(command)[1:]
+    words = [
+        word.replace("google-bert/bert-base-uncased", "someone/bert").replace("me/", "someone/") for word in words
+    ]
+    words = [found for word in words for found in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+    if name == "pretrain":
+        for option in ("--max_steps", "--max_minutes"):
+            if option in words:
+                del words[words.index(option) : words.index(option) + 2]
+        words += [] if "--init_from" in words else SIZES
+    if "--blimp" in words:
+        del words[words.index("--blimp") : words.index("--blimp") + 2]
+    return [name, *words, *SHORT.get(name, [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_every_block_of_python_of_a_page_runs(page, workspace, capsys):
+    text, names = (ROOT / page).read_text(), {"__name__": "__main__"}
+    for kind, block in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if kind == "python":
+            exec(compile(block.replace("max_steps=1000", "max_steps=2"), page, "exec"), names)
+            continue
+        for command in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"^(\w+=\S+ )+", "", command)
+            if any(command.startswith(beginning) for beginning in NOT_RUN):
+                continue
+            arguments = short(command)
+            for option in ("--output_dir", "--output"):  # an earlier command of the page may have written it
+                if option in arguments and (old := Path(arguments[arguments.index(option) + 1])).exists():
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+            assert main(arguments) == 0, (command, capsys.readouterr().err[-2000:])
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_names_only_options_files_and_classes_that_exist(page):
     text = (ROOT / page).read_text()
-    for command, options in re.findall(r"^    d2l-bert (\S+)(.*)$", text, re.MULTILINE):
+    for command, options in re.findall(r"^d2l-bert (\S+)(.*)$", text, re.MULTILINE):
         assert set(re.findall(r"--\w+", options)) <= options_of(command), (command, options)
     for name in re.findall(r"\b(D2lBert\w+)\b", text):
         assert hasattr(d2l_bert, name), name
@@ -51,9 +162,8 @@ def options_of(command):
 
 
 def test_every_launcher_takes_the_options_on_the_page():
-    text = (ROOT / "docs" / "distributed.md").read_text().replace("\\\n        ", "")
-    blocks = re.findall(r"^    (.*)$", text, re.MULTILINE)
-    commands = [re.sub(r"^(\w+=\S+ )+", "", line) for line in blocks]
+    text = (ROOT / "docs" / "distributed.md").read_text().replace("\\\n    ", "")
+    commands = [re.sub(r"^(\w+=\S+ )+", "", line) for line in text.splitlines()]
     tried = set()
     for launch, ours in (line.split(" -m d2l_bert pretrain ") for line in commands if " -m d2l_bert " in line):
         launcher, *arguments = shlex.split(launch)
