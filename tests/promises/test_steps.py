@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 
@@ -20,6 +21,7 @@ from .driving import (
     start,
     watched,
     whole_ids,
+    write_books,
     write_numbered,
     write_numbered_tokenizer,
 )
@@ -367,3 +369,33 @@ def test_the_same_segment_is_masked_anew_in_every_epoch(numbered, tmp_path):
     twice = [places for segment, places in chosen.items() if len(places) >= 2 and len(segment) > 8]
     assert len(twice) > 100
     assert sum(places[0] != places[1] for places in twice) > 0.8 * len(twice)
+
+
+def test_a_run_that_learnt_little_or_repeated_a_small_text_says_so(texts, tmp_path, capsys):
+    """Words seen are counted in passes; the loss is compared with the entropy of the held-out tokens."""
+    few, held_out = write_books(tmp_path / "few", 4, seed=1), write_books(tmp_path / "held-out", 4, seed=2)
+    sentences = ["--objective=none", "--pairing=sentences", f"--validation_corpus={held_out}"]
+
+    def run(name, corpus, *options):
+        folder = tmp_path / name
+        words = ["pretrain", "--corpus", corpus, "--output_dir", folder, *SMALL, *sentences, *options]
+        assert command(*words) == 0
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Note: ")]
+        return folder, read_json(folder / "metrics.json"), notes
+
+    folder, metrics, notes = run("short", texts, "--max_steps=1")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = " ".join(path.read_text() for path in held_out.iterdir())
+    counts = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]).bincount().double()
+    entropy = torch.distributions.Categorical(counts / counts.sum()).entropy().item()
+    assert metrics["eval_token_entropy"] == pytest.approx(entropy)
+    assert metrics["eval_mlm_loss"] > 0.9 * entropy and len(notes) == 1 and f"{entropy:.2f} nats" in notes[0]
+
+    _, metrics, notes = run("long", few, "--num_train_epochs=25", "--global_batch_size=64")
+    words = sum(len(path.read_text().split()) for path in few.iterdir())
+    longest = 20  # words in a sentence; the last step takes 64 sentences
+    assert 25 * words <= metrics["train_words_seen"] <= 25 * words + 64 * longest
+    assert len(notes) == 1 and notes[0].startswith("Note: 25 passes over the text")
+
+    _, metrics, notes = run("enough", texts, "--max_steps=150")
+    assert metrics["eval_mlm_loss"] < 0.9 * entropy and not notes
