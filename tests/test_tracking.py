@@ -98,9 +98,9 @@ def test_curves_mark_each_stage_with_a_line_and_a_label_that_overlaps_nothing(ta
 def test_the_report_at_the_end_shows_mfu_and_skipped_steps(trained, monkeypatch):
     monkeypatch.setattr(held_out_figures, "show_example", lambda *arguments: "")
     metrics = json.loads((trained / "metrics.json").read_text()) | {"train_mfu": 0.4567}
-    said = held_out_figures.report(trained, None, None, metrics, {}, [])
+    said = held_out_figures.report(trained, None, None, metrics, {}, [], 1000)
     assert "45.7% of the peak (MFU)" in said and "left out" not in said
-    said = held_out_figures.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [])
+    said = held_out_figures.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [], 1000)
     assert "steps skipped because their loss or gradient was not finite: 1,234\n" in said
 
 

@@ -202,6 +202,7 @@ def test_a_true_pair_that_fits_is_adjacent_to_the_word(numbered, tmp_path):
 @pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
 def test_the_shares_of_masks_are_bert_s_and_labels_are_the_true_tokens(numbered, tmp_path, masking):
     options = ["--max_steps=25", "--global_batch_size=32", f"--masking={masking}", "--objective=none"]
+    options.append("--mlm_probability=0.15")
     trained, _ = batches_of(numbered, tmp_path / "out", *options, model_class=D2lBertForMaskedLM)
     counts = dict.fromkeys(("tokens", "chosen", "mask", "kept", "random"), 0)
     for batch in trained:
