@@ -35,7 +35,8 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 NOT_RUN = {
     "make demo": "trains for minutes; tests/test_demo_environment.py has what it installs",
     ". .venv/bin/activate": "the test runs in an environment of its own",
-    ".venv/bin/python -m pip install": "installs from the network; tests/test_packaging.py installs the package",
+    "pip install": "installs from the network; tests/test_packaging.py installs the package",
+    ".venv/bin/python -m pip install": "the same",
     "accelerate launch": "the launchers' own parsers read these below, and tests/test_distributed.py launches",
     "torchrun": "the same",
     "sbatch": "needs SLURM; tried below with stand-ins",
