@@ -118,7 +118,7 @@ def short(command):
     ]
     words = [found for word in words for found in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     if name == "pretrain":
-        for option in ("--max_steps", "--max_minutes"):
+        for option in ("--max_steps", "--max_minutes", "--num_train_epochs"):
             if option in words:
                 del words[words.index(option) : words.index(option) + 2]
         words += [] if "--init_from" in words else SIZES
