@@ -139,7 +139,7 @@ def card_of(
         is_prepared=record.get("corpus_is_prepared"),
         checkpoint_step=record.get("checkpoint_step"),
         checkpoint_words=record.get("checkpoint_words"),
-        about=(release or {}).get("recipe", {}).get("about"),
+        about=(release or {}).get("recipe", {}).get("about", "").strip(),
         glance_rows=_glance_rows(run, data, metrics, config, parameters, bool(release)),
         data_rows=_data_rows(run, data) if data else [],
         procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
@@ -231,8 +231,8 @@ def _glance_rows(run, data, metrics, config, parameters, is_release):
     size = f"{parameters:,} parameters: {config['num_hidden_layers']} layers, hidden size {config['hidden_size']}"
     rows = [
         ("size", size),
-        ("training text", f"{data['corpus_name']}, {words:,} words"),
-        ("words seen in training", f"{seen:,.0f}, {seen / words:.1f} passes over the text" if seen else None),
+        ("text", f"{words:,} words ({data['corpus_name']})"),
+        ("words seen in training", f"{seen:,.0f}: {seen / words:.1f} passes over the text" if seen else None),
         ("masked tokens predicted, on held-out text", by_name.get("eval_mlm_accuracy")),
         ("order of two segments predicted (chance: 50 %)", ", ".join(pair)),
         ("BLiMP, grammar in minimal pairs (chance: 50 %)", by_name.get(BLIMP) if is_release else None),

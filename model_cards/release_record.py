@@ -127,7 +127,6 @@ def make_again_section(release: dict, record: dict, metrics: dict) -> str:
         ("SHA-256 of `model.safetensors`", f"`{release['weights_sha256']}`"),
         ("machine", f"{device}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}"),
         ("trained with", f"`d2l-bert pretrain {' '.join(flags(recipe['pretrain']))} --seed {recipe['seed']}`"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         (
             "code of d2l-bert",
             f"{record['versions']['d2l-bert']}, commit `{release['commit']}`, fingerprint `{release['code']}`",
@@ -144,6 +143,9 @@ def make_again_section(release: dict, record: dict, metrics: dict) -> str:
         ),
         "The same processor, number of threads, versions and code give the same bytes of the weights:",
         _table(("what", "here"), rows),
+        "<details><summary>versions of all packages</summary>\n\n"
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + "\n\n</details>",
     ]
     known = deviations(release, metrics)
     rows = [
