@@ -74,14 +74,14 @@ FINETUNED_COLUMNS = ("task", "from this model", "from scratch", "seeds", "differ
 # For each figure of the card that a run or an evaluation of a text has: its key in metrics.json and how it is written.
 TEXT_FIGURES = {
     "MLM loss": ("mlm_loss", "{:.3f} nats", 1),
-    "MLM perplexity": ("perplexity", "{:.1f}", 1),
+    "MLM perplexity": ("perplexity", "{:,.1f}", 1),
     "MLM accuracy": ("mlm_accuracy", "{:.1f} %", 100),
     "MLM top-5 accuracy": ("mlm_top_5_accuracy", "{:.1f} %", 100),
     "NSP loss": ("nsp_loss", "{:.3f} nats", 1),
     "NSP accuracy": ("nsp_accuracy", "{:.1f} %", 100),
     "SOP loss": ("sop_loss", "{:.3f} nats", 1),
     "SOP accuracy": ("sop_accuracy", "{:.1f} %", 100),
-    "pseudo-perplexity of a word": ("pseudo_perplexity", "{:.1f}", 1),
+    "pseudo-perplexity of a word": ("pseudo_perplexity", "{:,.1f}", 1),
 }
 
 
