@@ -121,7 +121,7 @@ def card_of(
         name=name,
         quoted_name=quoted(name),
         shell_name=shlex.quote(name),
-        prompt=quoted(prompts[0] if prompts else "Paris is the [MASK] of France."),
+        prompt=quoted(min(prompts, key=len) if prompts else "Paris is the [MASK] of France."),
         auto_class=auto_class(config),
         pipeline_tag=pipeline_tag,
         parameters=parameters,
