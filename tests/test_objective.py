@@ -92,7 +92,7 @@ def test_metrics_and_card_are_named_after_the_objective(pretrained, objective):
     figures = figures_of(folder)
     assert wanted <= figures and not any(other in name for name in figures)
     task, card = PAIR_TASKS[objective], (folder / "README.md").read_text()
-    assert f"a {task.name} ({task.short}) head" in card and f"A coin gets an {task.short} loss of 0.693" in card
+    assert f"a {task.name} ({task.short}) head" in card and f"Chance is an {task.short} loss of 0.693" in card
     assert f"`AutoModelForNextSentencePrediction` ({task.meaning})" in card
     assert f"  {task.short} loss" in said and f"  {task.claim}: " in said and f"P({task.labels[0]})" in said
     for text in (card, said):
