@@ -180,7 +180,6 @@ def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
     for ending, metrics in (("", tuned), (FROM_SCRATCH, from_scratch)):
         entries[f"{key}{ending}"] = metrics["mean"][split][name]
         entries[f"{key}{ending}{FINETUNED_SD}"] = metrics["sd"][split][name]
-        entries[f"{key}{ending}:learning_rate"] = metrics["learning_rate"]
     return entries
 
 

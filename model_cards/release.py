@@ -38,6 +38,7 @@ from d2l_bert.model_cards.release_record import (
     make_record,
     verdict,
 )
+from d2l_bert.tokenization.cache import fingerprint
 
 
 DESCRIPTION = """\
@@ -242,7 +243,8 @@ def evaluate(recipe: Recipe, given: dict[str, Path], folder: Path, environment: 
 def finetune(recipe: Recipe, task: str, texts: dict[str, Text], given: dict[str, Path], folder: Path) -> None:
     """
     Fine-tune a model for a task, and the same architecture from scratch, in folders beside it; add the figures of both
-    to the model's metrics.json. Training that was interrupted goes on.
+    to the model's metrics.json. Training that was interrupted goes on; what is finished is not done again. Other
+    weights, options or rows have folders of other names.
 
     Raises:
         UserError: the folder holds no model of this release.
@@ -254,7 +256,9 @@ def finetune(recipe: Recipe, task: str, texts: dict[str, Text], given: dict[str,
     check_made(before, release, folder)
     found = []
     for from_scratch in ("false", "true"):
-        tuned = folder.with_name(f"{folder.name}-{task}{'-from-scratch' if from_scratch == 'true' else ''}")
+        rows = [texts[name].fingerprints for name, _ in texts_of(options)]
+        inputs = fingerprint([release["weights_sha256"], options, rows, from_scratch])
+        tuned = folder.with_name(f"{folder.name}-{task}-{inputs[:8]}")
         how = ["--resume_from_checkpoint", "latest"] if (tuned / RUN_FILE).exists() else []
         words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", str(tuned), *how]
         if not (tuned / METRICS_FILE).exists():

@@ -261,10 +261,8 @@ def figures_table(release: dict, recorded: dict, compared: list[Compared]) -> li
         release, recorded: the contents of release.json and metrics.json of the recorded model.
     """
     width = max((len(each.metric.name) for each in compared), default=0)
-    lines, known = (
-        [f"  {'':{width}}  {'recorded':>13}  {'here':>13}  within the deviations"],
-        deviations(release, recorded),
-    )
+    lines = [f"  {'':{width}}  {'recorded':>13}  {'here':>13}  within the deviations"]
+    known = deviations(release, recorded)
     for each in compared:
         unit, judged = each.metric.unit, ""
         if each.within is not None:

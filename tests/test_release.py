@@ -18,6 +18,7 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards import release
+from d2l_bert.model_cards.figures import evaluation_section
 from d2l_bert.model_cards.release_recipe import check_texts, flags, read_recipe, read_texts
 from d2l_bert.model_cards.release_record import compare_figures, deviations, differences, verdict
 from d2l_bert.tokenization.cache import fingerprint
@@ -183,14 +184,19 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
     make(root, {"TABLES": given["TABLES"]}, folder, task="places", record=True)
     assert [words[words.index("--from_scratch") + 1] for words in in_process[2:]] == ["false", "true"]
     metrics = read_json(folder / "metrics.json")
-    for ending, place in (("", "made-places"), (":from_scratch", "made-places-from-scratch")):
-        tuned = read_json(tmp_path / place / "metrics.json")
+    tuned = [next(Path(word) for word in words if "made-places-" in word) for words in in_process[2:]]
+    for ending, place in zip(("", ":from_scratch"), tuned, strict=True):
+        tuned = read_json(place / "metrics.json")
         values = [seed["test"]["accuracy"] for seed in tuned["seeds"]]
         assert metrics[f"finetune/places/test_accuracy{ending}"] == pytest.approx(statistics.fmean(values))
         assert metrics[f"finetune/places/test_accuracy{ending}:sd"] == pytest.approx(statistics.stdev(values))
     assert "| places: test accuracy | " in (root / NAME / "README.md").read_text()
     make(root, {"BOOKS": given["BOOKS"]}, folder)
+    make(root, {"TABLES": given["TABLES"]}, folder, task="places")
     assert read_json(folder / "metrics.json") == metrics and len(in_process) == 4, "nothing is lost or done again"
+    changed(root, "num_seeds = 2", "num_seeds = 3")
+    make(root, {"TABLES": given["TABLES"]}, folder, task="places")
+    assert read_json(folder / "metrics.json")["finetune/places/seeds"] == 3, "other options are other trainings"
 
 
 @pytest.mark.slow
@@ -320,6 +326,19 @@ def test_the_differences_name_processor_threads_versions_options_and_text():
         "torch (2.13.0, here 2.14.0)",
         "new (none, here 1)",
     ]
+
+
+def test_the_card_says_on_which_tasks_pretraining_pays_by_two_standard_errors():
+    """Worked out by hand: of 4 seeds, deviations of 3 and 4 points make a standard error of 2.5 points."""
+    metrics = {}
+    for task, mean in (("questions", 0.851), ("twins", 0.849)):
+        key = f"finetune/{task}/test_accuracy"
+        metrics |= {key: mean, f"{key}:sd": 0.03, f"{key}:from_scratch": 0.8, f"{key}:from_scratch:sd": 0.04}
+        metrics[f"finetune/{task}/seeds"] = 4
+    section = evaluation_section(metrics)
+    assert "| questions: test accuracy | 85.1 % (3.0 %) | 80.0 % (4.0 %) | 4 | +2.0 |" in section
+    assert "| twins: test accuracy | 84.9 % (3.0 %) | 80.0 % (4.0 %) | 4 | +2.0 |" in section
+    assert "two standard errors or more, on questions." in section
 
 
 def test_a_figure_agrees_up_to_four_standard_deviations_of_a_difference():
