@@ -18,7 +18,7 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards import release
-from d2l_bert.model_cards.figures import evaluation_section
+from d2l_bert.model_cards.figures import evaluation_section, finetuned_entries
 from d2l_bert.model_cards.release_recipe import check_texts, flags, read_recipe, read_texts
 from d2l_bert.model_cards.release_record import compare_figures, deviations, differences, verdict
 from d2l_bert.tokenization.cache import fingerprint
@@ -141,6 +141,9 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
         "training_curves.png",
     }
     record, card = read_json(place / "release.json"), (place / "README.md").read_text()
+    git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
+    assert (record["commit"] or "") == head
     assert record["weights_sha256"] in card and "## Make it again" in card and "## Reproduce it" not in card
     assert "A model of the tests." in card and "two models of seeds 4 and 5" in card
     assert f"make release MODEL={NAME} BOOKS=DIR\n" in card and "| MLM loss on valid |" in card
@@ -326,6 +329,23 @@ def test_the_differences_name_processor_threads_versions_options_and_text():
         "torch (2.13.0, here 2.14.0)",
         "new (none, here 1)",
     ]
+
+
+def test_the_sides_of_a_fine_tuning_are_told_apart():
+    sides = [
+        {
+            "mean": {"test": {"accuracy": mean}},
+            "sd": {"test": {"accuracy": sd}},
+            "seeds": [{}] * 3,
+            "best_metric": "accuracy",
+        }
+        for mean, sd in ((0.8, 0.01), (0.7, 0.02))
+    ]
+    key = "finetune/places/test_accuracy"
+    assert finetuned_entries("places", *sides) == {
+        "finetune/places/seeds": 3,
+        **{key: 0.8, f"{key}:sd": 0.01, f"{key}:from_scratch": 0.7, f"{key}:from_scratch:sd": 0.02},
+    }
 
 
 def test_the_card_says_on_which_tasks_pretraining_pays_by_two_standard_errors():
