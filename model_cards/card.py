@@ -6,18 +6,23 @@ import re
 import shlex
 from pathlib import Path
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.utils import yaml_dump
-from jinja2 import UndefinedError
 from safetensors import safe_open
 
 from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
-from d2l_bert.model_cards.figures import BLIMP, evaluation_section, finite_metrics, formatted, reported_metrics
+from d2l_bert.model_cards.figures import (
+    BLIMP,
+    DEVIATIONS,
+    deviations,
+    evaluation_section,
+    finite_metrics,
+    formatted,
+    reported_metrics,
+)
 from d2l_bert.model_cards.finetuned import cell, finetuned_card
-from d2l_bert.model_cards.metadata import read_metadata, split_card
-from d2l_bert.model_cards.release_record import RELEASE_FILE, make_again_section
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.progress import counted
 
@@ -26,6 +31,7 @@ CARD_FILE = "README.md"
 RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
+RELEASE_FILE = "release.json"
 
 # The Hub's task (`pipeline_tag`) of each model class, without the prefix D2lBert.
 PIPELINE_TAGS = {
@@ -101,6 +107,7 @@ def card_of(
     elif start in (path["name"] for path in record.get("fingerprints", [])):  # a published run_config.json
         base_model = None
     pipeline_tag = PIPELINE_TAGS[head_of(config["architectures"][0])]
+    stated = deviations(release, metrics) if release else {}
     prompts = [example["text"] for example in metrics.get("predictions", [])]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
@@ -150,7 +157,14 @@ def card_of(
         ],
         further_evaluation=evaluation_section(metrics),
         machine_rows=_machine_rows(record, metrics, task),
-        make_again=make_again_section(release or {}, record, metrics),
+        release=release,
+        machine=record.get("machine", {}),
+        deviations_apart=DEVIATIONS,
+        deviation_rows=[
+            (metric.name, *(formatted(value, metric.unit) for value in (metrics[metric.key], sd, DEVIATIONS * sd)))
+            for metric in reported_metrics(metrics)
+            if (sd := stated.get(metric.key)) is not None
+        ],
         examples=[
             (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
             for example in metrics.get("predictions", [])
@@ -159,33 +173,25 @@ def card_of(
     return card.content
 
 
-def read_card(folder: Path, license: str | None = None) -> tuple[str, dict]:
+def read_card(folder: Path, license: str | None = None) -> ModelCard:
     """
-    The text of a folder's card, and its metadata. If the folder has no card, one is written from the other files.
+    A folder's card. If the folder has none, one is written from the other files.
 
     Args:
         license: replaces the licence in the card.
 
     Raises:
-        UserError: the card cannot be read, or cannot be written from the other files.
+        UserError: the card cannot be read, or its metadata is not valid.
     """
     path = folder / CARD_FILE
     try:
-        card = path.read_text(encoding="utf-8") if path.is_file() else render_card(folder)
-        metadata = read_metadata(card)
-    except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); save the file in UTF-8, or delete the file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, AttributeError, LookupError, TypeError, UndefinedError) as error:
-        raise UserError(
-            f"{path}: cannot be written from {RUN_FILE} and {METRICS_FILE} ({type(error).__name__}: {error}); put "
-            f"back the files that the run wrote, or delete them"
-        ) from None
+        card = ModelCard(path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(folder))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read ({reason}); mend it, or delete it, and it is written again") from None
     if license is not None:
-        metadata = {**metadata, "license": license}
-        card = f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{split_card(card)[1]}"
-    return card, metadata
+        card.data.license = license
+    return card
 
 
 def auto_class(config: dict) -> str:

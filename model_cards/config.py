@@ -1,6 +1,5 @@
 """The options of `d2l-bert publish`."""
 
-import re
 from dataclasses import dataclass
 
 from d2l_bert.errors import UserError
@@ -13,7 +12,7 @@ class PublishConfig:
     How a model folder is sent to the Hub. Every field is an option of `d2l-bert publish`.
 
     Raises:
-        UserError: from `check`, if an option is an empty text, or git does not allow the name of the branch.
+        UserError: from `check`, if an option is an empty text, or two contradict each other.
     """
 
     public: bool = option(
@@ -43,11 +42,7 @@ class PublishConfig:
     def check(self) -> None:
         """Check the options before anything is read or sent."""
         check_strings(self)
-        if self.revision is not None and NO_BRANCH.search(self.revision):
+        if self.public and self.create_pr:
             raise UserError(
-                f"revision {self.revision!r}: git allows no branch of this name; take letters, digits, '-' and '_'"
+                "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
             )
-
-
-# Matches names that `git check-ref-format --branch` refuses, and HEAD and @, which git reads as the current commit.
-NO_BRANCH = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/]|/\Z|(^|/)\.|\.\Z|\.lock(/|\Z)|^@\Z|^HEAD\Z")

@@ -1,12 +1,10 @@
 """Writes the figures of `d2l-bert evaluate` into a model's folder: into metrics.json and the card."""
 
-import json
 import os
 import re
 from pathlib import Path
 
-from huggingface_hub.repocard_data import eval_results_to_model_index
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub import ModelCard, ModelCardData
 
 from d2l_bert.errors import UserError, why_unwritable
 from d2l_bert.folders import read_json, write_json
@@ -18,7 +16,6 @@ from d2l_bert.model_cards.figures import (
     evaluation_section,
     replaced,
 )
-from d2l_bert.model_cards.metadata import split_card
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 
 
@@ -62,48 +59,29 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     Raises:
         UserError: the card cannot be read, or the folder cannot be written.
     """
-    before = read_json(folder / METRICS_FILE)
+    before, path = read_json(folder / METRICS_FILE), folder / CARD_FILE
     metrics = replaced(before, text, figures, blimp)
-    path = folder / CARD_FILE
-    has_card = path.is_file()
     is_ours = read_json(folder / "config.json").get("model_type") == D2lBertConfig.model_type
     try:
         write_json(folder / METRICS_FILE, metrics)
-        if not has_card and is_ours:
-            card = render_card(folder)
-        else:
-            content, metadata = read_card(folder) if has_card else (f"# {folder.resolve().name}\n", _new_metadata())
-            body = split_card(content)[1] if has_card else content
+        if path.is_file() or not is_ours:
+            metadata = ModelCardData(library_name="transformers", pipeline_tag="fill-mask")
+            new = f"---\n{metadata}\n---\n# {folder.resolve().name}\n"
+            card = read_card(folder) if path.is_file() else ModelCard(new)
             names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
             found = eval_results(metrics, read_json(folder / RUN_FILE).get("data", {}))
-            found = [result for result in found if result.metric_name in names]
-            metadata = _with_results(metadata, names, found, folder)
-            card = (
-                f"---\n{yaml_dump(metadata, sort_keys=False)}---\n{_with_section(body, evaluation_section(metrics))}"
-            )
+            kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
+            card.data.eval_results = kept + [result for result in found if result.metric_name in names]
+            card.data.model_name = card.data.model_name or folder.resolve().name
+            card.text = _with_section(card.text, evaluation_section(metrics))
+            content = card.content
+        else:
+            content = render_card(folder)
         partial = path.with_name(f".{path.name}.part")
-        partial.write_text(card, encoding="utf-8")
+        partial.write_text(content, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {why_unwritable(error, '')}") from None
-
-
-def _new_metadata():
-    return {"library_name": "transformers", "pipeline_tag": "fill-mask"}
-
-
-def _with_results(metadata, names, results, folder):
-    """The metadata with these results in `model-index`, instead of earlier figures with these names."""
-    entries = metadata.get("model-index") or [{"name": folder.resolve().name, "results": []}]
-    first = entries[0]
-    kept = []
-    for result in first.get("results") or []:
-        others = [metric for metric in result["metrics"] if metric.get("name") not in names]
-        if others:
-            kept.append({**result, "metrics": others})
-    added = eval_results_to_model_index(first["name"], results)[0]["results"] if results else []
-    first = {**first, "results": kept + json.loads(json.dumps(added))}
-    return {**metadata, "model-index": [first, *entries[1:]]}
 
 
 def _with_section(body, section):

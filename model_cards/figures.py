@@ -21,6 +21,11 @@ BLIMP_PHENOMENON = f"{BLIMP}/"
 FINETUNED = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
 FINETUNED_SD, FROM_SCRATCH = ":sd", ":from_scratch"
 
+# Two models' figures agree if they differ by at most this many standard deviations of one model. The difference of two
+# models has sqrt(2) standard deviations, so this is four of the difference: chance alone exceeds that in 1.6 % of the
+# cases if the deviation was measured on five models, and in 5.7 % if on three.
+DEVIATIONS = 4 * math.sqrt(2)
+
 # For each score of a sentence: how it is computed.
 SCORES = {
     "pll": "pseudo-log-likelihood, each token masked alone",
@@ -121,6 +126,19 @@ def _of_text_figures(task):
         known[f"{task.key}_accuracy"] = ReportedMetric(f"{task.short} accuracy", "", "%", *pair, "accuracy")
     known["pseudo_perplexity"] = ReportedMetric("pseudo-perplexity of a word", "", "", *mlm, "perplexity")
     return known
+
+
+def deviations(release: dict, metrics: dict) -> dict[str, float]:
+    """
+    The standard deviations of a model's figures between models of other seeds, by their keys in metrics.json.
+
+    Args:
+        release: the content of release.json; its recipe has them for what was pretrained.
+        metrics: the content of metrics.json; it has them for what was fine-tuned, over the seeds of the fine-tuning.
+    """
+    known = {metric.key: metrics.get(f"{metric.key}{FINETUNED_SD}") for metric in reported_metrics(metrics)}
+    known = {key: release["recipe"]["deviations"].get(key, sd) for key, sd in known.items()}
+    return {key: sd for key, sd in known.items() if sd is not None}
 
 
 def formatted(value: float, unit: str) -> str:

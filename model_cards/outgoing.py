@@ -8,15 +8,14 @@ import shlex
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, quoted, read_card
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, quoted, read_card
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE
-from d2l_bert.model_cards.metadata import read_metadata
-from d2l_bert.model_cards.release_record import RELEASE_FILE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP
 from d2l_bert.tokenization.wordpiece import pieces
@@ -82,7 +81,7 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
     if record:
         files[RUN_FILE] = _json(without_paths(record))
-    files[CARD_FILE] = read_card(folder, config.license)[0].encode()
+    files[CARD_FILE] = read_card(folder, config.license).content.encode()
     check_private(folder, files, record)
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -173,7 +172,7 @@ def with_repository_in_card(
         revision: the tag or branch to name in the examples; None for none.
     """
     card = files[CARD_FILE].decode()
-    names = {name, *(model["name"] for model in read_metadata(card).get("model-index") or [])}
+    names = {name, ModelCard(card).data.model_name or name}
     names |= set(re.findall("^# (.+)$", card, re.MULTILINE))
     names |= set(re.findall(rf'from_pretrained\("([^"]+)", revision="{TAG}[0-9a-f]{{12}}"', card))
     for called in names:

@@ -1,29 +1,21 @@
 """Sends a finished model folder to the Hub: checks it, sends its files in one commit, tags the commit."""
 
 import contextlib
-import json
 import logging
 import re
-import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, constants
-from huggingface_hub.errors import (
-    HTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id
 
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, auto_class
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import check_folder
-from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.model_cards.outgoing import is_written, listing, outgoing, read_object, with_repository_in_card
 from d2l_bert.progress import counted
 from d2l_bert.tokenization.sources import PYTHON_DOCS
@@ -53,16 +45,10 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
     config.check()
     check_repo_id(repo_id)
-    if config.public and config.create_pr:
-        raise UserError(
-            "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
-        )
     check_folder(folder, config.changed_code, config.license)
     files, tag = outgoing(folder, config)
     name = folder.resolve().name
     if config.dry_run:
-        if config.public:
-            warn_on_dry_run(repo_id)
         text = listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
         return "\n".join(filter(None, (text, quotes_of_text(files))))
     return send(files, tag, name, repo_id, config)
@@ -112,7 +98,6 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
     with hub_errors(repo_id):
         repo_id = full_repo_id(api, repo_id)
-        check_datasets(api, files)
         if config.public:
             warn_of_earlier_commits(api, repo_id)
         api.create_repo(repo_id, private=True, exist_ok=True)
@@ -170,18 +155,6 @@ def warn_of_earlier_commits(api: HfApi, repo_id: str) -> None:
             )
 
 
-def warn_on_dry_run(repo_id: str) -> None:
-    """As `warn_of_earlier_commits`; if the Hub cannot be asked, warn that the repository may be private."""
-    api = HfApi()
-    try:
-        with hub_errors(repo_id):
-            warn_of_earlier_commits(api, full_repo_id(api, repo_id))
-    except UserError:
-        logger.warning(
-            f"the Hub could not be asked: if {repo_id} exists and is private, everybody will see the earlier commits"
-        )
-
-
 def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
     """Three lines of Python that load this revision of the model without the package d2l_bert."""
     loader = auto_class(config)
@@ -191,20 +164,6 @@ def loading_lines(repo_id: str, revision: str | None, config: dict) -> str:
   from transformers import {loader}, AutoTokenizer
   model = {loader}.from_pretrained({there}{code})
   tokenizer = AutoTokenizer.from_pretrained({there}{code})"""
-
-
-def check_datasets(api: HfApi, files: dict[str, Path | bytes]) -> None:
-    """Raise `UserError` if the card names a data set that the Hub lacks. Those that the run loaded are not checked."""
-    named = read_metadata(files[CARD_FILE].decode()).get("datasets") or []
-    loaded = read_object(files, RUN_FILE).get("data", {}).get("hub_datasets", [])
-    for name in [named] if isinstance(named, str) else named:
-        try:
-            if name not in loaded:
-                api.dataset_info(name)
-        except RepositoryNotFoundError:
-            raise UserError(
-                f"{CARD_FILE}: datasets names {name}, which the Hub does not know; give its id there, or take it out"
-            ) from None
 
 
 def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
@@ -224,72 +183,32 @@ def left_over(info: ModelInfo, files: dict[str, Path | bytes]) -> list[str]:
 @contextlib.contextmanager
 def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
     """
-    Raise errors of the Hub, the network or the Hub's client as `UserError`, in one line with the mend.
+    Raise errors of the Hub, the network or the Hub's client as `UserError`, in one line with the way out.
 
     Args:
-        again: the mend for errors after which the same request may succeed.
+        again: the way out for errors after which the same request may succeed.
     """
-    try:
-        with retries_said_once():
-            yield
-    except (OSError, HTTPError, RuntimeError, KeyError, UnicodeEncodeError, json.JSONDecodeError) as error:
-        # A failed upload is a RuntimeError whose cause may be any exception, as upload threads share a connection.
-        is_upload = isinstance(error, RuntimeError) and "Error while uploading" in str(error)
-        reason = (error.__cause__ if is_upload else None) or error
-        line = explanation(reason, again)
-        if line is None and is_upload:
-            line = f"the connection broke during an upload ({reason}); {again}"
-        if line is None:
-            raise
-        raise UserError(f"{repo_id}: {line}") from None
-
-
-@contextlib.contextmanager
-def retries_said_once() -> Iterator[None]:
-    """Replace the client's log messages about repeated requests, which show internal addresses, by one line."""
-    was_said = threading.Event()
-
-    def pass_on(record):
-        if "thrown while requesting" not in record.getMessage() and "Retrying in" not in record.getMessage():
-            return True
-        if not was_said.is_set():
-            was_said.set()
-            logger.warning(f"{constants.ENDPOINT} does not answer as it should; trying again for up to half a minute")
-        return False
-
-    client = logging.getLogger("huggingface_hub.utils._http")
-    client.addFilter(pass_on)
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # the client's warnings about repeated requests show signed addresses
     try:
         yield
+    except (OSError, HTTPError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and error.__cause__ is None:
+            raise
+        # A failed upload is a RuntimeError whose cause is the reason.
+        reason = error.__cause__ if isinstance(error, RuntimeError) else error
+        raise UserError(f"{repo_id}: {explanation(reason, again)}") from None
     finally:
-        client.removeFilter(pass_on)
+        hub_logging.set_verbosity(verbosity)
 
 
-def explanation(error: BaseException, again: str) -> str | None:
-    """The reason and the mend for an error of the Hub's client; None for any other error."""
+def explanation(error: BaseException, again: str) -> str:
+    """The reason and the way out for an error of the Hub's client."""
     said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
     status = getattr(getattr(error, "response", None), "status_code", None)
-    log_in = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
-    if isinstance(error, LocalTokenNotFoundError):
-        return f"no token for the Hub here; {log_in}"
-    if isinstance(error, UnicodeEncodeError):
-        return f"the token has characters that no token has; {log_in}"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so no request is sent; unset HF_HUB_OFFLINE to publish"
-    if isinstance(error, RevisionNotFoundError):
-        return f"the Hub has no such revision ({said}); a pull request needs an existing branch"
-    if status == 401 and not isinstance(error, RepositoryNotFoundError):
-        return f"the Hub does not accept the token ({said}); {log_in}"
-    if status == 403:
-        return f"the token may not write there ({said}); give a repository of your own, or {log_in}"
-    if status in (408, 412, 429):
-        return f"the Hub asks to try again ({status}: {said}); {again}"
-    if status is not None and status >= 500:
-        return f"the Hub failed ({status}: {said}); {again}"
-    if status is not None:
-        return f"the Hub refuses ({status}: {said})"
-    if isinstance(error, (KeyError, json.JSONDecodeError)):
-        return f"{constants.ENDPOINT} does not answer like the Hub ({said}); check HF_ENDPOINT"
-    if isinstance(error, (HTTPError, ConnectionError, TimeoutError)):
-        return f"{constants.ENDPOINT} cannot be reached ({said}); {again}"
-    return None
+    said = f"{status}: {said}" if status else said
+    if isinstance(error, LocalTokenNotFoundError) or status in (401, 403):
+        return f"no token, or not the right one ({said}); log in with `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, ValueError) or (status and status < 500 and status not in (408, 412, 429)):
+        return f"{constants.ENDPOINT} refuses, or is no Hub ({said})"
+    return f"{constants.ENDPOINT} cannot be reached, or failed ({said}); {again}"

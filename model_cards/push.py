@@ -15,7 +15,7 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.model_cards.metadata import check_metadata
+from d2l_bert.model_cards.licenses import check_license
 from d2l_bert.model_cards.outgoing import outgoing, published_files
 from d2l_bert.model_cards.publish import (
     AGAIN,
@@ -51,7 +51,7 @@ def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) 
     check_repo_id(repo_id)
     if license is None:
         raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
-    check_metadata({"license": license})
+    check_license(license)
     with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
         api = HfApi()
         repo_id = full_repo_id(api, repo_id)

@@ -1,6 +1,7 @@
-"""Makes a released model again and compares it with its record, or records it anew (`make release MODEL=NAME`)."""
+"""Makes a released model from its recipe and compares it with its record (`make release MODEL=NAME`)."""
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -8,37 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-from packaging.utils import canonicalize_name
-from packaging.version import Version
-
-from d2l_bert.errors import UserError, why_unwritable
+from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
-from d2l_bert.model_cards.figures import finetuned_entries
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.figures import DEVIATIONS, deviations, finetuned_entries, formatted, reported_metrics
 from d2l_bert.model_cards.outgoing import without_paths
-from d2l_bert.model_cards.release_recipe import (
-    RELEASES,
-    Recipe,
-    Text,
-    check_texts,
-    flags,
-    read_recipe,
-    read_texts,
-    texts_of,
-)
-from d2l_bert.model_cards.release_record import (
-    RELEASE_FILE,
-    compare_figures,
-    differences,
-    figures_table,
-    installed_versions,
-    make_record,
-    verdict,
-)
 from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.python_docs import required_distributions
+from d2l_bert.tokenization.sources import file_source
 
 
 DESCRIPTION = """\
@@ -53,57 +36,35 @@ scratch, for one task of the recipe. A model that is made already is not trained
 interrupted goes on. The exit code is 0 if the bytes are the same or all figures lie within the deviations that the
 record states, and 1 if a figure does not."""
 
-# Variables of the environment that change the order of sums or the instructions, and with them the bytes.
-UNSET = (
-    *("OMP_DYNAMIC", "OMP_THREAD_LIMIT", "MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
-    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
-)
+RELEASES = Path(__file__).parent  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
+
+# The packages whose code decides the weights. Folders below them do not.
+CODE = ("d2l_bert", "d2l_bert.tokenization", "d2l_bert.modeling", "d2l_bert.training")
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """
-    Run the command.
-
-    Returns:
-        0 if the bytes are the same, all figures lie within their deviations, or the model was recorded; 1 if a figure
-        does not; 2 for an error that the user can mend.
-    """
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m d2l_bert.model_cards.release",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the release, a folder of model_cards/")
+    parser.add_argument("name", metavar="NAME", help="the release, a folder of model_cards/")
     parser.add_argument("texts", nargs="*", metavar="TEXT=DIR", help="the folders of texts, such as BOOKS=DIR")
     parser.add_argument("--output_dir", type=Path, metavar="DIR", help="folder for the model; default: build/NAME")
     parser.add_argument("--overwrite_output_dir", action="store_true", help="make a model anew that is there already")
     parser.add_argument("--task", metavar="TASK", help="a task of the recipe to fine-tune the finished model for")
     parser.add_argument("--record", action="store_true", help="write the record into model_cards/NAME")
     arguments = parser.parse_args(argv)
+    given = {name: Path(folder).absolute() for name, _, folder in (text.partition("=") for text in arguments.texts)}
+    folder = arguments.output_dir or Path("build", arguments.name)
     try:
-        return release(
-            arguments.name,
-            folders_of_texts(arguments.texts, read_texts()),
-            arguments.output_dir or Path("build", arguments.name),
-            arguments.overwrite_output_dir,
-            arguments.record,
-            arguments.task,
-        )
+        return release(arguments.name, given, folder, arguments.overwrite_output_dir, arguments.record, arguments.task)
     except UserError as error:
         print(f"release: error: {error}", file=sys.stderr)
         return 2
-
-
-def folders_of_texts(words: list[str], known: dict[str, Text]) -> dict[str, Path]:
-    """The folder of each text, from words such as `BOOKS=DIR`."""
-    given = {}
-    for word in words:
-        name, _, folder = word.partition("=")
-        if name not in known or not folder:
-            raise UserError(f"{word}: give TEXT=DIR, with one of the texts {', '.join(known)}")
-        given[name] = Path(folder).absolute()
-    return given
 
 
 def release(
@@ -124,178 +85,172 @@ def release(
         overwrite: make the model anew if it is there.
         record: write the record.
         task: fine-tune the model in `folder`, which is made already, for this task of the recipe.
-        root: holds a folder for each release, with its recipe and its record.
+        root: the folder of the releases.
 
     Returns:
-        The exit code, as `main`.
+        0 if the bytes are the same, all figures lie within their deviations, or there is no record; else 1.
 
     Raises:
         UserError: a text is missing or is not that of the release, or the folder holds another model.
         SystemExit: a command failed, or was interrupted; it has said why.
     """
-    texts = read_texts(root)
-    recipe, recorded = read_recipe(name, texts, root), read_json(root / name / RELEASE_FILE)
-    if task and task not in recipe.finetune:
-        raise UserError(f"{task}: no task of {name}; give one of {', '.join(recipe.finetune) or 'another release'}")
-    needed = recipe.finetune[task] if task else recipe.pretrain
-    for options in (needed, *(() if task else recipe.evaluate.values())):
-        if options is needed or all(text in given for text, _ in texts_of(options)):
-            check_texts(options, texts, given)
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{name} is made on a GPU, and PyTorch sees none here; make it on a machine with one")
-    if record:
-        check_pins(RELEASES.parent / "constraints.txt", installed_versions())
+    recipe, texts = read_recipe(name, root), tomllib.loads((root / "texts.toml").read_text())
     if task:
         finetune(recipe, task, texts, given, folder)
     else:
         make(recipe, texts, given, folder, overwrite)
     (folder / CARD_FILE).write_text(render_card(folder, name), encoding="utf-8")
-    finished = read_json(folder / RELEASE_FILE)
+    place = root / name
     if record:
-        write_record(folder, root / name)
-        print(f"{name}: recorded in {root / name}, SHA-256 {finished['weights_sha256']}")
+        write_json(place / RUN_FILE, without_paths(read_json(folder / RUN_FILE)))
+        for file in ("config.json", METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
+            shutil.copyfile(folder / file, place / file)
+    if not (place / RELEASE_FILE).exists():
+        print(f"{name}: made in {folder}; there is no record to compare with")
         return 0
-    if not recorded:
-        print(f"{name}: made in {folder}, SHA-256 {finished['weights_sha256']}; there is no record to compare with")
-        return 0
-    return compare(name, folder, root / name)
+    return compare(folder, place)
+
+
+def read_recipe(name: str, root: Path = RELEASES) -> dict:
+    """
+    The recipe of a release, with the entries of its `release.toml`:
+
+    - `about`: a sentence or two for the top of the card;
+    - `device` (`cpu` or `cuda`), `threads` and `seed` of the run;
+    - `deviations`: standard deviations between models of other seeds, by the keys of metrics.json; and `source`, which
+      says what they were measured on;
+    - `pretrain`: options of `d2l-bert pretrain`;
+    - `evaluate`, `finetune`: by a name, options of `d2l-bert evaluate` and of `d2l-bert finetune`.
+
+    Raises:
+        UserError: there is no such release.
+    """
+    known = sorted(path.parent.name for path in root.glob("*/release.toml"))
+    if name not in known:
+        raise UserError(f"{name}: no such release; give the name of one: {', '.join(known)}")
+    return {"name": name, "evaluate": {}, "finetune": {}, **tomllib.loads((root / name / "release.toml").read_text())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options with texts: `$BOOKS/train` stands for the folder `train` of the text BOOKS
+
+
+def texts_of(options: dict) -> list[tuple[str, str]]:
+    """The texts that options name: pairs of a name and the first folder below, which may be empty."""
+    return list(dict.fromkeys(re.findall(r'"\$([A-Z]+)(?:/([\w-]+))?', json.dumps(options))))
+
+
+def flags(options: dict, given: dict[str, Path] | None = None) -> list[str]:
+    """
+    Options as words of a command line.
+
+    Args:
+        given: the folder of each text; without it, `$BOOKS/train` becomes `BOOKS/train`, as the card shows it.
+    """
+    words = []
+    for name, value in options.items():
+        values = [str(entry) for entry in (value if isinstance(value, list) else [value])]
+        words += [
+            f"--{name}",
+            *(re.sub(r"^\$([A-Z]+)", lambda text: str((given or {}).get(text[1], text[1])), each) for each in values),
+        ]
+    return words
+
+
+def check_texts(options: dict, texts: dict[str, dict], given: dict[str, Path]) -> None:
+    """Raise `UserError` if a text that the options name is not given, or has other files than that of the release."""
+    for name, below in texts_of(options):
+        text = texts[name]
+        way_out = f"give {name}=DIR with {text['what']} (from {text['source']})"
+        if name not in given:
+            raise UserError(f"{name} is missing: {way_out}")
+        below = below if below in text["fingerprints"] else "."
+        folder, expected = given[name] / below, text["fingerprints"][below]
+        found = fingerprint(file_source(folder).identity) if folder.is_dir() else "none"
+        if found != expected:
+            raise UserError(f"{folder}: its files have the fingerprint {found}, not {expected}; {way_out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Making a model
 
 
-def make(recipe: Recipe, texts: dict[str, Text], given: dict[str, Path], folder: Path, overwrite: bool) -> None:
+def make(recipe: dict, texts: dict[str, dict], given: dict[str, Path], folder: Path, overwrite: bool) -> None:
     """
-    Train a model and evaluate it. What an earlier call has done is not done again.
+    Train a model and evaluate it. What an earlier call has done with the same options is not done again.
 
-    Raises:
-        UserError: the folder holds a model that was made in another way, and `overwrite` is not given.
+    An evaluation whose texts are not given is left out, which is said.
     """
-    environment, before = environment_of(recipe), read_json(folder / RELEASE_FILE)
-    if before and not overwrite:
-        check_made(before, make_record(recipe, texts, folder), folder)
-        print(f"{folder}: made before; --overwrite_output_dir makes it anew", file=sys.stderr)
-    else:
+    check_texts(recipe["pretrain"], texts, given)
+    before = {} if overwrite else read_json(folder / RELEASE_FILE)
+    if not before:
         (folder / RELEASE_FILE).unlink(missing_ok=True)
-        is_replaced = overwrite and (folder / RUN_FILE).exists()
-        how = ["--overwrite_output_dir"] if is_replaced else ["--resume_from_checkpoint", "latest"]
-        options = [*flags(recipe.pretrain, given), "--seed", str(recipe.seed), "--output_dir", str(folder), *how]
-        run(["pretrain", *options], environment)
-    measured = {} if overwrite else before.get("measured", {})
-    write_json(folder / RELEASE_FILE, {**make_record(recipe, texts, folder), "measured": measured})
-    evaluate(recipe, given, folder, environment)
-
-
-def check_made(done: dict, now: dict, folder: Path) -> None:
-    """
-    Refuse a model that was made in another way than it would be made now.
-
-    Args:
-        done: the content of release.json in the folder.
-        now: the same for a model that is made now with the folder's weights.
-    """
-
-    if done["weights_sha256"] != now["weights_sha256"]:
-        raise UserError(
-            f"output_dir {folder}: its weights have changed since they were made; make them anew with "
-            f"--overwrite_output_dir, or name another folder"
-        )
-
-    def how(release):
-        recipe = release["recipe"]
-        return {
-            "options of [pretrain]": recipe["pretrain"],
-            "device, threads or seed": [recipe["device"], recipe["threads"], recipe["seed"]],
-            "processors": release["processor_details"],
-            "packages": release["versions"],
-            "code of d2l-bert": release["code"],
-            "texts": [release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])],
-        }
-
-    before = how(done)
-    for name, value in how(now).items():
-        if before[name] != value:
-            raise UserError(
-                f"output_dir {folder}: holds a model that was made with other {name}; make it anew with "
-                f"--overwrite_output_dir, or name another folder"
-            )
-
-
-def evaluate(recipe: Recipe, given: dict[str, Path], folder: Path, environment: dict[str, str]) -> None:
-    """
-    Evaluate a model as its recipe says, and add the figures to its metrics.json.
-
-    What was measured before with the same options is not measured again. A measurement whose texts are not given is
-    left out, which is said.
-    """
-    for name, options in recipe.evaluate.items():
-        release, label = read_json(folder / RELEASE_FILE), f"evaluate {name}"
-        if release["measured"].get(label) == options:
+        how = ["--overwrite_output_dir"] if overwrite else ["--resume_from_checkpoint", "latest"]
+        words = [*flags(recipe["pretrain"], given), "--seed", recipe["seed"], "--output_dir", folder, *how]
+        run(recipe, "pretrain", *words)
+    made = {**record_of(recipe, texts, folder), "measured": before.get("measured", {})}
+    check_made(before, made, folder)
+    write_json(folder / RELEASE_FILE, made)
+    for name, options in recipe["evaluate"].items():
+        if made["measured"].get(f"evaluate {name}") == options:
             continue
         if missing := [text for text, _ in texts_of(options) if text not in given]:
-            print(f"{label}: not measured; give {missing[0]}=DIR to measure it", file=sys.stderr)
+            print(f"evaluate {name}: not measured; give {missing[0]}=DIR to measure it", file=sys.stderr)
             continue
-        run(["evaluate", str(folder), *flags(options, given), "--update_card", "true"], environment)
-        write_json(folder / RELEASE_FILE, {**release, "measured": {**release["measured"], label: options}})
+        check_texts(options, texts, given)
+        run(recipe, "evaluate", folder, *flags(options, given), "--update_card", "true")
+        made["measured"][f"evaluate {name}"] = options
+        write_json(folder / RELEASE_FILE, made)
 
 
-def finetune(recipe: Recipe, task: str, texts: dict[str, Text], given: dict[str, Path], folder: Path) -> None:
+def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, Path], folder: Path) -> None:
     """
     Fine-tune a model for a task, and the same architecture from scratch, in folders beside it; add the figures of both
     to the model's metrics.json. Training that was interrupted goes on; what is finished is not done again. Other
     weights, options or rows have folders of other names.
 
     Raises:
-        UserError: the folder holds no model of this release.
+        UserError: the recipe has no such task, or the folder holds no model of this release.
     """
-    before, options = read_json(folder / RELEASE_FILE), recipe.finetune[task]
+    if task not in recipe["finetune"]:
+        raise UserError(f"{task}: no task of {recipe['name']}; give one of {', '.join(recipe['finetune']) or 'none'}")
+    options, before = recipe["finetune"][task], read_json(folder / RELEASE_FILE)
+    check_texts(options, texts, given)
     if not before:
-        raise UserError(f"output_dir {folder}: there is no model of {recipe.name}; make it first, without TASK")
-    release = make_record(recipe, texts, folder)
-    check_made(before, release, folder)
+        raise UserError(f"output_dir {folder}: there is no model of {recipe['name']}; make it first, without TASK")
+    made = record_of(recipe, texts, folder)
+    check_made(before, made, folder)
+    rows = [texts[name]["fingerprints"] for name, _ in texts_of(options)]
     found = []
     for from_scratch in ("false", "true"):
-        rows = [texts[name].fingerprints for name, _ in texts_of(options)]
-        inputs = fingerprint([release["weights_sha256"], options, rows, from_scratch])
+        inputs = fingerprint([made["weights_sha256"], options, rows, from_scratch])
         tuned = folder.with_name(f"{folder.name}-{task}-{inputs[:8]}")
-        how = ["--resume_from_checkpoint", "latest"] if (tuned / RUN_FILE).exists() else []
-        words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", str(tuned), *how]
         if not (tuned / METRICS_FILE).exists():
-            run(["finetune", str(folder), *words], environment_of(recipe))
+            how = ["--resume_from_checkpoint", "latest"] if (tuned / RUN_FILE).exists() else []
+            words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned, *how]
+            run(recipe, "finetune", folder, *words)
         found.append(read_json(tuned / METRICS_FILE))
     write_json(folder / METRICS_FILE, {**read_json(folder / METRICS_FILE), **finetuned_entries(task, *found)})
-    write_json(folder / RELEASE_FILE, {**release, "measured": {**before["measured"], f"finetune {task}": options}})
+    write_json(folder / RELEASE_FILE, {**made, "measured": {**before["measured"], f"finetune {task}": options}})
 
 
-def environment_of(recipe: Recipe) -> dict[str, str]:
-    """The environment of the commands: the number of threads and the device are those of the recipe."""
-    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
-    environment["OMP_NUM_THREADS"] = str(recipe.threads)
-    if recipe.device == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    return environment
-
-
-def run(words: list[str], environment: dict[str, str]) -> None:
+def run(recipe: dict, *words: str | int | Path) -> None:
     """
-    Run a command of `d2l-bert` in a process of its own, and wait for it. SIGTERM is passed on to it; Ctrl-C reaches it
-    from the terminal.
+    Run a command of `d2l-bert` in a process with the threads and the device of the recipe, and wait for it.
 
     Raises:
         SystemExit: with the exit code of the command, if that is not 0.
     """
-    print(f"$ d2l-bert {shlex.join(words)}", file=sys.stderr, flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "d2l_bert", *words], env=environment)
-    # Functions and not SIG_IGN, which the command would inherit.
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if code:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(recipe["threads"])}
+    if recipe["device"] == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    command = [str(word) for word in words]
+    print(f"$ d2l-bert {shlex.join(command)}", file=sys.stderr, flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "d2l_bert", *command], env=environment)
+    # After either signal the command ends in order; Ctrl-C reaches it from the terminal.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    if code := process.wait():
         sys.exit(code if code > 0 else 128 - code)
 
 
@@ -303,45 +258,95 @@ def run(words: list[str], environment: dict[str, str]) -> None:
 # The record
 
 
-def compare(name: str, folder: Path, place: Path) -> int:
-    """Print how the model in a folder compares with the record of its release in `place`; returns the exit code."""
-    recorded, made = (read_json(where / RELEASE_FILE) for where in (place, folder))
-    runs = [without_paths(read_json(where / RUN_FILE)) for where in (place, folder)]
-    compared = compare_figures(recorded, *(read_json(where / METRICS_FILE) for where in (place, folder)))
+def record_of(recipe: dict, texts: dict[str, dict], folder: Path) -> dict:
+    """The content of `release.json` for the model in a folder, without `measured`."""
+    options = [recipe["pretrain"], *recipe["evaluate"].values(), *recipe["finetune"].values()]
+    needed = dict.fromkeys(name for name, _ in texts_of(recipe["pretrain"]))
+    files = []
+    for package in CODE:
+        (there,) = find_spec(package).submodule_search_locations
+        files += [(package, path.name, content_hash(path)) for path in sorted(Path(there).glob("*.py"))]
+    git = ["git", "-C", str(Path(find_spec("d2l_bert.training").origin).parent), "rev-parse", "HEAD"]
+    return {
+        "release": recipe["name"],
+        "command": " ".join(["make", "release", f"MODEL={recipe['name']}", *(f"{name}=DIR" for name in needed)]),
+        "recipe": recipe,
+        "weights_sha256": content_hash(folder / "model.safetensors"),
+        "processor_details": processor_details(),
+        "versions": {each.metadata["Name"]: each.version for each in required_distributions("d2l-bert")},
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
+        "code": fingerprint(files),
+        "texts": {name: texts[name] for name, _ in texts_of(options)},
+    }
+
+
+def processor_details() -> str | None:
+    """Family, model and stepping of the CPU, as its name may be that of many; None if the system does not say them."""
+    found = re.findall(
+        r"^(cpu family|model|stepping)\s*: (\d+)$", CPUINFO.read_text() if CPUINFO.exists() else "", re.M
+    )
+    return ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in found[:3]) or None
+
+
+def conditions(release: dict) -> dict:
+    """By its name, everything that may change the bytes of the weights."""
+    recipe = release["recipe"]
+    return {
+        **recipe["pretrain"],
+        **{name: recipe[name] for name in ("device", "threads", "seed")},
+        **{f"the text {name}": release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])},
+        "CPU": release["processor_details"],
+        "the code of d2l-bert": release["code"],
+        **release["versions"],
+    }
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """What differs in how two models were made, given the contents of their release.json."""
+    before, now = conditions(before), conditions(now)
+    return [
+        f"{name} ({before.get(name)}, here {now.get(name)})"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+
+
+def check_made(before: dict, now: dict, folder: Path) -> None:
+    """Raise `UserError` if the model in a folder was made in another way than it would be made now."""
+    if not before:
+        return
+    found = differences(before, now)
+    if before["weights_sha256"] != now["weights_sha256"]:
+        found.append("its weights have changed since")
+    if found:
+        raise UserError(
+            f"output_dir {folder}: holds a model that was made in another way: {'; '.join(found)}; make it anew with "
+            f"--overwrite_output_dir, or name another folder"
+        )
+
+
+def compare(folder: Path, place: Path) -> int:
+    """Print how the model in a folder compares with its record in `place`; returns the exit code."""
+    (recorded, made), (figures, ours) = (
+        [read_json(where / file) for where in (place, folder)] for file in (RELEASE_FILE, METRICS_FILE)
+    )
     are_same = recorded["weights_sha256"] == made["weights_sha256"]
-    print(verdict(name, are_same, differences((recorded, runs[0]), (made, runs[1])), compared))
-    print("\n".join(figures_table(recorded, read_json(place / METRICS_FILE), compared)))
-    return 0 if are_same or all(each.within is not False for each in compared) else 1
-
-
-def write_record(folder: Path, place: Path) -> None:
-    """Write the record of a release: all files of the model's folder that the card is made of, and the card."""
-    try:
-        write_json(place / RUN_FILE, without_paths(read_json(folder / RUN_FILE)))
-        for name in ("config.json", METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
-            shutil.copyfile(folder / name, place / name)
-    except OSError as error:
-        raise UserError(f"{error.filename}: {why_unwritable(error, '')}") from None
-
-
-def check_pins(constraints: Path, installed: dict[str, str]) -> None:
-    """
-    Refuse to record a model with other versions than those that `constraints.txt` pins.
-
-    Args:
-        installed: the versions of the packages, by their names.
-    """
-    if not constraints.is_file():
-        raise UserError(f"{constraints}: no such file; record a release in a checkout of the repository")
-    pins = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE)
-    pinned = {canonicalize_name(name): version for name, version in pins}
-    for name, version in installed.items():
-        pin = pinned.get(canonicalize_name(name))
-        if pin is None or Version(version).public != Version(pin).public:
-            raise UserError(
-                f"{name} {version} is installed, and {constraints.name} pins {pin or 'no version'}; install with "
-                f"--constraint {constraints.name}, or pin it there"
-            )
+    why = "; ".join(differences(recorded, made)) or "nothing that the record knows, please report this"
+    print(
+        f"{place.name}: {'the same bytes as recorded' if are_same else f'other bytes than recorded; different: {why}'}"
+    )
+    known, are_close = deviations(recorded, figures), True
+    for metric in reported_metrics(figures):
+        if metric.key in ours:
+            values = [formatted(each[metric.key], metric.unit) for each in (figures, ours)]
+            line = f"  {metric.name}: recorded {values[0]}, here {values[1]}"
+            if metric.key in known:
+                most = DEVIATIONS * known[metric.key]
+                is_within = abs(ours[metric.key] - figures[metric.key]) <= most
+                are_close &= is_within
+                line += f", {'within' if is_within else 'NOT WITHIN'} {formatted(most, metric.unit)}"
+            print(line)
+    return 0 if are_same or are_close else 1
 
 
 if __name__ == "__main__":

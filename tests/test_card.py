@@ -6,12 +6,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hub_cards import read_card
 from huggingface_hub import ModelCard
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import card_of, count_parameters, render_card
-from d2l_bert.model_cards.metadata import check_metadata, read_metadata
 
 
 REAL_RUN = Path(__file__).parent / "card"  # the files of a run of `make demo`, and the card expected from them
@@ -78,7 +78,7 @@ def test_every_number_on_the_card_is_in_the_runs_files(trained, facts):
 def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(trained, facts):
     _, _, metrics = facts
     found = ModelCard.load(trained / "README.md")
-    check_metadata(read_metadata((trained / "README.md").read_text()), mask_token="[MASK]")
+    assert read_card((trained / "README.md").read_text())[1:] == ([], [])
     assert found.data.library_name == "transformers" and found.data.pipeline_tag == "fill-mask"
     assert found.data.license == "apache-2.0" and found.data.language == "en" and found.data.datasets is None
     assert found.data.widget == metrics["predictions"] and len(found.data.widget) == 5
@@ -148,7 +148,7 @@ def test_an_infinite_perplexity_is_in_the_card_but_not_in_its_metadata(facts):
     found = card(facts)
     assert rows(found.text)["MLM perplexity"] == "inf"
     assert "MLM perplexity" not in {result.metric_name for result in found.data.eval_results}
-    check_metadata(read_metadata(found.content))
+    assert read_card(found.content)[1:] == ([], [])
 
 
 def test_a_start_model_from_the_hub_is_the_base_model_and_one_from_a_folder_is_not(facts):
@@ -180,21 +180,21 @@ def test_data_sets_get_names_that_the_hub_accepts(facts, hub_datasets, name, kin
         (kind, f"{name}, held-out documents")
     }
     assert found.data.datasets == (hub_datasets or None)
-    check_metadata(read_metadata(found.content))
+    assert read_card(found.content)[1:] == ([], [])
 
 
 def test_a_language_with_a_region_is_written_as_the_hub_expects(facts):
     facts[1]["run"]["language"] = "pt-br"
     found = card(facts)
     assert found.data.language == "pt" and found.data.to_dict()["language_bcp47"] == ["pt-br"]
-    check_metadata(read_metadata(found.content))
+    assert read_card(found.content)[1:] == ([], [])
 
 
 def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(facts):
     facts[2]["predictions"][0] = {"text": 'à | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}
     found = card(facts, name='d\'accord "x"')
     assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)"
-    check_metadata(read_metadata(found.content))
+    assert read_card(found.content)[1:] == ([], [])
     assert r'fill("à | b \"[MASK]\"")' in found.text
     for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
         compile(block, "the card", "exec")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import MODEL_FILES
 from finetuning import FAST, NAMES, finetune, read_csv, rows_of, write_csv, write_jsonl, write_splits
+from huggingface_hub import ModelCard
 from local_hub import TOKEN, environment
 from publishing import published
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.cli import main
-from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete
 
@@ -116,7 +116,7 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
     assert done.returncode == 0, done.stderr
     record, (commit, *_) = json.loads((tmp_path / "out" / "run_config.json").read_text()), here.commits("someone/bert")
     assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
-    metadata = read_metadata((tmp_path / "out" / "README.md").read_text())
+    metadata = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
     assert (metadata["base_model"], metadata["base_model_relation"]) == ("someone/bert", "finetune")
     assert f"someone/bert, revision `{commit}`" in (tmp_path / "out" / "README.md").read_text()
 

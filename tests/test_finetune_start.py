@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from finetuning import finetune, rows_of, write_csv
+from huggingface_hub import ModelCard
 from transformers import AlbertConfig, AlbertModel, AutoConfig, AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.model_cards.card import render_card
-from d2l_bert.model_cards.metadata import read_metadata
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
@@ -108,7 +108,7 @@ def changed_card(finished, folder, change):
     record = json.loads((folder / "run_config.json").read_text())
     change(record)
     (folder / "run_config.json").write_text(json.dumps(record))
-    return read_metadata(render_card(folder, "out"))
+    return ModelCard(render_card(folder, "out")).data.to_dict()
 
 
 def test_the_card_of_a_model_from_scratch_names_no_base_model(finished, tmp_path):

@@ -202,10 +202,3 @@ def test_a_repository_whose_name_begins_with_a_digit_gets_a_card_with_its_name(t
     assert f'pipeline("fill-mask", model="{repo_id}")' in card and '"model"' not in card
     assert f'from_pretrained("{repo_id}", revision="model-0123456789ab", trust_remote_code=True)' in card
     assert main(["publish", str(trained), repo_id, "--dry_run"]) == 0
-
-
-def test_a_card_whose_picture_was_deleted_is_refused(folder, fails):
-    (folder / "training_curves.png").unlink()
-    assert "shows training_curves.png, which is not in the folder" in fails("publish", folder, "me/x", "--dry_run")
-    (folder / "README.md").unlink()
-    assert main(["publish", str(folder), "me/x", "--dry_run"]) == 0, "a card is written without the picture"

@@ -34,17 +34,6 @@ def with_nan(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def with_hole(folder):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary[max(vocabulary, key=vocabulary.get)] += 7
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
-def without_mask(folder):
-    change_json(folder / "tokenizer_config.json", mask_token=None)
-
-
 def better_loss(folder):
     loss = round(json.loads((folder / "metrics.json").read_text())["eval_mlm_loss"], 4)
     change_card(folder, f"value: {loss}", "value: 0.1234")
@@ -65,14 +54,13 @@ BROKEN = {
     "a weight gone": (without_embedding, "the weights lack bert."),
     "a weight too many": (with_one_more, "the weights have bert.extra.weight"),
     "a weight not finite": (with_nan, "not finite"),
-    "another size": (lambda f: change_json(f / "config.json", intermediate_size=65), "says intermediate_size 65"),
     "weights of another size": (
         lambda f: [change_json(f / "config.json", intermediate_size=65), (f / "run_config.json").unlink()],
         "does not have the shape",
     ),
     "another vocabulary": (
         lambda f: change_json(f / "config.json", vocab_size=500),
-        "says vocab_size 500",
+        "config.json says vocab_size 500",
     ),
     "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "says pad_token_id 3"),
     "vocab.txt a line short": (
@@ -94,61 +82,29 @@ BROKEN = {
         lambda f: (f / "modeling_d2l_bert.py").open("a").write("# mine\n"),
         "modeling_d2l_bert.py: differs from the file of the installed d2l-bert",
     ),
-    "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "no metadata"),
-    "invalid YAML": (lambda f: change_card(f, "language: en", "language: [en"), "not valid YAML"),
-    "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "lacks a licence"),
+    "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "has no licence"),
+    "invalid YAML": (lambda f: change_card(f, "language: en", "language: [en"), "README.md: cannot be read"),
+    "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "has no licence"),
     "an unknown licence": (lambda f: change_card(f, "license: apache-2.0", "license: Apache 2"), "write apache-2.0"),
-    "a path as data set": (
-        lambda f: change_card(f, "language: en\n", "language: en\ndatasets:\n- /data/books\n"),
-        "'/data/books' is a path on this machine",
-    ),
-    "a relative path as data set": (
-        lambda f: change_card(f, "language: en\n", "language: en\ndatasets: ./books\n"),
-        "'./books' is a path on this machine",
-    ),
     "a better loss than was measured": (
         lambda f: better_loss(f),
         "README.md: says MLM loss 0.1234, and metrics.json",
     ),
     "no size of the vocabulary": (lambda f: change_json(f / "config.json", vocab_size=None), "mend config.json"),
     "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
-    "numbers with a hole": (with_hole, "ids of the tokenizer have gaps"),
-    "no mask token": (without_mask, "has no mask token"),
-    "a tokenizer with code of its own": (
-        lambda f: change_json(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.Mine", None]}),
-        "auto_map asks for code, which is not published",
-    ),
     "an unknown tokenizer": (
         lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="MyTokenizer"),
         "MyTokenizer is no stock class",
     ),
-    "a card of another task": (
-        lambda f: change_card(f, "pipeline_tag: fill-mask", "pipeline_tag: question-answering"),
-        "is for fill-mask; write pipeline_tag",
-    ),
-    "figures that are words": (
-        lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"),
-        "metrics.json: eval_mlm_loss (MLM loss) is 'low', not a number; put back the file that the run wrote",
-    ),
-    "a record of another shape": (
-        lambda f: change_json(f / "run_config.json", local_paths={"/x": 3}),
-        "run_config.json: local_paths has 3 for /x; put back what the run wrote",
-    ),
-    "a record without data": (
-        lambda f: change_json(f / "run_config.json", data=None),
-        "run_config.json: data is None; put back what the run wrote",
-    ),
     "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
-    "other heads than were trained": (
-        lambda f: change_json(f / "config.json", num_attention_heads=4),
-        "says num_attention_heads 4, and run_config.json 2",
-    ),
     "a better loss in the text": (
         lambda f: change_card(f, "| MLM loss |", "| MLM loss | 0.123 nats |\n| MLM ross |"),
         "says MLM loss 0.123 nats, and metrics.json",
     ),
-    "figures that nothing founds": (lambda f: (f / "metrics.json").unlink(), "but metrics.json is missing"),
-    "a card that is no text": (lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"), "in UTF-8"),
+    "a card that is no text": (
+        lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"),
+        "README.md: cannot be read",
+    ),
     "somebody's home": (
         lambda f: (f / "README.md").open("a").write("Trained in /home/jane/texts.\n"),
         "names a folder of this machine (/home/jane)",
@@ -156,10 +112,6 @@ BROKEN = {
     "a path in the licence": (
         lambda f: (f / "LICENSE").write_text(f"As in {Path.home()}/x"),
         "LICENSE: names a folder of this machine",
-    ),
-    "an index of weights without weights": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
-        "model.safetensors.index.json: weight_map does not name",
     ),
     "labels that are a number": (lambda f: change_json(f / "config.json", id2label=3), "mend config.json"),
     "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
@@ -227,24 +179,12 @@ def test_code_changed_on_purpose_is_sent_if_it_runs(here, folder, tmp_path, caps
     assert len(here.commits("someone/bert")) == 2
 
 
-def test_a_data_set_unknown_to_the_hub_is_refused_unless_the_run_read_it_there(here, folder, capsys):
-    change_card(folder, "language: en\n", "language: en\ndatasets: some/texts\n")
-    assert main(["publish", str(folder), "someone/bert"]) == 2
-    assert "datasets names some/texts, which the Hub does not know" in capsys.readouterr().err
-    assert not here.repositories
-    record = json.loads((folder / "run_config.json").read_text())
-    record["data"]["hub_datasets"] = ["some/texts"]
-    (folder / "run_config.json").write_text(json.dumps(record))
-    assert main(["publish", str(folder), "someone/bert"]) == 0
-
-
 @pytest.mark.parametrize(
     ("token", "repo_id", "words"),
     [
-        (None, "someone/bert", "no token for the Hub here"),
-        ("hf_unknown", "someone/bert", "does not accept the token"),
-        ("hf_ünknown", "someone/bert", "characters that no token has"),
-        (TOKEN, "another/bert", "may not write there"),
+        (None, "someone/bert", "log in with `hf auth login`"),
+        ("hf_unknown", "someone/bert", "log in with `hf auth login`"),
+        (TOKEN, "another/bert", "log in with `hf auth login`"),
     ],
 )
 def test_missing_or_wrong_tokens_are_refused_in_one_line(here, trained, monkeypatch, capsys, token, repo_id, words):
@@ -261,4 +201,4 @@ def test_missing_or_wrong_tokens_are_refused_in_one_line(here, trained, monkeypa
 def test_the_hub_is_not_asked_when_it_is_switched_off(here, trained, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(["publish", str(trained), "someone/bert"]) == 2
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not here.requests
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err and not here.requests

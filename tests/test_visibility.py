@@ -4,7 +4,6 @@ import copy
 import itertools
 
 import pytest
-from huggingface_hub import constants
 from publishing import run
 from safetensors.torch import load_file, save_file
 
@@ -121,30 +120,6 @@ def test_that_earlier_private_commits_become_public_is_said_before_anything_is_c
     capsys.readouterr()
     assert main(["publish", str(trained), "someone/new", "--public"]) == 0
     assert "earlier commits" not in capsys.readouterr().err
-
-
-def test_a_dry_run_says_what_becomes_public_and_changes_nothing(here, trained, monkeypatch, capsys):
-    publish = ["publish", str(trained), "bert", "--public", "--dry_run"]
-
-    def says():
-        capsys.readouterr()
-        here.requests.clear()
-        assert main(publish) == 0
-        assert {request.method for request in here.requests} <= {"GET"}
-        return capsys.readouterr().err
-
-    assert says() == "" and not here.repositories
-    assert main(publish[:3]) == 0
-    assert "someone/bert is private: it is made public when the model is there" in says()
-    assert main(publish[:4]) == 0
-    assert says() == ""
-    unasked = "the Hub could not be asked: if bert exists and is private, everybody will see the earlier commits"
-    here.stop()
-    assert unasked in says()
-    here.start()
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
-    assert unasked in says()
 
 
 def test_a_pull_request_makes_nothing_public(here, trained, capsys):

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.model_cards.card import count_parameters
-from d2l_bert.model_cards.metadata import check_license
+from d2l_bert.model_cards.licenses import check_license
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.push import STAGED
-from d2l_bert.model_cards.release_record import RELEASE_FILE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.modeling.saving import save_with_code

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.metadata import check_license
+from d2l_bert.model_cards.licenses import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option, option_of
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.tasks import KINDS, NAMED_TASKS, NamedTask
