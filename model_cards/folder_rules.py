@@ -37,6 +37,10 @@ OURS = [AUTO_MAP[name].partition(".")[2] for name in AUTO_MAP if name != "AutoCo
 STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 
+# What a card, written from or compared with the files of a run, raises if their entries have other types.
+DAMAGED = (AttributeError, LookupError, TypeError)
+
+
 def check_folder(folder: Path, changed_code: bool = False, license: str | None = None) -> None:
     """
     Refuse a folder in which configuration, code, tokenizer, weights or card is missing, or two of them disagree.
@@ -55,7 +59,8 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
     check_release(folder)
-    check_card(folder, license)
+    with refused(folder, f"put back what the run wrote into {RUN_FILE} and {METRICS_FILE}", *DAMAGED):
+        check_card(folder, license)
 
 
 def check_config(folder: Path) -> D2lBertConfig | BertConfig:

@@ -90,6 +90,10 @@ BROKEN = {
         lambda f: better_loss(f),
         "README.md: says MLM loss 0.1234, and metrics.json",
     ),
+    "a loss that is no number": (
+        lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"),
+        "put back what the run",
+    ),
     "no size of the vocabulary": (lambda f: change_json(f / "config.json", vocab_size=None), "mend config.json"),
     "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
     "an unknown tokenizer": (
