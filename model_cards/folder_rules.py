@@ -24,7 +24,7 @@ from d2l_bert.model_cards.licenses import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP
-from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import pieces
 
 

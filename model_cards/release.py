@@ -18,8 +18,7 @@ from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.figures import DEVIATIONS, deviations, finetuned_entries, formatted, reported_metrics
 from d2l_bert.model_cards.outgoing import without_paths
-from d2l_bert.tokenization.cache import fingerprint
-from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
 

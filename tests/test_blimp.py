@@ -200,7 +200,7 @@ def test_a_hub_that_is_not_reached_is_said_in_one_line(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.get_dataset_config_names", unreachable)
-    with pytest.raises(UserError, match="nyu-mll/blimp cannot be loaded .ConnectionError: no route.; give a folder"):
+    with pytest.raises(UserError, match="nyu-mll/blimp.*no route"):
         read_blimp("hub")
 
 

@@ -73,9 +73,9 @@ def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tm
 def test_one_thing_is_in_the_singular():
     assert [counted(number, "line") for number in (0, 1, 2000)] == ["0 lines", "1 line", "2,000 lines"]
     assert counted(1, "row is", "rows are") == "1 row is" and counted(2, "row is", "rows are") == "2 rows are"
-    counts = {"files_without_text": 1, "rows_without_text": 2, "files_of_other_kinds": 1, "broken_links": 1}
+    counts = {"files_without_text": 1, "rows_without_text": 2, "files_of_other_kinds": 1}
     assert list(reading_report({**counts, "blocks_as_documents": 16, "long_sentences": 1})) == [
-        "passed over: 1 file without text, 2 rows without text, 1 file of another kind, 1 broken link",
+        "passed over: 1 file without text, 2 rows without text, 1 file of another kind",
         "cut between words: 1 sentence of more than 1,000 characters",
         "few documents: 16 blocks of sentences will each count as a document",
     ]

@@ -121,7 +121,7 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, tmp_path, monkeypatch)
     text = "\ufeffOne\r\nline – naïve.\r\n\r\n \n\nNext\n \t\nparagraph 😀 here.\r\n\n\nالعربية.\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     expected = split_paragraphs(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    monkeypatch.setattr(readers, "READ_BYTES", size)
+    monkeypatch.setattr(readers, "READ_CHARACTERS", size)
     found = list(text_paragraphs(tmp_path / "a.txt"))
     if size < 16:  # with such small pieces, long paragraphs are cut
         found, expected = "".join(found).replace(" ", ""), "".join(expected).replace(" ", "")

@@ -132,7 +132,6 @@ def test_a_waiting_process_continues_when_the_other_is_killed(prepare_beside, tm
     assert second.exitcode == 0 and said_by_first.read_text() == ""
     assert "\nreading books: 24 documents in" in said.read_text()
     assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
-        "hashes",
         "text",
         "tokenizer",
         "tokens",

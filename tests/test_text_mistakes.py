@@ -62,7 +62,7 @@ def test_a_table_separated_by_semicolons_is_told_so(trained, tmp_path, fails):
         f"finetune {trained} --task classification --train_file {tmp_path / 'a.csv'}",
         f"pretrain --corpus {tmp_path / 'a.csv'} --max_steps 1",
     ):
-        assert "separated by ';'" in fails(*command.split(), "--output_dir", tmp_path / "out")
+        assert "text;label" in fails(*command.split(), "--output_dir", tmp_path / "out")
 
 
 def test_a_document_of_many_short_paragraphs_is_said_to_count_by_blocks(tmp_path, capsys):

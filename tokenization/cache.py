@@ -32,6 +32,15 @@ def fingerprint(*values) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def content_hash(file: Path) -> str:
+    """The SHA-256 of a file. Raises `UserError` if the file cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); allow reading it, or leave it out") from None
+
+
 @contextmanager
 def hold_lock(lock: Path, label: str) -> Iterator[None]:
     """

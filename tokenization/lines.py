@@ -53,14 +53,9 @@ def text_lines(file: str, text_column: str = "text") -> Iterator[str]:
         if Path(file).stat().st_size:  # the readers of tables would refuse an empty file
             yield from (text or "" for text in text_rows(Path(file), text_column))
         return
-    pieces = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(Path(file))
-    unfinished = []  # the pieces of a line that goes on in the next piece of the file
-    for piece in pieces:
-        first, *others = piece.split("\n")
-        unfinished.append(first)
-        if others:
-            yield "".join(unfinished).removesuffix("\r")
-            yield from (line.removesuffix("\r") for line in others[:-1])
-            unfinished = [others[-1]]
-    if last := "".join(unfinished):
-        yield last.removesuffix("\r")
+    unfinished = ""
+    for piece in decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(Path(file)):
+        *lines, unfinished = f"{unfinished}{piece}".split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if unfinished:
+        yield unfinished.removesuffix("\r")

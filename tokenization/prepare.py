@@ -391,7 +391,6 @@ def reading_report(counts: dict[str, int]) -> Iterator[str]:
         "files_without_text": ("file without text", "files without text"),
         "rows_without_text": ("row without text", "rows without text"),
         "files_of_other_kinds": ("file of another kind", "files of other kinds"),
-        "broken_links": ("broken link", "broken links"),
     }
     if numbers := [counted(counts[key], *words) for key, words in left_out.items() if counts.get(key)]:
         yield f"passed over: {', '.join(numbers)}"

@@ -7,7 +7,6 @@ that the folder may be read-only. A prepared folder that makes one corpus with o
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from transformers import BertTokenizer
 from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing import load_tokenizer
-from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.split import HELD_OUT_SEED
 from d2l_bert.tokenization.token_store import TokenizedCorpus
@@ -105,7 +104,10 @@ def write_prepared_folder(text, folder: Path) -> None:
 
 @dataclass
 class Part:
-    """The content of a prepared folder. The fields are those of `PreparedText`; `tokens` is the token store's path."""
+    """
+    The content of a prepared folder. The fields are those of `PreparedText`; `tokens` is the token store's path, and
+    `files` has the size and the SHA-256 of each file.
+    """
 
     folder: Path
     token_options: dict
@@ -115,6 +117,7 @@ class Part:
     reading: dict
     source_ends: list
     tokenizer_report: dict
+    files: dict
     tokenizer: BertTokenizer
     tokens: Path
     held_out: np.ndarray
@@ -201,31 +204,41 @@ def held_out_of_parts(parts: Sequence[Part], tokens: TokenizedCorpus) -> np.ndar
 
 def read_prepared_folder(folder: Path) -> Part:
     """
-    Read a prepared folder. Of large files only the sizes are checked.
+    Read a prepared folder. Of the files that grow with the text only the sizes are checked (`check_prepared_folder`
+    reads them whole).
 
     Raises:
         UserError: the folder is damaged or has an earlier format.
     """
-    record = _read_record(folder)
     try:
-        fields = _checked_fields(record)
+        record = json.loads((folder / PREPARED_FILE).read_text())
+        if record["format"] != PREPARED_FORMAT:
+            raise ValueError(f"its format is {record['format']}, and this version reads {PREPARED_FORMAT}")
         for name, file in record["files"].items():
-            _check_size(folder / name, name, file)
+            if (size := (folder / name).stat().st_size) != file["bytes"]:
+                raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
             if not is_large(name) and content_hash(folder / name) != file["sha256"]:
-                raise UserError(f"{name} has changed since it was written")
+                raise ValueError(f"{name} has changed since it was written")
         held_out, hashes = (np.load(folder / name, mmap_mode="r") for name in (HELD_OUT_FILE, HASHES_FILE))
+        names = ("token_options", "corpus_name", "fingerprint", "hub_datasets", "reading", "source_ends")
         return Part(
             folder=folder,
-            **fields,
+            **{name: record[name] for name in names},
+            tokenizer_report=record["counts"]["tokenizer"],
+            files=record["files"],
             tokenizer=load_tokenizer(str(folder)),
             tokens=folder / TOKENS_FOLDER,
             held_out=np.array(held_out),
             text_hashes=hashes,
         )
-    except UserError as error:
-        raise _damaged(folder, error) from None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, " ".join(str(error).split())) from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
+
+
+def is_large(name: str) -> bool:
+    """Whether a file of a prepared folder grows with the text: its tokens, and the hashes of its documents."""
+    return name.endswith(".npy") and name != HELD_OUT_FILE
 
 
 def check_prepared_folder(folder: Path) -> str:
@@ -244,93 +257,13 @@ def check_prepared_folder(folder: Path) -> str:
             f"{folder}: no prepared folder (no {PREPARED_FILE}); give one that `d2l-bert prepare` has made"
         )
     part = read_prepared_folder(folder)
-    files = _read_record(folder)["files"]
-    for name, file in files.items():
+    for name, file in part.files.items():
         if content_hash(folder / name) != file["sha256"]:
-            raise _damaged(folder, f"{name} has changed since it was written")
+            raise UserError(
+                f"corpus {folder}: a damaged prepared folder ({name} has changed since it was written); prepare the "
+                f"text again"
+            )
     tokens = TokenizedCorpus(part.tokens)
-    total = sum(file["bytes"] for file in files.values())
-    return f"{folder}: whole; {len(files)} files, {total:,} bytes, {len(tokens):,} documents, {tokens.size:,} tokens"
-
-
-def _read_record(folder):
-    """The content of prepared.json; a record of an earlier format is refused with the command to prepare again."""
-    try:
-        record = json.loads((folder / PREPARED_FILE).read_text())
-        is_earlier_format = "settled" in record and "format" not in record
-        command = _command_for(folder, record) if is_earlier_format else None
-        version = record.get("format")
-    except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
-        raise _damaged(folder, f"{PREPARED_FILE}: {' '.join(str(error).split())}") from None
-    if is_earlier_format:
-        raise UserError(
-            f"corpus {folder}: prepared by an earlier version of d2l-bert, in a format that this version cannot read; "
-            f"prepare the text again: {command}"
-        )
-    if version != PREPARED_FORMAT:
-        raise _damaged(folder, f"{PREPARED_FILE}: format is {version!r:.50}, and this version reads {PREPARED_FORMAT}")
-    return record
-
-
-def _command_for(folder, record):
-    """The command that prepares the text of a folder of the earlier format again."""
-    if datasets := record.get("hub_datasets"):
-        text = f"--dataset {' '.join(datasets)}"
-    elif record.get("corpus_name") == "python-docs":
-        text = "--corpus python-docs"
-    else:
-        text = f"--corpus PATH_OF({record.get('corpus_name')})"
-    default = TextConfig()
-    options = [
-        f"--{name} {shlex.quote(str(value))}"
-        for name, value in record["settled"].items()
-        if name not in TOKENIZER_TRAINING_OPTIONS and value != getattr(default, name, value)
-    ]
-    tokenizer, output = (shlex.quote(str(path)) for path in (folder, f"{folder}-2"))
-    return " ".join(["d2l-bert prepare", text, f"--tokenizer {tokenizer}", *options, f"--output_dir {output}"])
-
-
-_FIELD_TYPES = {
-    "token_options": dict,
-    "corpus_name": str,
-    "fingerprint": str,
-    "hub_datasets": list,
-    "reading": dict,
-    "source_ends": list,
-    "tokenizer_report": dict,
-}
-
-
-def _checked_fields(record):
-    """The fields of `Part` in the record; raises an error if one is missing or has the wrong type."""
-    fields = {name: record[name] for name in _FIELD_TYPES if name != "tokenizer_report"}
-    fields["tokenizer_report"] = record["counts"]["tokenizer"]
-    for name, kind in _FIELD_TYPES.items():
-        if not isinstance(fields[name], kind):
-            raise UserError(f"{PREPARED_FILE}: {name} has the wrong type ({fields[name]!r:.50})")
-    options = TextConfig(**fields["token_options"])
-    options.check_types()
-    missing = set(options.token_options()) - set(fields["token_options"])
-    if missing:
-        raise UserError(f"{PREPARED_FILE}: token_options has no {sorted(missing)[0]}")
-    if not isinstance(fields["reading"].get("characters"), int):
-        raise UserError(f"{PREPARED_FILE}: reading has no number of characters")
-    int(fields["fingerprint"], 16)  # raises ValueError for a damaged fingerprint
-    for name in (HELD_OUT_FILE, HASHES_FILE, f"{TOKENS_FOLDER}/ids.npy", f"{TOKENS_FOLDER}/store.json"):
-        record["files"][name]["sha256"]
-    return fields
-
-
-def _check_size(path, name, file):
-    size = path.stat().st_size
-    if size != file["bytes"]:
-        raise UserError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-
-
-def is_large(name: str) -> bool:
-    """Whether a file of a prepared folder grows with the text. A run checks only the sizes of these files."""
-    return name == HASHES_FILE or (name.startswith(f"{TOKENS_FOLDER}/") and name.endswith(".npy"))
-
-
-def _damaged(folder, reason):
-    return UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again")
+    total = sum(file["bytes"] for file in part.files.values())
+    counts = f"{len(part.files)} files, {total:,} bytes, {len(tokens):,} documents, {tokens.size:,} tokens"
+    return f"{folder}: whole; {counts}"

@@ -1,22 +1,21 @@
 """`Source`, an iterator of documents, and how files, folders and datasets become sources."""
 
-import codecs
 import contextlib
 import dataclasses
+import io
 import itertools
 import operator
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from d2l_bert.errors import UserError, not_on_the_hub
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.documents import BLANK_LINE, Document, join_lines, split_paragraphs
-from d2l_bert.tokenization.file_hashes import content_hashes
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 
 
@@ -24,8 +23,8 @@ PYTHON_DOCS = "python-docs"
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
 READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
-# A text file is read in pieces of at most this many bytes, so a file may be larger than the memory.
-READ_BYTES = 1 << 20
+# A text file is read in pieces of at most this many characters, so a file may be larger than the memory.
+READ_CHARACTERS = 1 << 20
 
 # If the rows of a table or a dataset are single lines, this many rows make one document.
 BLOCK_ROWS = 64
@@ -42,7 +41,7 @@ class Source:
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
         counts: increased while the documents are read: `rows_without_text` of tables and datasets, and
-            `files_without_text`. A folder's `files_of_other_kinds` and `broken_links` are counted at the start.
+            `files_without_text`. A folder's `files_of_other_kinds` are counted at the start.
         is_on_hub: whether the source is a dataset on the Hub.
     """
 
@@ -99,8 +98,7 @@ def file_source(
         identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     files = text_files(path, counts)
-    hashes = content_hashes(files, os.path.abspath(path))
-    identity = [[[file.name, digest] for file, digest in zip(files, hashes, strict=True)], text_column, max_documents]
+    identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
     documents = _documents(files, text_column, max_documents, counts)
     return Source(_name_of_source(Path(path).resolve()), identity, documents, counts)
 
@@ -152,8 +150,7 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
     The text files and tables in a folder and its subfolders, sorted; for the path of a file, this file.
 
     Args:
-        counts: increased by the files in the folder that are left out: `files_of_other_kinds` and `broken_links`.
-            Hidden files are not counted.
+        counts: its entry `files_of_other_kinds` is increased by the files that are left out, but for hidden ones.
 
     Raises:
         UserError: the path does not exist, is a `.json` file, or is neither a file nor a folder; or the folder has no
@@ -172,9 +169,7 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
     for file in _files_below(path):
         if tables.suffix_unpacked(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
             counts["files_of_other_kinds"] += 1
-        elif not file.is_file():
-            counts["broken_links"] += 1
-        else:
+        elif file.is_file():
             files.append(file)
     if not files:
         raise UserError(
@@ -188,9 +183,7 @@ def _files_below(path):
     """All files in a folder and its subfolders but hidden ones. Links to folders are followed, each folder once."""
 
     def refuse(error):
-        raise UserError(
-            f"{error.filename}: cannot be read ({error.strerror}); mend its permissions or leave it out"
-        ) from None
+        raise error
 
     seen = set()
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
@@ -218,7 +211,7 @@ def text_paragraphs(file: Path) -> Iterator[str]:
     unfinished = ""  # the start of a paragraph that continues in the next piece of the file
     for text in decoded(file):
         *paragraphs, unfinished = BLANK_LINE.split(unfinished + text)
-        if len(unfinished) > READ_BYTES:  # a paragraph of a mebibyte is cut at a space, to bound the memory
+        if len(unfinished) > READ_CHARACTERS:  # a paragraph of a mebibyte is cut at a space, to bound the memory
             cut = unfinished.rfind(" ") + 1 or len(unfinished)
             paragraphs, unfinished = [*paragraphs, unfinished[:cut]], unfinished[cut:]
         yield from join_lines(paragraphs)
@@ -227,7 +220,7 @@ def text_paragraphs(file: Path) -> Iterator[str]:
 
 def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
     """
-    The text of a UTF-8 file in pieces of about `READ_BYTES`, unpacked if its name ends in `.gz` or `.zst`.
+    The text of a UTF-8 file in pieces of `READ_CHARACTERS`, unpacked if its name ends in `.gz` or `.zst`.
 
     Args:
         stdin: read this stream instead of the file, whose name then only serves for messages.
@@ -235,29 +228,17 @@ def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
     Raises:
         UserError: the file cannot be read, is cut short, is binary, or has another encoding.
     """
-    with tables.open_unpacked(file) if stdin is None else contextlib.nullcontext(stdin) as stream:
-        start, data = 0, stream.read(READ_BYTES)  # `start` is the offset of `data` in the file
-        if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-            raise UserError(
-                f"{file}: UTF-32 text; convert it, for example with `iconv -f UTF-32 -t UTF-8`, or leave it out"
-            )
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UserError(
-                f"{file}: UTF-16 text; convert it, for example with `iconv -f UTF-16 -t UTF-8`, or leave it out"
-            )
-        while data:
-            more = stream.read(READ_BYTES)
-            if b"\0" in data:
-                raise UserError(f"{file}: a binary file (NUL at byte {start + data.index(0)}), not text; leave it out")
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", not more)
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{file}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {start + error.start}); "
-                    f"convert it, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
-                ) from None
-            yield text.removeprefix("" if start else "\ufeff")
-            start, data = start + used, data[used:] + more
+    try:
+        text = io.TextIOWrapper(tables.open_unpacked(file) if stdin is None else stdin, "utf-8-sig", newline="")
+        while piece := text.read(READ_CHARACTERS):
+            if "\0" in piece:
+                raise UserError(f"{file}: a binary file, not text (it holds NUL); leave it out")
+            yield piece
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"{file}: cannot be read as UTF-8 text ({error}); convert it, as with `iconv -f LATIN1 -t UTF-8`, or "
+            f"leave it out"
+        ) from None
 
 
 def dataset_source(
@@ -286,46 +267,53 @@ def dataset_source(
             has something other than text in the column.
     """
     of_files, of_split = options
-    if Path(name).is_file():
-        raise UserError(f"dataset {name}: a file; give it with {of_files}")
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else _name(Path(name).resolve())
-    try:
-        with quiet_datasets():
-            if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-                rows, content = _open_saved(name, config, split, of_split)
-            else:
-                rows, content = _open_dataset(name, config, split, streaming)
-    except StopIteration:  # raised by the library's JSON reader for empty files
-        raise UserError(f"dataset {name}: its files hold no rows; give one with text") from None
-    except UserError as error:
-        raise UserError(f"dataset {name}: {error}") from None
-    except Exception as error:  # the library raises many classes of exceptions
-        mend = dataset_mend(name, error, *options)
-        raise UserError(f"dataset {name}: cannot be loaded ({load_failure(error)}); {mend}") from None
-    if rows.features is not None:  # None for a stream whose columns are known only from its rows
-        tables.check_column(f"dataset {name}", text_column, rows.features)
-        kind = rows.features[text_column]
-        if getattr(kind, "dtype", None) not in ("string", "large_string"):
-            raise UserError(f"dataset {name}: column {text_column!r} holds {kind}, not text; name another column")
-        rows = rows.select_columns([text_column])
+    hint = f"give an id on the Hub, or a folder of save_to_disk or of data files; {of_files} takes files"
+    with dataset_errors(name, f"{hint}; {of_split} names the split, ID:CONFIG a configuration"):
+        if is_saved_dataset(name):
+            if config is not None:
+                raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
+            rows, content = _open_saved(name, split)
+        else:
+            rows, content = _open_dataset(name, config, split, streaming)
+        if rows.features is not None:  # None for a stream whose columns are known only from its rows
+            kind = rows.features[text_column]
+            if getattr(kind, "dtype", None) not in ("string", "large_string"):
+                raise TypeError(f"column {text_column} holds {kind}, not text")
+            rows = rows.select_columns([text_column])
     counts = Counter()
     texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
     identity = [shown, config, split, text_column, max_documents, content]
     return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
 
 
-def dataset_mend(name, error, of_files, of_split):
-    """The part of the message for a dataset that cannot be loaded which says how to mend that."""
-    if re.search("Unknown split|Bad split|Split name", str(error)):
-        return f"name a split that it has with {of_split}"
-    if re.search("Config name is missing|BuilderConfig", str(error)):
-        return f"name a configuration that it has: {name}:CONFIG"
-    if not Path(name).exists():
-        return not_on_the_hub(str(error), "dataset")
-    return (
-        f"give a folder of save_to_disk or of data files (.jsonl, .csv, .parquet, .txt), or its texts with {of_files}"
-    )
+@contextlib.contextmanager
+def dataset_errors(name: str, way_out: str) -> Iterator[None]:
+    """
+    Raise any exception of the block as `UserError` with the dataset's name.
+
+    The library `datasets` raises many classes of exceptions; it also logs them, which is silenced in the block.
+    """
+    from datasets import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise UserError(f"dataset {name}: cannot be read ({reason}); {way_out}") from None
+    finally:
+        logging.set_verbosity(before)
+
+
+def is_saved_dataset(folder: str) -> bool:
+    """Whether this is a folder of `save_to_disk`."""
+    return any((Path(folder) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
 def _open_dataset(name, config, split, streaming):
@@ -345,63 +333,27 @@ def _open_dataset(name, config, split, streaming):
     files = of_splits.get(split) or itertools.chain.from_iterable(of_splits.values())
     files = [Path(file) for file in files]
     if files and all(file.is_file() for file in files):
-        return rows, list(zip((file.name for file in files), content_hashes(files, name), strict=True))
+        return rows, [[file.name, content_hash(file)] for file in files]
     return rows, [builder.config_id, builder.hash]
 
 
-def _open_saved(folder, config, split, of_split):
+def _open_saved(folder, split):
     """The rows in a folder of `save_to_disk`, and the hashes of their files."""
     import datasets
 
-    if config is not None:
-        raise UserError(f"it was saved by save_to_disk and has no configurations; leave {config} out")
     rows = datasets.load_from_disk(folder)
-    if isinstance(rows, datasets.DatasetDict):
-        if split not in rows:
-            raise UserError(f"no split {split!r}; it has {', '.join(rows)}: name one with {of_split}")
-        rows = rows[split]
-    content = content_hashes([Path(file["filename"]) for file in rows.cache_files], os.path.abspath(folder))
+    rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+    content = [content_hash(Path(file["filename"])) for file in rows.cache_files]
     return rows.with_format(None), content  # a format such as "numpy" is saved too: it would turn texts into arrays
 
 
 def _dataset_texts(name, rows, column):
     """The texts of a dataset's rows, or None for rows without one."""
-    rows = iter(rows)
-    with quiet_datasets():
-        for number in itertools.count(1):
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # the reader of each format raises other classes of exceptions
-                where = f"dataset {name}: broke off after {number - 1:,} rows"
-                raise UserError(f"{where} ({load_failure(error)}); repair it or leave it out") from None
-            tables.check_column(f"dataset {name}, row {number:,}", column, row)
-            text = row[column]
-            if text is not None and not isinstance(text, str):
-                raise UserError(
-                    f"dataset {name}, row {number:,}: column {column!r} holds {type(text).__name__}, not text; "
-                    f"name another column"
-                )
-            yield text
-
-
-def load_failure(error):
-    error = error.__cause__ or error
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-@contextlib.contextmanager
-def quiet_datasets():
-    """Silence the library `datasets`, which logs an error before raising it."""
-    from datasets import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    with dataset_errors(name, "repair it, or leave it out"):
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row[column], str | None):
+                raise TypeError(f"row {number:,}: column {column!r} holds {type(row[column]).__name__}, not text")
+            yield row[column]
 
 
 def rows_with_text(texts: Iterable[str | None], counts: Counter) -> Iterator[str]:

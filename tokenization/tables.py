@@ -1,23 +1,20 @@
-"""Read the texts in a column of JSONL, CSV, TSV and Parquet files, row by row; open files packed with gzip or zstd."""
+"""The texts in a column of CSV, TSV, JSONL and Parquet files, read by PyArrow; opens files packed by gzip or zstd."""
 
-import contextlib
-import csv
-import gzip
-import io
-import json
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet
 
 from d2l_bert.errors import UserError
 
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 PACKED_SUFFIXES = (".gz", ".zst")
+
+BLOCK_BYTES = 1 << 26  # PyArrow reads as much at a time; a row may not be longer
 
 
 def suffix_unpacked(file: Path) -> str:
@@ -28,25 +25,9 @@ def suffix_unpacked(file: Path) -> str:
     return Path(name).suffix
 
 
-@contextlib.contextmanager
-def open_unpacked(file: Path) -> Iterator[BinaryIO]:
-    """
-    Open a file for reading bytes, unpacked if its name ends in `.gz` or `.zst`.
-
-    Raises:
-        UserError: the file cannot be read, is cut short or is damaged; also for such an error in the block.
-    """
-    try:
-        if file.suffix.lower() == ".gz":
-            stream = gzip.open(file, "rb")
-        elif file.suffix.lower() == ".zst":
-            stream = io.BufferedReader(pa.input_stream(str(file), compression="zstd"))
-        else:
-            stream = file.open("rb")
-        with stream:
-            yield stream
-    except (OSError, EOFError, zlib.error, pa.ArrowInvalid) as error:
-        raise UserError(f"{file}: cannot be read ({error}); repair the file or leave it out") from None
+def open_unpacked(file: Path) -> pa.NativeFile:
+    """Open a file for reading bytes, unpacked if its name ends in `.gz` or `.zst`. Raises `OSError` while reading."""
+    return pa.input_stream(str(file), compression="detect")
 
 
 def text_rows(file: Path, column: str) -> Iterator[str | None]:
@@ -54,141 +35,65 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
     The texts in a column of a table, one for each row, in order; None or an empty string for a row without text.
 
     Args:
-        file: a table, read as its suffix says: `.jsonl` (a line is an object, or only a string), `.csv` and `.tsv`
-            (the first line holds the names of the columns), or `.parquet`.
+        file: a table, read as its suffix says: `.jsonl` (an object a line), `.csv` and `.tsv` (the first line has the
+            names of the columns), or `.parquet`.
         column: name of the column.
 
     Raises:
-        UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column or a column without text;
-            the message names the file and, if the error is in a line, the line.
-    """
-    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(suffix_unpacked(file), _csv_rows)
-    for line, text in read(file, column):
-        if text is not None and not isinstance(text, str):
-            raise UserError(
-                f"{file}, line {line}: column {column!r} holds {type(text).__name__}, not text; name another column"
-            )
-        if half := half_character(text or ""):
-            raise UserError(f"{file}, line {line}: {half}; repair the line or take it out")
-        yield text
-
-
-def half_character(text: str) -> str | None:
-    """
-    The words for the first character of a text that is only half of one, for a message; None if all are whole.
-
-    A JSON string may hold one half of a surrogate pair, which no encoding can write.
+        UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"half a character (U+{ord(text[error.start]):04X}, a lone surrogate)"
-    return None
-
-
-# Each reader below yields the number of a line or row, from 1, and the value in the column.
-
-
-def _json_rows(file, column):
-    for number, row in json_lines(file):
-        if isinstance(row, dict):
-            check_column(f"{file}, line {number}", column, row)
-            row = row[column]
-        yield number, row
-
-
-def json_lines(file: Path) -> Iterator[tuple[int, object]]:
-    """
-    The number and the JSON value of each line of a JSONL file, from 1; empty lines are left out.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not JSON or not UTF-8.
-    """
-    with open_unpacked(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            if b"\0" in line:  # no JSON has one; `json.loads` would take some UTF-16 for JSON
-                raise UserError(f"{file}, line {number}: not UTF-8 text (NUL, as in UTF-16); convert the file")
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{file}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
-            except (ValueError, RecursionError):
-                raise UserError(f"{file}, line {number}: not JSON; repair the line or take it out") from None
-            yield number, row
-
-
-def _csv_rows(file, column):
-    csv.field_size_limit(2**31 - 1)  # one field may hold a whole document
-    with open_unpacked(file) as stream:
-        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        rows = csv.DictReader(lines, dialect="excel-tab" if suffix_unpacked(file) == ".tsv" else "excel", strict=True)
-        try:
-            check_column(file, column, rows.fieldnames or [])
-            if rows.fieldnames.count(column) > 1:
-                raise UserError(f"{file}: two columns are called {column!r}; give each a name of its own")
-            for row in rows:
-                if None in row:  # DictReader's key for fields beyond the last named column
-                    raise UserError(
-                        f"{file}, line {rows.line_num}: more fields than the first line has names; "
-                        f"put texts with commas or tabs between quotes"
-                    )
-                yield rows.line_num, row[column]
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{file}: not UTF-8 text after line {rows.line_num} ({error.reason}); convert it"
-            ) from None
-        except csv.Error as error:
-            raise UserError(
-                f"{file}, line {rows.reader.line_num}: not CSV ({error}); repair the file or leave it out"
-            ) from None
-
-
-def _parquet_rows(file, column):
-    try:
-        with pq.ParquetFile(file) as table:
-            check_column(file, column, table.schema_arrow.names)
-            if table.schema_arrow.names.count(column) > 1:
-                raise UserError(f"{file}: has several columns {column!r}; name another column")
-            kind = table.schema_arrow.field(column).type
-            texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-            values = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if not any(is_text(values) for is_text in texts):
-                raise UserError(f"{file}: column {column!r} holds {kind}, not text; name another column")
-            row = 0
-            for batch in table.iter_batches(batch_size=1000, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield row, text
-    except (OSError, pa.ArrowException) as error:
+        for batch in table_batches(file, column):
+            yield from batch.column(column).to_pylist()
+    except (OSError, ValueError, LookupError) as error:  # PyArrow's own exceptions are subclasses of these
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"{file}: cannot be read ({' '.join(str(error).split())}); repair it or leave it out"
+            f"{file}: cannot be read as a table with a column {column!r} of text ({reason}); name another column with "
+            f"--text_column, or repair the file"
         ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text after row {row} ({error.reason}); convert it") from None
 
 
-def check_column(where: object, column: str, names: Iterable[str]) -> None:
+def table_batches(file: Path, column: str | None = None) -> Iterator[pa.RecordBatch]:
     """
-    Refuse a table or a dataset that lacks a column.
+    The rows of a table, in batches. Every column of a CSV or TSV file is text, as `00012` and `NA` are.
 
     Args:
-        where: the file or dataset, for the message.
-        names: the columns that exist.
+        column: read this column alone, which must hold text; None for all columns.
+
+    Raises:
+        OSError, ValueError, LookupError: PyArrow cannot read the file.
     """
-    if column not in (names := list(names)):
-        listed = ", ".join(map(str, names)) or "none"
-        mend = wrong_separator(names) or "name one with --text_column"
-        raise UserError(f"{where}: no column {column!r}; it has {listed}: {mend}")
+    kind = suffix_unpacked(file)
+    if kind == ".parquet":
+        with pa.parquet.ParquetFile(file) as table:
+            if column is not None and not _is_text(table.schema_arrow.field(column).type):
+                raise ValueError(f"{column} holds {table.schema_arrow.field(column).type}")
+            yield from table.iter_batches(1000, columns=None if column is None else [column])
+    elif kind == ".jsonl":
+        options = {"read_options": pa.json.ReadOptions(block_size=BLOCK_BYTES)}
+        if column is None:
+            yield from pa.json.read_json(open_unpacked(file), **options).to_batches()
+            return
+        schema = pa.schema([(column, pa.string())])
+        parse = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        for number, batch in enumerate(pa.json.open_json(open_unpacked(file), parse_options=parse, **options)):
+            if number == 0 and batch.column(column).null_count == len(batch):
+                raise LookupError(f"none of the first {len(batch):,} lines has it")
+            yield batch
+    else:
+        options = {
+            "read_options": pa.csv.ReadOptions(block_size=BLOCK_BYTES),
+            "parse_options": pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
+        }
+        names = pa.csv.open_csv(open_unpacked(file), **options).schema.names
+        if column is not None and column not in names:
+            raise LookupError(f"it has {', '.join(names)}")
+        convert = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), include_columns=None if column is None else [column]
+        )
+        yield from pa.csv.open_csv(open_unpacked(file), convert_options=convert, **options)
 
 
-def wrong_separator(names: list[str]) -> str | None:
-    """
-    What is wrong with a table whose only column has a name with ; | or a tab in it: that character separates columns.
-
-    Returns:
-        None for any other table.
-    """
-    found = next((character for character in ";\t|" if len(names) == 1 and character in str(names[0])), None)
-    return found and f"its columns are separated by {found!r}; write them as CSV with commas, or as .tsv with tabs"
+def _is_text(kind):
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

@@ -14,8 +14,7 @@ from d2l_bert.model_cards.push import STAGED
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.modeling.saving import save_with_code
-from d2l_bert.tokenization.cache import fingerprint
-from d2l_bert.tokenization.file_hashes import content_hash
+from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer

@@ -1,5 +1,6 @@
 """BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,8 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.progress import counted
-from d2l_bert.tokenization.tables import half_character, json_lines, suffix_unpacked
+from d2l_bert.tokenization.sources import dataset_errors
+from d2l_bert.tokenization.tables import suffix_unpacked, table_batches
 
 
 logger = logging.getLogger(__name__)
@@ -71,8 +73,16 @@ def _read_folder(place):
         raise UserError(f"blimp {place}: no .jsonl file in this folder; give the folder with BLiMP's JSONL files")
     paradigms = {}
     for file in files:
-        for line, row in json_lines(file):
-            _add(paradigms, f"{file}, line {line}", row, file.name.partition(".")[0])
+        try:
+            rows = itertools.chain(*(batch.to_pylist() for batch in table_batches(file)))
+            for number, row in enumerate(rows, 1):
+                _add(paradigms, f"{file}, row {number}", row, file.name.partition(".")[0])
+        except UserError:
+            raise
+        except (OSError, ValueError, LookupError) as error:
+            raise UserError(
+                f"{file}: cannot be read ({' '.join(str(error).split())}); copy BLiMP's file again"
+            ) from None
     if not paradigms:
         raise UserError(f"blimp {place}: its files hold no minimal pair; copy BLiMP's files there again")
     return [paradigms[name] for name in sorted(paradigms)]
@@ -82,29 +92,18 @@ def _read_hub():
     import datasets
 
     paradigms = {}
-    try:
+    with dataset_errors(HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"):
         for config in datasets.get_dataset_config_names(HUB_DATASET):
             for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
                 _add(paradigms, f"{HUB_DATASET} {config}, row {number}", row, config)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises many classes of exceptions
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"blimp {FROM_HUB}: {HUB_DATASET} cannot be loaded ({reason:.200}); give a folder with BLiMP's JSONL files"
-        ) from None
     return [paradigms[name] for name in sorted(paradigms)]
 
 
 def _add(paradigms, where, row, default):
     """Add a row of a file to its paradigm; `default` is the name of a paradigm or a phenomenon that has none."""
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: {type(row).__name__}, not an object with a minimal pair; give BLiMP's JSONL files")
     for key in ("sentence_good", "sentence_bad"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise UserError(f"{where}: no {key}; each line of BLiMP has sentence_good and sentence_bad")
-        if half := half_character(row[key]):
-            raise UserError(f"{where}: {half} in {key}; repair the line or take it out")
     name = str(row.get("UID") or default)
     paradigm = paradigms.setdefault(name, Paradigm(name, str(row.get("linguistics_term") or default), [], []))
     paradigm.good.append(row["sentence_good"])

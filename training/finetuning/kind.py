@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.tables import Table
 
@@ -180,8 +179,6 @@ def check_text(table: Table, row: int, name: str, text: object, mend: str) -> No
         raise UserError(f"{table.place(row)}: {name} holds {type(text).__name__}, not text; {mend}")
     if not has_text(text):
         raise UserError(f"{table.place(row)}: {name} is empty; write a text there, or take the row out")
-    if half := half_character(text):
-        raise UserError(f"{table.place(row)}: {half} in {name}; repair the row or take it out")
 
 
 def has_text(value: object) -> bool:

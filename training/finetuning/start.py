@@ -16,9 +16,8 @@ from d2l_bert.folders import base_name
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.positions import longest_input
-from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.existing import read_tokenizer
-from d2l_bert.tokenization.file_hashes import content_hash
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
 

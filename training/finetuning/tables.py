@@ -1,23 +1,18 @@
-"""`Table`: named columns in memory; reads one from a file (CSV, JSONL, Parquet, ...), or from a dataset."""
+"""`Table`: named columns in memory; reads one from a file (CSV, JSONL, Parquet, JSON, CoNLL), or from a dataset."""
 
-import codecs
-import csv
 import dataclasses
-import io
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from d2l_bert.errors import UserError
 from d2l_bert.folders import base_name
-from d2l_bert.tokenization.cache import fingerprint
-from d2l_bert.tokenization.file_hashes import content_hash
-from d2l_bert.tokenization.sources import dataset_mend, load_failure, quiet_datasets
-from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked, wrong_separator
-from d2l_bert.training.finetuning.formats import read_conll, read_json
+from d2l_bert.tokenization.cache import content_hash, fingerprint
+from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
+from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked, table_batches
 
 
 SUFFIXES = (*TABLE_SUFFIXES, ".json", ".conll")
@@ -32,8 +27,6 @@ class Table:
         label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
         name: the file's base name, or the dataset's id with its configuration and split.
         columns: the values of each column; all columns are equally long.
-        lines: the line of the file that each row ends in, from 1, or words such as `question 'id'`; None for a table
-            without lines.
         fingerprint: a hash of the content of the file or dataset.
         class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
         is_dataset: whether the rows come from a dataset, not from a file.
@@ -43,7 +36,6 @@ class Table:
     label: str
     name: str
     columns: dict[str, list]
-    lines: list[int | str] | None = None
     fingerprint: str = ""
     class_names: dict[str, list[str]] = field(default_factory=dict)
     is_dataset: bool = False
@@ -54,18 +46,12 @@ class Table:
 
     def place(self, row: int) -> str:
         """Where a row stands, for messages. `row` counts from 0."""
-        if not self.lines:
-            return f"{self.label}, row {row + 1:,}"
-        place = self.lines[row]
-        return f"{self.label}, {place if isinstance(place, str) else f'line {place}'}"
+        return f"{self.label}, row {row + 1:,}"
 
     def select(self, rows) -> "Table":
         """A table of some of the rows, given by their numbers from 0."""
-        return dataclasses.replace(
-            self,
-            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
-            lines=self.lines and [self.lines[row] for row in rows],
-        )
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        return dataclasses.replace(self, columns=columns)
 
     def require(self, column: str, option: str) -> list:
         """
@@ -79,8 +65,7 @@ class Table:
         """
         if column not in self.columns:
             listed = ", ".join(map(repr, self.columns)) or "none"
-            mend = wrong_separator(list(self.columns)) or f"name one with --{option}"
-            raise UserError(f"{self.label}: no column {column!r}; it has {listed}: {mend}")
+            raise UserError(f"{self.label}: no column {column!r}; it has {listed}: name one with --{option}")
         return self.columns[column]
 
 
@@ -88,112 +73,70 @@ def read_file(path: str, option: str) -> Table:
     """
     Read a whole table, packed by gzip or zstd or not.
 
+    - `.csv`, `.tsv`: all values are strings.
+    - `.jsonl`, `.parquet`: values as they are.
+    - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
+      list of objects, also below `data`. An object without a value that others have gets None.
+    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`.
+
     Args:
         option: the option that names the file, for messages.
 
     Raises:
-        UserError: the file does not exist, cannot be read, is damaged, is not UTF-8, has another suffix, has rows of
-            different lengths, or has no rows.
+        UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
     """
     file, label = Path(path), f"{option} {base_name(path)}"
-    if not file.exists():
-        raise UserError(f"{option} {path}: no such file; give a table: {', '.join(SUFFIXES)}")
-    if not file.is_file():
-        raise UserError(f"{option} {path}: not a file; give a table: {', '.join(SUFFIXES)}")
     suffix = suffix_unpacked(file)
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": _read_parquet}
-    readers |= {".json": read_json, ".conll": read_conll}
-    if suffix not in readers:
-        raise UserError(f"{label}: a table is one of {', '.join(SUFFIXES)}; convert the file")
-    columns, lines = readers[suffix](file, label)
-    table = Table(label=label, name=base_name(path), columns=columns, lines=lines, fingerprint=content_hash(file)[:16])
+    if not file.is_file() or suffix not in SUFFIXES:
+        raise UserError(f"{option} {path}: no such table; give a file that ends in {', '.join(SUFFIXES)}")
+    try:
+        if suffix in (".json", ".conll"):
+            text = open_unpacked(file).read().decode("utf-8-sig")
+            columns = _json_columns(json.loads(text)) if suffix == ".json" else _conll_columns(text)
+        else:
+            batches = list(table_batches(file))
+            rows = pa.Table.from_batches(batches) if batches else pa.table({})
+            columns = {name: rows.column(name).to_pylist() for name in rows.column_names}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{label}: cannot be read as {suffix} ({reason}); repair the file") from None
+    table = Table(label=label, name=base_name(path), columns=columns, fingerprint=content_hash(file)[:16])
     if len(table) == 0:
-        mend = "" if option == "train_file" else f", or leave {option} out"
-        raise UserError(f"{label}: has no rows; give a file with rows{mend}")
+        raise UserError(f"{label}: has no rows; give a file with rows")
     return table
 
 
-def _read_csv(file, label):
-    """The columns of a CSV or TSV file as strings, and the line in which each row ends."""
-    csv.field_size_limit(2**31 - 1)
-    rows, lines = [], []
-    with open_unpacked(file) as stream:
-        text = io.StringIO(_decoded(stream.read(), label), newline="")
-    reader = csv.reader(text, dialect="excel-tab" if suffix_unpacked(file) == ".tsv" else "excel", strict=True)
-    try:
-        names = next(reader, [])
-        if len(set(names)) < len(names):
-            double = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{label}: two columns are called {double!r}; give each a name of its own")
-        for row in reader:
-            if not row:  # an empty line
-                continue
-            if len(row) != len(names):
-                raise UserError(
-                    f"{label}, line {reader.line_num}: {len(row)} fields, and the first line names {len(names)} "
-                    f"columns; put texts with commas, tabs or quotes between quotes"
-                )
-            rows.append(row)
-            lines.append(reader.line_num)
-    except csv.Error as error:
-        raise UserError(f"{label}, line {reader.line_num}: not CSV ({error}); repair the file") from None
-    return {name: [row[number] for row in rows] for number, name in enumerate(names)}, lines
+def _json_columns(content):
+    """The columns of a list of objects, or of SQuAD's nested form."""
+    entries = content["data"] if isinstance(content, dict) else content
+    rows = []
+    for entry in entries:
+        if "paragraphs" not in entry:
+            rows.append(entry)
+            continue
+        for paragraph in entry["paragraphs"]:
+            shared = {"title": entry.get("title", ""), "context": paragraph["context"]}
+            rows += [{**shared, "id": "", **question} for question in paragraph["qas"]]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
 
 
-def _decoded(data, label):
-    """The text of a file in UTF-8, without a byte order mark."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{label}: UTF-16, not UTF-8; convert the file with `iconv -f UTF-16 -t UTF-8`")
-    if b"\0" in data:
-        line = data.count(b"\n", 0, data.index(0)) + 1
-        raise UserError(f"{label}, line {line}: a NUL byte, which no text has; repair the file or take the line out")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{label}, line {line}: not UTF-8 text ({error.reason}); convert the file, for example with "
-            f"`iconv -f LATIN1 -t UTF-8`"
-        ) from None
-
-
-def _read_json_lines(file, label):
-    """The columns of a file of JSON objects, and the line of each row."""
-    rows, lines = [], []
-    with open_unpacked(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{label}, line {number}: not UTF-8 text ({error.reason}); convert the file") from None
-            except (ValueError, RecursionError):
-                raise UserError(f"{label}, line {number}: not JSON; repair the line or take it out") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{label}, line {number}: not a JSON object; write {{...}} with a name for each value")
-            if rows and row.keys() != rows[0].keys():
-                name = min(row.keys() ^ rows[0].keys())
-                lacking = number if name in rows[0] else lines[0]
-                raise UserError(f"{label}, line {lacking}: no value {name!r}, which other lines have; add it there")
-            rows.append(row)
-            lines.append(number)
-    return {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}, lines
-
-
-def _read_parquet(file, label):
-    """The columns of a Parquet file, without lines."""
-    try:
-        with file.open("rb") as stream:
-            table = pq.read_table(stream)
-        double = {name for name in table.column_names if table.column_names.count(name) > 1}
-        if double:
-            raise UserError(f"{label}: two columns are called {min(double)!r}; give each a name of its own")
-        return {name: table.column(name).to_pylist() for name in table.column_names}, None
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{label}: cannot be read ({' '.join(str(error).split())}); repair the file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{label}: not UTF-8 text ({error.reason}); convert the file") from None
+def _conll_columns(text):
+    """The words and the tags of each text; no tags if a line has one field."""
+    texts = [[]]
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        if not fields or fields[0] == "-DOCSTART-":
+            texts.append([])
+            continue
+        texts[-1].append(fields)
+        first = next(words[0] for words in texts if words)
+        if len(fields) != len(first):
+            raise ValueError(f"line {number} has {len(fields)} fields, and the first one {len(first)}")
+    texts = [words for words in texts if words]
+    columns = {"tokens": [[word[0] for word in words] for words in texts]}
+    if texts and len(texts[0][0]) > 1:
+        columns["tags"] = [[word[-1] for word in words] for words in texts]
+    return columns
 
 
 def read_dataset(name: str, wanted: set[str]) -> dict[str, Table | None]:
@@ -211,20 +154,14 @@ def read_dataset(name: str, wanted: set[str]) -> dict[str, Table | None]:
 
     path, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     is_on_hub = not Path(path).exists()
-    if Path(path).is_file():
-        raise UserError(f"dataset {path}: a file; give it with --train_file")
-    try:
-        with quiet_datasets():
-            if any((Path(path) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-                splits = datasets.load_from_disk(path)
-            else:
-                splits = datasets.load_dataset(path, config or None)
-            if not isinstance(splits, dict):
-                splits = {"train": splits}
-            columns = {split: rows.with_format(None).to_dict() for split, rows in splits.items() if split in wanted}
-    except Exception as error:  # the library raises many classes of exceptions
-        mend = dataset_mend(path, error, "--train_file", "--train_split")
-        raise UserError(f"dataset {path}: cannot be loaded ({load_failure(error)}); {mend}") from None
+    hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
+    with dataset_errors(path, hint):
+        splits = (
+            datasets.load_from_disk(path) if is_saved_dataset(path) else datasets.load_dataset(path, config or None)
+        )
+        if not isinstance(splits, dict):
+            splits = {"train": splits}
+        columns = {split: rows.with_format(None).to_dict() for split, rows in splits.items() if split in wanted}
     shown = path if is_on_hub else base_name(path)
     return {
         split: Table(

@@ -10,7 +10,6 @@ from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
 from d2l_bert.progress import counted
-from d2l_bert.tokenization.tables import half_character
 from d2l_bert.training.finetuning import span_metrics
 from d2l_bert.training.finetuning.bars import draw_entity_bars
 from d2l_bert.training.finetuning.kind import Features, Kind, json_list, no_json_list
@@ -109,8 +108,6 @@ class Tags(Kind):
                         f"{table.place(row)}: word {number} of column {self.words!r} is {word!r}; write a word there, "
                         f"or take it and its tag out"
                     )
-                if half := half_character(word):
-                    raise UserError(f"{table.place(row)}: {half} in word {number}; repair the row or take it out")
             if is_labelled:
                 self._numbers(table, row, words)
 
