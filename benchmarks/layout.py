@@ -159,9 +159,9 @@ def measure_first_batch(folder):
     torch.set_num_threads(1)
     start = time.monotonic()
     text = prepare(run)
-    cutting = batching.how_to_cut(architecture, run)
-    held_out = batching.make_held_out(run, text, **cutting)
-    steps = batching.make_steps(run, text, run.max_steps, **cutting)
+    sharding = batching.make_sharding(architecture, run)
+    held_out = batching.make_held_out(run, text, sharding)
+    steps = batching.make_steps(run, text, run.max_steps, sharding)
     steps[0]
     seconds = time.monotonic() - start
     next(iter(held_out))

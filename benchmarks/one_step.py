@@ -273,7 +273,7 @@ def time_labels(corpus: list[str], repetitions: int):
 
     architecture, run = RECIPES["d2l"]()
     run = replace(run, corpus=corpus, vocab_size=architecture.vocab_size, attn_implementation="eager")
-    step = batching.make_steps(run, prepare(run), 1, **batching.how_to_cut(architecture, run))[0]
+    step = batching.make_steps(run, prepare(run), 1, batching.make_sharding(architecture, run))[0]
     ours = whole_step(step, run.max_seq_length, architecture.pad_token_id)
     plain = labels_of_every_position(ours)
     models = [make_model(architecture, run, None, None).train()]

@@ -85,39 +85,31 @@ class Ours:
     """
 
     def __init__(self, setup):
-        from dataclasses import replace
-
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
         from d2l_bert.training import distributed
-        from d2l_bert.training.compilation import compile_now, micro_batches_of_every_kind
-        from d2l_bert.training.device import faster_attention
         from d2l_bert.training.initialize import make_model
+        from d2l_bert.training.machine import compiled_blocks, with_defaults
         from d2l_bert.training.openmp import short_waits
         from d2l_bert.training.optim import make_optimizers
         from d2l_bert.training.step import train_step
 
         keep_freed_memory()
+        self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
         if setup.get("short_waits", True):
-            self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
             self.opened.enter_context(short_waits())
         self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
-        run = PretrainConfig(**setup["run"])
         architecture = D2lBertConfig(**setup["architecture"])
-        attention = faster_attention(architecture, run, self.accelerator.device.type)
-        self.run = replace(run, mixed_precision=self.accelerator.mixed_precision, attn_implementation=attention)
+        self.run = run = with_defaults(PretrainConfig(**setup["run"]), architecture, self.accelerator)
         model = make_model(architecture, self.run, None, None)
         betas = (run.adam_beta1, run.adam_beta2)
         optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
         self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
         self.model.train()
-        if run.torch_compile == "true":
-            kinds = micro_batches_of_every_kind(full_batch(run, model.config.vocab_size))
-            if error := compile_now(model, lambda: self.step(kinds, 0.0)):
-                raise RuntimeError(error)
-        compiled = "compiled" if run.torch_compile == "true" else "not compiled"
-        self.settings = f"{self.run.mixed_precision}, attention {attention}, {compiled}"
+        self.opened.enter_context(compiled_blocks(model, run.torch_compile))
+        compiled = "compiled" if run.torch_compile else "not compiled"
+        self.settings = f"{run.mixed_precision}, attention {run.attn_implementation}, {compiled}"
 
     def __str__(self):
         return f"d2l-bert {version('d2l-bert')}, {self.settings}"
@@ -364,30 +356,14 @@ def environment(device):
     return {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
 
 
-def command_variables(name) -> dict[str, str]:
-    """For our step, the variables that the command `d2l-bert` adds to the environment; for others none."""
-    from d2l_bert.openmp import wait_settings
-
-    return wait_settings(os.environ) if name == "ours" else {}
-
-
 class Contestant:
     """A handle on a contestant's process: starts the process, calls its methods, ends it."""
 
-    def __init__(self, name, setup, python=sys.executable, variables=None):
-        """
-        Start the process.
-
-        Args:
-            variables: environment variables of the process beside those of this one, None for a variable that must
-                not be set; without it, for our step, those that the command sets.
-        """
+    def __init__(self, name, setup, python=sys.executable):
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
-        variables = {**environment(setup["device"]), **(command_variables(name) if variables is None else variables)}
-        variables = {variable: value for variable, value in variables.items() if value is not None}
-        self.process = subprocess.Popen([python, __file__], env=variables, **pipes)
+        self.process = subprocess.Popen([python, __file__], env=environment(setup["device"]), **pipes)
         self.description = self._exchange({**copy.deepcopy(setup), "name": name})
 
     def __enter__(self):

@@ -40,7 +40,7 @@ from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.commands import keep_freed_memory
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import batching, data, pretrain
+from d2l_bert.training import batching, data, packing, pretrain
 from d2l_bert.training.loader import load
 
 
@@ -163,8 +163,8 @@ def padding(arguments):
         ("segments", "sentences"), ("nsp", "sop", "none"), (False, True)
     ):
         run = base_run(arguments, pairing=pairing, objective=objective, packing=packed)
-        cutting = batching.how_to_cut(RECIPES["tiny"]()[0], run)
-        steps = batching.make_steps(run, prepare(run), run.max_steps, **cutting)
+        sharding = batching.make_sharding(RECIPES["tiny"]()[0], run)
+        steps = batching.make_steps(run, prepare(run), run.max_steps, sharding)
         real = computed = count = 0
         for step in range(50):
             for batch in steps[step]:
@@ -203,7 +203,7 @@ def order(arguments):
     print(f"200 steps by one process, {len(set(expected))} of them different")
     for world_size in (1, 2, 4, 8, 1024):
         ranks = [
-            data.PretrainingSteps(steps.phases, steps.share_at, world_size=world_size, rank=rank)
+            data.PretrainingSteps(steps.phases, steps.share_at, packing.Sharding(world_size, rank))
             for rank in range(world_size)
         ]
         same = 0
@@ -272,7 +272,7 @@ def replacements(batch, mask):
 def producer(arguments):
     architecture, run = RECIPES["tiny"]()
     text = prepare(run)
-    steps = batching.make_steps(run, text, run.max_steps, **batching.how_to_cut(architecture, run))
+    steps = batching.make_steps(run, text, run.max_steps, batching.make_sharding(architecture, run))
     for first, name in ((0, "32 tokens"), (1200, "128 tokens")):
         speeds = []
         for repetition in range(5):

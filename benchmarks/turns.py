@@ -46,8 +46,8 @@ class Task:
         return Contestant(name, setup, python)
 
     def steps(self, count):
-        cutting = batching.how_to_cut(self.architecture, self.run)
-        return batching.make_steps(self.run, prepare(self.run), count, **cutting)
+        sharding = batching.make_sharding(self.architecture, self.run)
+        return batching.make_steps(self.run, prepare(self.run), count, sharding)
 
     def write_steps(self, folder, count) -> list["Step"]:
         steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))

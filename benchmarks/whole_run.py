@@ -29,9 +29,8 @@ TURN = 3.0  # seconds; a turn of the bare step has at least one step
 
 def end_to_end(task, arguments, folder):
     """Compare `d2l-bert pretrain` with the bare step; both get the vocabulary size of the tokenizer."""
-    # The same for both; "auto" would depend on the run's length.
-    compiled = "true" if arguments.torch_compile == "true" else "false"
-    run, architecture = replace(task.run, torch_compile=compiled), copy.deepcopy(task.architecture)
+    run = replace(task.run, torch_compile=arguments.torch_compile == "true")
+    architecture = copy.deepcopy(task.architecture)
     architecture.vocab_size = len(prepare(run).tokenizer)
     task = replace(task, run=run, architecture=architecture)
     # The bare step repeats these steps, so that it meets no new tensor shapes; a run does.

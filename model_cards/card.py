@@ -372,7 +372,7 @@ def _machine_rows(record, metrics, task):
         if (key := f"train_{counted}_per_second") in metrics
     ]
     mfu, padding, wait = (metrics.get(f"train_{name}") for name in ("mfu", "padding_share", "data_wait_share"))
-    seconds, memory, energy = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb", "energy_kwh"))
+    seconds, memory = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb"))
     rows = [
         ("machine", device),
         ("time", None if seconds is None else _time(seconds)),
@@ -384,13 +384,6 @@ def _machine_rows(record, metrics, task):
         ("padding", None if padding is None else f"{100 * padding:.1f} % of the tokens computed"),
         ("waiting for data", None if wait is None else f"{100 * wait:.1f} % of the time"),
         ("memory of a process" if processes > 1 else "memory", None if memory is None else f"{memory:,.0f} MB"),
-        (
-            "energy",
-            None
-            if None in (energy, seconds)
-            else f"about {_energy(energy)}: E = P x t = {metrics['train_power_watts']:,.1f} W x {seconds:,.0f} s; "
-            f"{metrics['train_power_source']}; without cooling",
-        ),
         ("software", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return [(name, cell(text)) for name, text in rows if text]
@@ -398,10 +391,6 @@ def _machine_rows(record, metrics, task):
 
 def _guess(label, score):
     return f"{cell(label) if '`' in label else f'`{cell(label)}`'} ({score:.2f})"
-
-
-def _energy(kwh):
-    return f"{kwh:,.1f} kWh" if kwh >= 1 else f"{1000 * kwh:,.2f} Wh"
 
 
 def _times(factor):

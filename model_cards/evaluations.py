@@ -21,7 +21,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 
 # In a card that has no figures of an evaluation yet, their section goes before the first of these headings.
 HEADINGS_AFTER = (
-    *("## Machine, speed and energy", "## Bias, risks and limitations"),
+    *("## Machine and speed", "## Bias, risks and limitations"),
     *("## Make it again", "## Reproduce it", "## Citation"),
 )
 

@@ -79,8 +79,7 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
     products of the model. Here a value needs only 16 random bits of NumPy's SFC64, seeded by PyTorch's generator.
 
     The mask is drawn in a custom operator because PyTorch's compiler cannot trace NumPy. With the compiler's setting
-    `aggressive_recomputation` the backward pass would draw another mask than the forward pass, so
-    `d2l_bert.training.compilation` does not use that setting.
+    `aggressive_recomputation` the backward pass would draw another mask than the forward pass.
 
     Args:
         anchor: a new `torch.empty(0)`: the compiler merges calls with equal arguments, but never two empty tensors.
@@ -254,7 +253,7 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         return states_at(outputs, positions) if gather_later else outputs
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
-        """The block without the choice of queries. `d2l_bert.training.trials` compiles this method."""
+        """The block without the choice of queries; a training program may compile this method."""
         attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
         attended = self.addnorm1(queries, attention)
         return self.addnorm2(attended, self.ffn(attended))

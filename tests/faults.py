@@ -4,7 +4,6 @@ Environment variables: `FAULT` is a key of `FAULTS` below. `START_METHOD` is the
 `FAULTY_RANK` is the rank that has the fault (0 by default); all other ranks run without a fault.
 """
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import compilation, data, learner, loop, trials
+from d2l_bert.training import data, learner, loop
 
 
 def at_step(step, act):
@@ -52,11 +51,6 @@ def run_out_of_memory():
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
 
 
-def compiling_without_memory():
-    compilation.compile_blocks = lambda model: None
-    trials.micro_batches_of_every_kind = lambda *_: run_out_of_memory()
-
-
 def stuck_before_the_first_step():
     """Make this rank hang: it waits for a message that no rank sends, and the other ranks then wait for this rank."""
 
@@ -67,13 +61,6 @@ def stuck_before_the_first_step():
     loop.make_model = wait
 
 
-def without_a_compiler():
-    def fail(graph, inputs):
-        raise RuntimeError("no working C++ compiler")
-
-    torch.compile = functools.partial(compile_as_is, backend=fail)
-
-
 FAULTS = {
     "refusal in a worker": lambda: in_a_worker(refuse),
     "bug in a worker": lambda: in_a_worker(stumble),
@@ -82,17 +69,10 @@ FAULTS = {
     "bug": lambda: at_step(15, stumble),
     "missing file": lambda: at_step(15, miss_a_file),
     "stuck before the first step": stuck_before_the_first_step,
-    "no compiler": without_a_compiler,
     "out of memory": lambda: at_step(15, run_out_of_memory),
     "out of memory at once": lambda: at_step(1, run_out_of_memory),
-    "compiling without memory": compiling_without_memory,
     "none": lambda: None,
 }
-
-compile_as_is = torch.compile
-if os.environ["FAULT"] == "no compiler":  # on every rank, even a short run tries to compile, at no cost
-    trials.MIN_SECONDS_TO_COMPILE = 0.0
-    torch.compile = functools.partial(compile_as_is, backend="eager")
 
 if os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0"):
     FAULTS[os.environ["FAULT"]]()

@@ -1,5 +1,6 @@
 """The command line: every mistake gives one clear line and exit code 2, and destroys nothing."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ from conftest import SMALL, write_books
 
 from d2l_bert.cli import main
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.recipes import architecture_options
 from d2l_bert.training.run_folder import output_folder
 
 
@@ -159,23 +161,15 @@ def test_a_tokenizer_that_does_not_exist_is_refused(fails_to_pretrain, books, tm
         ("--optim=sgd", "invalid choice: 'sgd'"),
         ("--lr_scheduler_type=constant", "invalid choice: 'constant'"),
         ("--decay_ratio=0.1", "lr_scheduler_type is linear; leave it out"),
-        ("--lr_scheduler_type=warmup_stable_decay --decay_ratio=0", "decay_ratio must be above 0"),
         ("--lr_scheduler_type=warmup_stable_decay --decay_ratio=0.96", "(0.05) and decay_ratio (0.96) are more"),
         ("--lr_scheduler_type=warmup_stable_decay --warmup_ratio=0.9", "(0.9) and decay_ratio (0.2) are more"),
-        ("--adam_beta1=1", "adam_beta1 must be at least 0 and below 1"),
         ("--micro_batch_size=some", "micro_batch_size must be a whole number or auto, got 'some'"),
-        ("--ema_decay=0", "ema_decay must be above 0 and below 1"),
-        ("--ema_decay=1", "ema_decay must be above 0 and below 1"),
+        ("--ema_decay=0", "ema_decay must be a number in (0, 1)"),
         ("--max_minutes=1 --max_steps=3", "exactly one of"),
-        ("--min_frequency=0", "min_frequency must be at least 1"),
-        ("--limit_alphabet=0", "limit_alphabet must be at least 2"),
-        ("--extend_vocab=-1", "extend_vocab must be at least 0"),
         ("--extend_vocab=5", "give one, or raise vocab_size"),
         ("--strip_accents=maybe", "true or false, not 'maybe'"),
-        ("--max_documents=0", "max_documents must be at least 1"),
         ("--streaming", "none is given; leave it out"),
         ("--pairing=sentences --short_seq_prob=0.5", "short_seq_prob is for pairing segments"),
-        ("--preprocessing_num_workers=0", "preprocessing_num_workers must be at least 1"),
         ("--source_weights 1 two", "numbers such as 2 or 0.5, got 'two'"),
         ("--source_weights 0", "give one source at least some weight"),
         ("--source_weights 1 2", "2 weights for 1 source"),
@@ -357,19 +351,21 @@ def test_options_may_be_written_with_dashes_instead_of_underscores(books, tmp_pa
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_help_names_every_option_and_the_values_of_the_recipe(capsys):
-    import dataclasses
-
-    from d2l_bert.training.config import PretrainConfig
-
+def help_of(capsys, *options):
     with pytest.raises(SystemExit) as stop:
-        main(["pretrain", "--recipe=d2l", "--help"])
+        main(["pretrain", "--recipe=d2l", *options])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
-    for field in dataclasses.fields(PretrainConfig):
-        assert f"--{field.name} " in text, field.name
-    assert "--hidden_dropout_prob X" in text and "(0.2)" in text
-    assert "(20256)" in text and "(sentences)" in text
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("written", ["--help-all", "--help_all"])
+def test_help_names_the_common_options_and_help_all_every_one(capsys, written):
+    names = {*architecture_options(), *(field.name for field in dataclasses.fields(PretrainConfig))}
+    everything, common = help_of(capsys, written), help_of(capsys, "--help")
+    assert {name for name in names if f"--{name} " in everything} == names
+    assert "--hidden_dropout_prob X" in everything and "(0.2)" in everything
+    assert "(20256)" in everything and "(sentences)" in everything
+    assert 10 <= sum(f"--{name} " in common for name in names) <= 20
 
 
 @pytest.mark.slow
@@ -380,10 +376,8 @@ def test_a_mistake_shows_no_traceback(tmp_path):
     assert process.stderr.startswith("d2l-bert pretrain: error: ") and process.stderr.count("\n") == 1
 
 
-def test_a_name_that_the_hub_does_not_have_is_told_from_a_hub_that_cannot_be_reached(here, fails):
-    line = fails("fill-mask", "someone/nothing", "a [MASK]")
-    assert "the Hub gave no model of this name; for a private one log in with `hf auth login`, or set HF_TOKEN" in line
-    here.stop()
-    assert "the Hub gave no model of this name: it cannot be reached; check the name, or" in fails(
-        "fill-mask", "someone/nothing", "a [MASK]"
-    )
+def test_a_name_that_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_name_both_ways_out(here, fails):
+    for _ in range(2):
+        line = fails("fill-mask", "someone/nothing", "a [MASK]")
+        assert "someone/nothing" in line and "network" in line and "hf auth login" in line
+        here.stop()

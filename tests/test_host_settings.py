@@ -20,9 +20,13 @@ from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
 from d2l_bert.errors import UserError
-from d2l_bert.training.host_settings import RECOMPUTATION_LIMITS
 
 
+RECOMPUTATION_LIMITS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)
 ON_CPU = not torch.cuda.is_available()
 
@@ -36,7 +40,7 @@ def job(books, tmp_path, monkeypatch):
     )
     _, run = RECIPES["tiny"]()
     numbers = {"vocab_size": 400, "max_seq_length": 48, "global_batch_size": 8, "max_steps": 2}
-    numbers |= {"torch_compile": "true", "mixed_precision": "bf16"}
+    numbers |= {"torch_compile": True, "mixed_precision": "bf16"}
     return architecture, replace(run, corpus=[str(books)], output_dir=str(tmp_path / "out"), **numbers)
 
 

@@ -7,30 +7,33 @@ import platform
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import SMALL
 from runs import run
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization import prepare
-from d2l_bert.training import data, trials
+from d2l_bert.training import data, machine
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.device import faster_attention, resolve_num_workers
+from d2l_bert.training.distributed import make_accelerator
 
 
 def test_the_automatic_micro_batch_size_is_found_once_and_kept_on_resuming(books, tmp_path, monkeypatch):
-    tried = []
+    tried, find = [], machine.find_micro_batch
 
-    def fastest(speed, most):
-        tried.append((most, speed(2) > 0))
-        return 2
+    def watched(*arguments):
+        tried.append(find(*arguments))
+        return 2  # whatever is fastest here
 
-    monkeypatch.setattr(trials, "fastest", fastest)
+    monkeypatch.setattr("d2l_bert.training.loop.find_micro_batch", watched)
     options = ("--max_steps=4", "--save_steps=2", "--mixed_precision=no")
     found = run(books, tmp_path / "found", *options, "--micro_batch_size=auto")
-    assert tried == [(8, True)]
+    assert len(tried) == 1 and tried[0] in (1, 2, 4, 8)
     assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
     assert run(books, tmp_path / "given", *options, "--micro_batch_size=2") == found, "trying left no trace"
     shutil.rmtree(tmp_path / "found" / "checkpoint-4")
@@ -39,19 +42,52 @@ def test_the_automatic_micro_batch_size_is_found_once_and_kept_on_resuming(books
     assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
 
 
-def test_the_micro_batch_size_grows_while_that_makes_steps_faster():
-    assert trials.fastest(lambda size: min(size, 8), 100) == 8
-    assert trials.fastest(lambda size: size, 24) == 24
-    assert trials.fastest(lambda size: size if size < 5 else 0, 24) == 4, "memory ran out"
-    with pytest.raises(ValueError, match="out of memory with a single pair"):
-        trials.fastest(lambda size: 0, 24)
+class Timed:
+    """A learner on a clock of its own: a micro-batch of n pairs takes `seconds(n)`, or has no memory beyond `fits`."""
+
+    def __init__(self, monkeypatch, seconds, fits=10**6):
+        self.now, self.seconds, self.fits, self.reset = 0.0, seconds, fits, 0
+        self.accelerator = make_accelerator("no")
+        monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(machine, "trial_micro_batches", lambda run, text, size, sharding: [self.batch(size)])
+
+    def batch(self, size):
+        return {"attention_mask": torch.ones((size, 10))}
+
+    def try_gradient(self, batch):
+        size = len(batch["attention_mask"])
+        if size > self.fits:
+            raise RuntimeError("CUDA out of memory.")
+        self.now += self.seconds(size)
+        return torch.zeros(())
+
+    def try_step(self, micro_batches):
+        self.try_gradient(*micro_batches)
+
+    def clear_gradients(self):
+        pass
+
+    def reset_optimizers(self):
+        self.reset += 1
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
-def test_a_neighbour_in_half_of_the_turns_does_not_decide_about_the_micro_batch_size(first):
-    """Other programs halve the speed in every second pair of calls, and a size is tried in a pair of calls."""
-    calls = itertools.count(first)
-    assert trials.fastest(lambda size: min(size, 8) / (1 + next(calls) // 2 % 2), 100) == 8
+@pytest.mark.parametrize(
+    ("seconds", "fits", "pairs", "expected"),
+    [
+        (lambda size: max(size, 8), 10**6, 100, 8),  # beyond 8 pairs nothing is gained
+        (lambda size: 1.0, 10**6, 24, 24),  # the whole batch
+        (lambda size: 1.0, 5, 24, 4),  # memory ran out
+    ],
+)
+def test_the_micro_batch_size_grows_while_that_makes_steps_faster(monkeypatch, seconds, fits, pairs, expected):
+    learner = Timed(monkeypatch, seconds, fits)
+    assert machine.find_micro_batch(PretrainConfig(global_batch_size=pairs), learner, None, None) == expected
+    assert learner.reset == 1
+
+
+def test_a_single_pair_that_does_not_fit_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="gradient_checkpointing"):
+        machine.find_micro_batch(PretrainConfig(), Timed(monkeypatch, lambda size: 1.0, fits=0), None, None)
 
 
 def test_out_of_memory_names_the_helpful_options(books, tmp_path, capsys, monkeypatch):
@@ -106,29 +142,35 @@ def test_freed_memory_is_kept_already_while_the_text_is_read(books, tmp_path, mo
     assert done == ["kept", "read"]
 
 
+def on(device):
+    return SimpleNamespace(device=torch.device(device), is_fsdp2=False, mixed_precision="no")
+
+
 def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout():
+    cases = list(itertools.product(("cpu", "cuda"), (256, 257), (0.0, 0.1)))
     chosen = {
-        (device, length, dropout): faster_attention(
-            D2lBertConfig(attention_probs_dropout_prob=dropout), PretrainConfig(max_seq_length=length), device
-        )
-        for device in ("cpu", "cuda")
-        for length in (256, 257)
-        for dropout in (0.0, 0.1)
+        (device, length, dropout): machine.with_defaults(
+            PretrainConfig(max_seq_length=length), D2lBertConfig(attention_probs_dropout_prob=dropout), on(device)
+        ).attn_implementation
+        for device, length, dropout in cases
     }
-    assert {case for case, kernel in chosen.items() if kernel == "sdpa"} == {
-        ("cpu", 257, 0.0),
-        *(case for case in chosen if case[0] == "cuda"),
-    }
+    on_gpu = {case for case in cases if case[0] == "cuda"}
+    assert {case for case in cases if chosen[case] == "sdpa"} == {("cpu", 257, 0.0), *on_gpu}
     assert set(chosen.values()) == {"eager", "sdpa"}
 
 
-def test_a_cpu_has_no_loader_worker_unless_requested():
-    chosen = [
-        resolve_num_workers(PretrainConfig(dataloader_num_workers=asked), device)
-        for device in ("cpu", "cuda", "mps")
-        for asked in (None, 0, 2)
-    ]
-    assert chosen == [0, 0, 2, 1, 0, 2, 1, 0, 2]
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "on_gpu", "asked"),
+    [
+        ("dataloader_num_workers", 0, 1, 2),
+        ("torch_compile", False, True, True),
+    ],
+)
+def test_defaults_depend_on_the_device_and_give_way_to_options(option, on_cpu, on_gpu, asked):
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        assert getattr(machine.with_defaults(PretrainConfig(), D2lBertConfig(), on(device)), option) == expected
+        run = PretrainConfig(**{option: asked})
+        assert getattr(machine.with_defaults(run, D2lBertConfig(), on(device)), option) == asked
 
 
 def test_a_killed_loader_worker_is_reported(books, tmp_path, capsys, monkeypatch):

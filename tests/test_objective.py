@@ -158,7 +158,6 @@ def test_two_processes_train_the_same_weights_as_one(books, pretrained, tmp_path
     metrics = [json.loads((path / "metrics.json").read_text()) for path in (folder, tmp_path / "two")]
     assert metrics[0]["eval_sequences"] == metrics[1]["eval_sequences"]
     assert metrics[0]["eval_mlm_loss"] == pytest.approx(metrics[1]["eval_mlm_loss"], abs=1e-4)
-    assert metrics[1]["train_power_source"].startswith("2 threads at 12 W"), "one of each process"
 
 
 def packed(batch):

@@ -3,81 +3,33 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import d2l_bert.openmp
 from d2l_bert.cli import main
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertModel
-from d2l_bert.openmp import COMMAND_WAITS, WAIT_VARIABLES, torch_brings_gnu_openmp, wait_settings
 from d2l_bert.training import openmp
-from d2l_bert.training.openmp import FEW, MANY, QUIET_MEASUREMENTS, IdleTeam, Waits, is_supported, waited_seconds
+from d2l_bert.training.openmp import (
+    FEW,
+    MANY,
+    QUIET_MEASUREMENTS,
+    WAIT_VARIABLES,
+    IdleTeam,
+    Waits,
+    is_supported,
+    waited_seconds,
+)
 
 
 has_waits = pytest.mark.skipif(
     not openmp.openmp_libraries() or waited_seconds() is None, reason="not GNU's OpenMP, or waits are not counted"
 )
-
-
-COMMAND = str(Path(sys.executable).with_name("d2l-bert"))
-LAUNCHED = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "-m", "d2l_bert"]
-has_variables = pytest.mark.skipif(not torch_brings_gnu_openmp(), reason="not GNU's OpenMP")
-
-
-@has_variables
-@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
-def test_the_command_keeps_what_a_user_has_chosen(chosen):
-    assert wait_settings(chosen) == {}
-    assert (
-        wait_settings({"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": ""}) == wait_settings(COMMAND_WAITS) == COMMAND_WAITS
-    )
-
-
-@pytest.mark.parametrize("folder", ["lib", "../torch.libs", None])
-def test_the_command_sets_nothing_for_other_kinds_of_openmp(folder, monkeypatch, tmp_path):
-    (tmp_path / "torch" / "lib").mkdir(parents=True)
-    if folder is not None:
-        library = tmp_path / "torch" / folder / "libgomp-98b21ff3.so.1"
-        library.parent.mkdir(exist_ok=True)
-        library.touch()
-    spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
-    monkeypatch.setattr(d2l_bert.openmp, "find_spec", lambda name: spec)
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert wait_settings({}) == (COMMAND_WAITS if folder else {})
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert wait_settings({}) == {}
-
-
-@has_variables
-@pytest.mark.parametrize(
-    ("program", "variables", "spins"),
-    [
-        pytest.param(["-m", "d2l_bert", "--help"], {}, "300000 ACTIVE", id="module", marks=pytest.mark.slow),
-        pytest.param([COMMAND, "--help"], {}, "300000 ACTIVE", id="script", marks=pytest.mark.slow),
-        pytest.param([*LAUNCHED, "--help"], {}, "300000 ACTIVE", id="launched", marks=pytest.mark.slow),
-        pytest.param([COMMAND, "--help"], {"GOMP_SPINCOUNT": "77"}, "77 PASSIVE", id="count", marks=pytest.mark.slow),
-        pytest.param(
-            [COMMAND, "--help"], {"OMP_WAIT_POLICY": "PASSIVE"}, "0 PASSIVE", id="policy", marks=pytest.mark.slow
-        ),
-        pytest.param(["-c", "import d2l_bert, torch"], {}, "300000 PASSIVE", id="program", marks=pytest.mark.slow),
-    ],
-)
-def test_openmp_reads_the_variables_of_the_command_when_it_is_loaded(program, variables, spins):
-    """OpenMP prints PASSIVE if no policy is set."""
-    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
-    environment |= {**variables, "OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, check=True)
-    counts = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    policies = re.findall(r"OMP_WAIT_POLICY = '(\w+)'", done.stderr)
-    assert f"{counts[-1]} {policies[-1]}" == spins  # a launcher that loads PyTorch reads the variables first
 
 
 @pytest.fixture
@@ -87,7 +39,6 @@ def supported(monkeypatch):
     monkeypatch.setattr(openmp, "openmp_libraries", lambda: ["/libgomp.so.1"])
     monkeypatch.setattr(openmp, "waited_seconds", lambda: 0.0)
     assert is_supported({}) and is_supported({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": ""})
-    assert is_supported(COMMAND_WAITS)
 
 
 @pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
@@ -205,9 +156,8 @@ def threads():
 
 
 BESIDE_BUSY_PROGRAMS = """
-import json, time
+import json, subprocess, sys, time
 import torch
-from benchmarks.neighbours import busy_processes
 from d2l_bert.training.openmp import short_waits
 
 torch.set_num_threads(2)
@@ -223,9 +173,12 @@ def work_until(reached, seconds=20):
 
 with short_waits() as waits:
     totals = [work_until(lambda: False, 0.5)]
-    with busy_processes(4, False):
-        totals.append(work_until(lambda: waits.are_short))
-        assert waits.are_short
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    totals.append(work_until(lambda: waits.are_short))
+    were_short = waits.are_short
+    for process in busy:
+        process.kill()
+    assert were_short
 totals.append(work_until(lambda: False, 0.5))
 print(json.dumps([waits.are_short, len(set(totals))]))
 """

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import typing
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from types import NoneType
 
 import pytest
@@ -291,22 +291,27 @@ def test_the_command_of_a_run_from_python_names_every_option_that_changes_traini
     assert replace(again[1], **same).identity() == replace(run, mixed_precision="bf16").identity()
 
 
-def of_kind(kind):
-    """A strategy for any value of a field that the parser accepts."""
+def of_kind(kind, within):
+    """A strategy for any value of a field that the parser accepts, of a type and in an interval such as `[0, 1)`."""
     if typing.get_origin(kind) is typing.Literal:
         return st.sampled_from(typing.get_args(kind))
     if typing.get_args(kind) and typing.get_origin(kind) is not list:
-        return st.one_of(*(of_kind(part) for part in typing.get_args(kind) if part is not NoneType))
+        return st.one_of(*(of_kind(part, within) for part in typing.get_args(kind) if part is not NoneType))
     entries = st.lists(st.builds("{}:0.{}".format, st.integers(1, 600), st.integers(1, 9)), min_size=1, max_size=3)
     texts = st.text("ab 'ü$->.1:", min_size=1).filter(lambda text: text[0] in "abü")
-    values = {int: st.integers(0, 2**62), float: st.floats(0, 1e9), bool: st.booleans(), str: texts}
+    least, most = map(float, within[1:-1].split(",")) if within else (0, 1e9)
+    ends = {"exclude_min": within[0] == "(", "exclude_max": within[-1] == ")" and most < 1e9} if within else {}
+    values = {float: st.floats(least, min(most, 1e9), **ends), bool: st.booleans(), str: texts}
+    values[int] = st.integers(int(least), 2**62 if most > 2**62 else int(most))
     return values.get(kind, entries)
 
 
-KINDS = {
-    name: kind for name, kind in typing.get_type_hints(PretrainConfig).items() if name not in ("recipe", "init_from")
+KINDS = typing.get_type_hints(PretrainConfig)
+CHANGES = {
+    field.name: of_kind(KINDS[field.name], field.metadata.get("within"))
+    for field in fields(PretrainConfig)
+    if field.name not in ("recipe", "init_from", *INPUT_OPTIONS, *LENGTH_OPTIONS)
 }
-CHANGES = {name: of_kind(kind) for name, kind in KINDS.items() if name not in (*INPUT_OPTIONS, *LENGTH_OPTIONS)}
 NUMBERS = {
     "hidden_act": st.sampled_from(["relu", "gelu"]),
     "tie_word_embeddings": st.booleans(),

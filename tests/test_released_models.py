@@ -65,9 +65,15 @@ def test_the_card_is_rendered_again_from_the_files(place, files):
     with torch.device("meta"):
         model = getattr(d2l_bert, config["architectures"][0])(d2l_bert.D2lBertConfig(**config))
     card = card_of(place.name, config, model.num_parameters(), record, metrics, True, release)
-    assert card == (place / "README.md").read_text(encoding="utf-8")
+    released = (place / "README.md").read_text(encoding="utf-8")
+    assert without_machine(card) == without_machine(released)
     assert (place / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     assert read_card(card)[1:] == ([], [])
+
+
+def without_machine(card):
+    """A card without the section of its machine, whose rows are those of the version that has made the model."""
+    return re.sub(r"^## Machine.*?(?=^## )", "", card, flags=re.DOTALL | re.MULTILINE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

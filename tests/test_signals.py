@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import processes
 import psutil
@@ -163,41 +162,3 @@ def test_a_signal_under_torchrun_reaches_all_ranks(command, undisturbed, tmp_pat
             process.kill()
     stop = check_stopped(tmp_path / "model", said)
     check_resumed(command, tmp_path / "model", tmp_path / "again.txt", stop, 2, undisturbed[2])
-
-
-COMMAND = str(Path(sys.executable).with_name("d2l-bert"))
-
-
-@pytest.mark.parametrize("program", [["-m", "d2l_bert"], [COMMAND]], ids=["module", "script"])
-@pytest.mark.parametrize(
-    "number, code, said", [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
-)
-def test_a_signal_during_the_imports_ends_the_command_with_one_line(program, number, code, said):
-    with importing([], program) as process:
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    (line,) = [line for line in errors.splitlines() if not line.startswith("import time:")]
-    assert line == f"d2l-bert: {said}"
-
-
-@pytest.mark.slow
-def test_a_signal_that_the_caller_ignores_stays_ignored_during_the_imports():
-    with importing(["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh"], ["-m", "d2l_bert"]) as process:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            process.send_signal(number)
-        told, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and told.startswith("usage: d2l-bert")
-
-
-def importing(before, program):
-    """The process of `d2l-bert --help`, stopped within its imports: Python reports each import when it is done."""
-    process = subprocess.Popen(
-        [*before, sys.executable, "-X", "importtime", *program, "--help"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert any("d2l_bert.early_signals" in line for line in process.stderr)
-    return process

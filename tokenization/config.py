@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import TEXT, TOKENIZER, Options, check_strings, option
-
-
-# The smallest vocabulary that can be trained: the five special tokens and one character.
-LEAST_VOCABULARY = 6
-
-# The largest vocabulary: its trainer reserves memory for all entries at the start.
-MOST_ENTRIES = 2**24
+from d2l_bert.options import TEXT, TOKENIZER, Options, option
 
 
 @dataclass(kw_only=True)
@@ -33,6 +26,7 @@ class TextConfig(Options):
         TEXT,
         identity=False,
         metavar="PATH",
+        common=True,
     )
     dataset: list[str] = option(
         [],
@@ -41,6 +35,7 @@ class TextConfig(Options):
         TEXT,
         identity=False,
         metavar="ID[:CONFIG]",
+        common=True,
     )
     dataset_config: str | None = option(
         None, "configuration of the dataset, if only one is given", TEXT, identity=False, metavar="NAME"
@@ -50,7 +45,9 @@ class TextConfig(Options):
     text_column: str = option(
         "text", "column that holds the text in datasets and tables", TEXT, identity=False, metavar="NAME"
     )
-    max_documents: int | None = option(None, "most text files and rows to read from each path and dataset", TEXT)
+    max_documents: int | None = option(
+        None, "most text files and rows to read from each path and dataset", TEXT, within="[1, inf)"
+    )
     language: str = option(
         "en",
         "language of the text (ISO 639 code, lower case), for finding the ends of sentences; sentencex splits a "
@@ -61,36 +58,52 @@ class TextConfig(Options):
     unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
         "none", "Unicode normal form that paragraphs are converted to", TEXT
     )
-    min_paragraph_characters: int = option(0, "drop paragraphs with fewer characters", TEXT)
+    min_paragraph_characters: int = option(0, "drop paragraphs with fewer characters", TEXT, within="[0, inf)")
     drop_duplicate_paragraphs: bool = option(False, "of equal paragraphs, keep only the first", TEXT)
-    validation_fraction: float = option(0.05, "share of the text to hold out for evaluation, in whole documents", TEXT)
-    max_validation_characters: int = option(1_000_000, "most characters to hold out", TEXT)
+    validation_fraction: float = option(
+        0.05, "share of the text to hold out for evaluation, in whole documents", TEXT, within="(0, 1)"
+    )
+    max_validation_characters: int = option(1_000_000, "most characters to hold out", TEXT, within="[1, inf)")
 
     preprocessing_num_workers: int | None = option(
         None,
         "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
         TEXT,
         identity=False,
+        within="[1, inf)",
     )
 
     tokenizer: str | None = option(
-        None, "folder or Hub id of an existing tokenizer, used instead of training one", TOKENIZER, identity=False
+        None,
+        "folder or Hub id of an existing tokenizer, used instead of training one",
+        TOKENIZER,
+        identity=False,
+        common=True,
     )
-    vocab_size: int = option(8192, "most entries in the WordPiece vocabulary", TOKENIZER, largest=MOST_ENTRIES)
+    vocab_size: int = option(
+        8192, "most entries in the WordPiece vocabulary", TOKENIZER, within="[6, 16777216]", common=True
+    )
     lowercase: bool = option(True, "convert text to lower case", TOKENIZER)
     strip_accents: bool | None = option(None, "remove accents; the default is the value of lowercase", TOKENIZER)
     min_frequency: int = option(
-        2, "how often two pieces must occur side by side to be merged, or a word to be added", TOKENIZER
+        2,
+        "how often two pieces must occur side by side to be merged, or a word to be added",
+        TOKENIZER,
+        within="[1, inf)",
     )
-    limit_alphabet: int = option(1000, "most characters in the vocabulary; rarer ones become [UNK]", TOKENIZER)
+    limit_alphabet: int = option(
+        1000, "most characters in the vocabulary; rarer ones become [UNK]", TOKENIZER, within="[2, inf)"
+    )
     extend_vocab: int = option(
-        0, "most words of the text to add to the vocabulary of an existing tokenizer", TOKENIZER, largest=MOST_ENTRIES
+        0,
+        "most words of the text to add to the vocabulary of an existing tokenizer",
+        TOKENIZER,
+        within="[0, 16777216]",
     )
 
     def check(self) -> None:
         """Refuse wrong and contradicting options, before any text is read."""
-        check_strings(self)
-        self.check_types()
+        super().check()
         if not self.text_paths() and not self.dataset:
             raise UserError("corpus names no text; give files, folders or python-docs")
         if self.streaming and not self.dataset:
@@ -104,14 +117,6 @@ class TextConfig(Options):
                 raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
         if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
             raise UserError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
-        self._check_range("vocab_size", LEAST_VOCABULARY)
-        self._check_range("limit_alphabet", 2)  # nothing can be learnt from a text with one character
-        for name in ("min_frequency", "max_validation_characters", "max_documents"):
-            self._check_range(name, 1)
-        self._check_processes("preprocessing_num_workers", 1)
-        for name in ("min_paragraph_characters", "extend_vocab"):
-            self._check_range(name, 0)
-        self._check_range("validation_fraction", 0, above=True, below=1)
         if self.extend_vocab and self.existing_tokenizer() is None:
             raise UserError(
                 "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one"

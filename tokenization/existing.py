@@ -61,19 +61,19 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
         name: a folder or an id on the Hub.
 
     Raises:
-        ValueError: the tokenizer's class is defined by such code, or its `model_max_length` is not a number.
+        UserError: the tokenizer's class is defined by such code, or its `model_max_length` is not a number.
         Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
     settings = get_tokenizer_config(name)
     # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
     if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
-        raise ValueError(
+        raise UserError(
             "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
             "BertTokenizer"
         )
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if not isinstance(tokenizer.model_max_length, (int, float)):
-        raise ValueError(
+        raise UserError(
             f"model_max_length in its tokenizer_config.json is {tokenizer.model_max_length!r:.50}, not a number; put "
             f"back the file that was saved with it"
         )

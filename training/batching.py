@@ -17,6 +17,7 @@ from d2l_bert.training import data, masking
 from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection, source_passes
+from d2l_bert.training.packing import ALONE, Sharding
 
 
 logger = logging.getLogger(__name__)
@@ -46,19 +47,21 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
         )
 
 
-def make_steps(run: PretrainConfig, text: PreparedText, max_steps: int, **cutting) -> data.PretrainingSteps:
+def make_steps(
+    run: PretrainConfig, text: PreparedText, max_steps: int, sharding: Sharding = ALONE
+) -> data.PretrainingSteps:
     """
     A dataset with the micro-batches of every step of the run.
 
     Args:
-        cutting: what `how_to_cut` returned.
+        sharding: the process.
     """
     first, last = run.mlm_probabilities()
     share_at = functools.partial(masking.share_at, first=first, last=last, max_steps=max_steps)
-    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, **cutting)
+    return data.PretrainingSteps(make_phases(run, text, max_steps), share_at, sharding)
 
 
-def trial_micro_batches(run: PretrainConfig, text: PreparedText, pairs: int, **cutting) -> list[dict]:
+def trial_micro_batches(run: PretrainConfig, text: PreparedText, pairs: int, sharding: Sharding) -> list[dict]:
     """
     The largest micro-batches of the run, for measuring the memory and time that the run will need.
 
@@ -67,13 +70,13 @@ def trial_micro_batches(run: PretrainConfig, text: PreparedText, pairs: int, **c
 
     Args:
         pairs: the size of a micro-batch to try, in pairs of full length.
-        cutting: what `how_to_cut` returned.
+        sharding: the process.
 
     Returns:
         The micro-batch with the most tokens, and the micro-batch with the most attention scores if that is another.
     """
     changes = {"length_schedule": [], "batch_size_schedule": [], "mlm_probability": max(run.mlm_probabilities())}
-    steps = make_steps(dataclasses.replace(run, micro_batch_size=pairs, **changes), text, TRIED_STEPS, **cutting)
+    steps = make_steps(dataclasses.replace(run, micro_batch_size=pairs, **changes), text, TRIED_STEPS, sharding)
     micro_batches = [micro_batch for step in range(TRIED_STEPS) for micro_batch in steps[step]]
     shapes = [micro_batch["input_ids"].shape for micro_batch in micro_batches]  # (B, T) of each
     most_tokens_at = max(range(len(shapes)), key=lambda index: shapes[index].numel())
@@ -161,7 +164,7 @@ def make_batch_maker(run: PretrainConfig, tokens: TokenizedCorpus, tokenizer, le
     return data.BatchMaker(tokens, tokenizer, run.mlm_probabilities()[1], length, **masks, **replaced)
 
 
-def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.HeldOutPairs:
+def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = ALONE) -> data.HeldOutPairs:
     """
     The held-out pairs at the run's full length, as micro-batches.
 
@@ -179,7 +182,7 @@ def make_held_out(run: PretrainConfig, text: PreparedText, **cutting) -> data.He
         make_batch,
         token_limit,
         run.max_eval_pairs,
-        **cutting,
+        sharding,
     )
     if held_out.one() is None:
         name = text.corpus_name if text.validation is None else text.validation.name
@@ -206,10 +209,10 @@ def warn_of_unbalanced_labels(steps: data.PretrainingSteps) -> None:
         )
 
 
-def how_to_cut(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> dict[str, int]:
-    """Arguments of `packing.micro_batches`: this process's share of a step, and the fixed cost of a micro-batch."""
+def make_sharding(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> Sharding:
+    """This process's share of each step, and the fixed cost of a micro-batch for the model."""
     cost = micro_batch_cost(architecture, counts_of_full_pairs(run, 1), run.objective in PAIR_TASKS)
-    return {"world_size": world_size, "rank": rank, "cost": cost}
+    return Sharding(world_size, rank, cost)
 
 
 def counts_of_full_pairs(run: PretrainConfig, pairs: int) -> SimpleNamespace:

@@ -38,6 +38,7 @@ class PretrainConfig(TextConfig):
         TEXT,
         identity=False,
         metavar="PATH",
+        common=True,
     )
     validation_dataset: list[str] = option(
         [],
@@ -49,9 +50,9 @@ class PretrainConfig(TextConfig):
     validation_split: str = option(
         "validation", "the split of each validation_dataset", TEXT, identity=False, metavar="NAME"
     )
-    max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT)
+    max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT, within="[1, inf)")
 
-    max_seq_length: int = option(128, "most tokens in a pair", BATCHES)
+    max_seq_length: int = option(128, "most tokens in a pair", BATCHES, within="[8, inf)")
     length_schedule: list[str] = option(
         [],
         "train on shorter pairs first, with proportionally more pairs in a step: 32:0.4 is 32 tokens in the first "
@@ -68,7 +69,7 @@ class PretrainConfig(TextConfig):
         "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
     )
     short_seq_prob: float = option(
-        0.1, "share of pairs with a random shorter length (only for --pairing segments)", BATCHES
+        0.1, "share of pairs with a random shorter length (only for --pairing segments)", BATCHES, within="[0, 1]"
     )
     packing: bool = option(
         False, "put as many pairs into a row as fit; attention does not cross pairs", BATCHES, identity=False
@@ -86,9 +87,14 @@ class PretrainConfig(TextConfig):
     masking: Masking = option(
         "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
     )
-    mask_replace_prob: float = option(MASK_REPLACE_PROB, "share of the tokens to predict that become [MASK]", BATCHES)
+    mask_replace_prob: float = option(
+        MASK_REPLACE_PROB, "share of the tokens to predict that become [MASK]", BATCHES, within="[0, 1]"
+    )
     random_replace_prob: float = option(
-        RANDOM_REPLACE_PROB, "share of the tokens to predict that become a random token; the others stay", BATCHES
+        RANDOM_REPLACE_PROB,
+        "share of the tokens to predict that become a random token; the others stay",
+        BATCHES,
+        within="[0, 1]",
     )
 
     init_from: str | None = option(
@@ -96,26 +102,29 @@ class PretrainConfig(TextConfig):
         "d2l-bert model to start from, a folder or Hub id: its weights, architecture and tokenizer",
         OPTIMIZER,
         metavar="MODEL",
+        common=True,
     )
     attention_init: Literal["normal", "neighbours"] = option(
         "normal",
         "start of the attention: random as in BERT, or heads that look at the tokens before and after",
         OPTIMIZER,
     )
-    max_steps: int | None = option(None, "optimizer steps", LENGTH, largest=2**31 - 1)
-    num_train_epochs: float | None = option(None, "passes over the training text", LENGTH, largest=1_000_000)
+    max_steps: int | None = option(None, "optimizer steps", LENGTH, within="[1, 2147483647]", common=True)
+    num_train_epochs: float | None = option(None, "passes over the training text", LENGTH, within="(0, 1e6]")
     max_minutes: float | None = option(
         None,
         "minutes of training; the run times some steps first, then fixes the number of steps",
         LENGTH,
-        largest=10_000_000,  # 19 years
+        within="(0, 1e7]",
+        common=True,
     )
 
     global_batch_size: int = option(
         32,
         "pairs in an optimizer step, over all processes and micro-batches",
         OPTIMIZER,
-        largest=2**24,  # LAMB (You et al., 2020) trains BERT with 2**16
+        within="[1, 16777216]",
+        common=True,
     )
     batch_size_schedule: list[str] = option(
         [],
@@ -126,32 +135,36 @@ class PretrainConfig(TextConfig):
     optim: Optim = option(
         "adamw", "AdamW; or Muon for the matrices of the encoder blocks, and AdamW for all other parameters", OPTIMIZER
     )
-    learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER)
+    learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER, within="(0, inf)", common=True)
     lr_scheduler_type: Schedule = option(
         "linear",
         "how the learning rate falls after warm-up: linearly, along half a cosine, or only in the last steps",
         OPTIMIZER,
     )
-    warmup_ratio: float = option(0.1, "share of the steps in which the learning rate rises", OPTIMIZER)
+    warmup_ratio: float = option(
+        0.1, "share of the steps in which the learning rate rises", OPTIMIZER, within="[0, 1]"
+    )
     decay_ratio: float | None = option(
         None,
         f"share of the steps in which the rate of warmup_stable_decay falls; the default is {DECAY_RATIO}",
         OPTIMIZER,
+        within="(0, 1]",
     )
-    weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER)
-    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
-    adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER)
-    adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER)
+    weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER, within="[0, inf)")
+    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
+    adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER, within="[0, 1)")
+    adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER, within="(0, inf)")
     max_grad_norm: float = option(
-        1.0, "largest gradient norm; larger gradients are scaled down to this norm", OPTIMIZER
+        1.0, "largest gradient norm; larger gradients are scaled down to this norm", OPTIMIZER, within="(0, inf)"
     )
     ema_decay: float | None = option(
         None,
         "evaluate and publish an exponential moving average of the weights with this decay: 0.999 averages about "
         "1,000 steps",
         OPTIMIZER,
+        within="(0, 1)",
     )
-    seed: int = option(42, "seed of all random numbers", OPTIMIZER)
+    seed: int = option(42, "seed of all random numbers", OPTIMIZER, within="[0, 9223372036854775808)")
 
     micro_batch_size: int | Literal["auto"] | None = option(
         None,
@@ -160,13 +173,14 @@ class PretrainConfig(TextConfig):
         MACHINE,
         identity=False,
         metavar="N|auto",
+        within="[1, inf)",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "precision of matrix products; the default is bf16 if the CPU or GPU has bf16", MACHINE
     )
-    torch_compile: Literal["auto", "true", "false"] = option(
-        "auto",
-        "compile the encoder; auto compiles in long runs, if measured steps become faster",
+    torch_compile: bool | None = option(
+        None,
+        "compile the encoder blocks; the default is true on CUDA, false on a CPU, where it seldom pays",
         MACHINE,
         identity=False,
     )
@@ -184,6 +198,7 @@ class PretrainConfig(TextConfig):
         "worker processes that make batches; the default is 1 for a GPU, and 0 (a thread of this process) for a CPU",
         MACHINE,
         identity=False,
+        within="[0, inf)",
     )
 
     output_dir: str | None = option(
@@ -192,15 +207,18 @@ class PretrainConfig(TextConfig):
         OUTPUT,
         identity=False,
         metavar="DIR",
+        common=True,
     )
-    overwrite_output_dir: bool = option(False, "replace the run in the output folder", OUTPUT, identity=False)
+    overwrite_output_dir: bool = option(
+        False, "replace the run in the output folder", OUTPUT, identity=False, common=True
+    )
     resume_from_checkpoint: str | None = option(
-        None, "checkpoint folder to resume from, or latest", OUTPUT, identity=False, metavar="PATH"
+        None, "checkpoint folder to resume from, or latest", OUTPUT, identity=False, metavar="PATH", common=True
     )
     save_steps: int | None = option(
-        None, "steps between checkpoints; the default saves ten in the run", OUTPUT, identity=False
+        None, "steps between checkpoints; the default saves ten in the run", OUTPUT, identity=False, within="[1, inf)"
     )
-    save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, identity=False)
+    save_total_limit: int = option(2, "checkpoints to keep", OUTPUT, identity=False, within="[1, inf)")
     save_words: list[str] = option(
         [],
         "also save the model, as chck_1M and so on, when the run has seen so many words of text: 1M 10M 100M (as "
@@ -210,10 +228,14 @@ class PretrainConfig(TextConfig):
         metavar="WORDS",
     )
     eval_steps: int | None = option(
-        None, "steps between evaluations; the default is ten in the run", OUTPUT, identity=False
+        None, "steps between evaluations; the default is ten in the run", OUTPUT, identity=False, within="[1, inf)"
     )
     logging_steps: int | None = option(
-        None, "steps between rows of the log; the default is a hundred rows in the run", OUTPUT, identity=False
+        None,
+        "steps between rows of the log; the default is a hundred rows in the run",
+        OUTPUT,
+        identity=False,
+        within="[1, inf)",
     )
     dry_run: bool = option(
         False,
@@ -239,7 +261,7 @@ class PretrainConfig(TextConfig):
         metavar="ID",
     )
     push_to_hub: bool = option(
-        False, "publish the model when the run ends, as d2l-bert publish does", HUB, identity=False
+        False, "publish the model when the run ends, as d2l-bert publish does", HUB, identity=False, common=True
     )
     hub_model_id: str | None = option(
         None,
@@ -260,9 +282,7 @@ class PretrainConfig(TextConfig):
     )
 
     def __post_init__(self):
-        """Convert `torch_compile` from a bool to text, and `mlm_probability` from text to a number."""
-        if isinstance(self.torch_compile, bool):
-            self.torch_compile = str(self.torch_compile).lower()
+        """Convert `mlm_probability` from text to a number."""
         if isinstance(self.mlm_probability, str):
             with contextlib.suppress(ValueError):  # 0.30->0.15 stays text
                 self.mlm_probability = float(self.mlm_probability)
@@ -286,31 +306,15 @@ class PretrainConfig(TextConfig):
         self._check_validation()
         if self.dry_run and self.resume_from_checkpoint:
             raise UserError("dry_run starts a new run; leave resume_from_checkpoint out")
-        if self.micro_batch_size != "auto":
-            self._check_range("micro_batch_size", 1)
-        counts = ["max_eval_pairs", "max_steps", "global_batch_size"]
-        for name in (*counts, "save_steps", "save_total_limit", "eval_steps", "logging_steps"):
-            self._check_range(name, 1)
-        for name in ("num_train_epochs", "max_minutes", "learning_rate", "adam_epsilon", "max_grad_norm"):
-            self._check_range(name, 0, above=True)
-        self._check_range("weight_decay", 0)
-        self._check_processes("dataloader_num_workers", 0)
-        self._check_range("seed", 0, 2**63 - 1)
-        for name in ("adam_beta1", "adam_beta2"):
-            self._check_range(name, 0, below=1)
-        self._check_range("ema_decay", 0, above=True, below=1)
         for share in self.mlm_probabilities():
             if not 0 < share <= 1:
                 raise UserError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
-        for name in ("short_seq_prob", "warmup_ratio", "mask_replace_prob", "random_replace_prob"):
-            self._check_range(name, 0, 1)
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise UserError(
                 f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) "
                 f"are more than all tokens to predict; lower one"
             )
         self._check_decay()
-        self._check_range("max_seq_length", 8)
         if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
             raise UserError(
                 "short_seq_prob is for pairing segments, and pairing is sentences; leave short_seq_prob out"
@@ -376,7 +380,6 @@ class PretrainConfig(TextConfig):
                     f"decay_ratio is for warmup_stable_decay, and lr_scheduler_type is {schedule}; leave it out"
                 )
             return
-        self._check_range("decay_ratio", 0, 1, above=True)
         if self.warmup_ratio + self.decay_share() > 1:
             raise UserError(
                 f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "

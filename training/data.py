@@ -19,6 +19,7 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
+from d2l_bert.training.packing import ALONE, Sharding
 from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
 
 
@@ -258,18 +259,20 @@ class PretrainingSteps(torch.utils.data.Dataset):
     Args:
         phases: the phases of the run, in order.
         share_at: returns the share of tokens to predict in a step; None if all steps have the same share.
-        cutting: the arguments `world_size`, `rank` and `cost` of `packing.micro_batches`.
+        sharding: the process.
     """
 
-    def __init__(self, phases: Sequence[Phase], share_at: Callable[[int], float] | None = None, **cutting: int):
-        self.phases, self.share_at, self.cutting = phases, share_at, cutting
+    def __init__(
+        self, phases: Sequence[Phase], share_at: Callable[[int], float] | None = None, sharding: Sharding = ALONE
+    ):
+        self.phases, self.share_at, self.sharding = phases, share_at, sharding
 
     def __getitem__(self, step: int) -> Step:
         phase = self._phase_of(step)
         start, end = (phase.pairs_before(number) for number in (step, step + 1))
         pairs, keys = phase.pairs.slice(start, end)
         share = self.share_at and self.share_at(step)
-        micro_batches = batches(phase.make_batch, pairs, keys, phase.most_tokens, phase.packing, share, **self.cutting)
+        micro_batches = batches(phase.make_batch, pairs, keys, phase.most_tokens, phase.packing, share, self.sharding)
         place = {"max_seq_length": phase.make_batch.max_seq_length, **phase.pairs.position(end)}
         return Step(micro_batches, place, words_in(phase.make_batch.tokens, pairs))
 
@@ -296,7 +299,7 @@ def batches(
     most_tokens: int,
     packed: bool = False,
     mlm_probability: float | None = None,
-    **cutting: int,
+    sharding: Sharding = ALONE,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """
     Yield the micro-batches of some pairs that this process computes.
@@ -306,7 +309,7 @@ def batches(
     lengths = pair_lengths(pairs)
     layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
     row_lengths = [int(lengths[row].sum()) for row in layout] if packed else lengths.tolist()
-    for micro_batch in packing.micro_batches(row_lengths, most_tokens, **cutting):
+    for micro_batch in packing.micro_batches(row_lengths, most_tokens, sharding):
         if not micro_batch:
             yield make_batch.empty()
             continue
@@ -328,7 +331,7 @@ class HeldOutPairs:
         pairing: the arguments of `pairs.lay_out`.
         most_tokens: the most tokens in a micro-batch, padding included.
         most: the most pairs to evaluate on; None for all.
-        cutting: as in `PretrainingSteps`.
+        sharding: as in `PretrainingSteps`.
     """
 
     def __init__(
@@ -338,10 +341,10 @@ class HeldOutPairs:
         make_batch: BatchMaker,
         most_tokens: int,
         most: int | None = None,
-        **cutting: int,
+        sharding: Sharding = ALONE,
     ):
         self.pairs, self.make_batch = EpochPairs(selection, pairing, HELD_OUT_SEED), make_batch
-        self.most_tokens, self.most, self.cutting = most_tokens, most, cutting
+        self.most_tokens, self.most, self.sharding = most_tokens, most, sharding
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the pairs and the keys of their masks, one window at a time."""
@@ -357,7 +360,7 @@ class HeldOutPairs:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for pairs, keys in self.parts():
-            yield from batches(self.make_batch, pairs, keys, self.most_tokens, **self.cutting)
+            yield from batches(self.make_batch, pairs, keys, self.most_tokens, sharding=self.sharding)
 
     def one(self) -> dict[str, torch.Tensor] | None:
         """A batch of the first pair alone; None if there are no pairs."""

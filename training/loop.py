@@ -1,5 +1,6 @@
 """The training loop: from token ids to a finished model folder."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import closing
@@ -12,7 +13,7 @@ from d2l_bert.model_cards.push import Pusher
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.training.batching import how_to_cut, make_held_out, make_steps, most_words, warn_of_unbalanced_labels
+from d2l_bert.training.batching import make_held_out, make_sharding, make_steps, most_words, warn_of_unbalanced_labels
 from d2l_bert.training.checkpoint import Checkpoint, Saver
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, report_errors_once, shut_down
@@ -21,11 +22,12 @@ from d2l_bert.training.initialize import make_model
 from d2l_bert.training.interruption import StopSignals, explain_failures, signal_name
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.loader import load
+from d2l_bert.training.machine import compiled_blocks, find_max_steps, find_micro_batch
 from d2l_bert.training.monitor import RunMonitor
+from d2l_bert.training.packing import Sharding
 from d2l_bert.training.run_folder import finish_folder, make_record, repository, start_folder
 from d2l_bert.training.schedule import RunSchedule
 from d2l_bert.training.tracking import start_trackers
-from d2l_bert.training.trials import choose_max_steps, choose_micro_batch_size, choose_torch_compile
 from d2l_bert.training.word_marks import word_marks
 from d2l_bert.training.word_saves import WordSaver
 
@@ -52,15 +54,28 @@ def train(
     """
     torch.manual_seed(run.seed)
     learner = Learner(accelerator, make_model(architecture, run, text.tokenizer, resumed), run)
-    cutting = how_to_cut(architecture, run, accelerator.num_processes, accelerator.process_index)
-    is_auto = run.micro_batch_size == "auto"
-    run, held_out, identity, state = plan(run, architecture, learner, text, cutting, resumed)
+    with compiled_blocks(learner.model, run.torch_compile):
+        train_learner(learner, architecture, run, text, folder, resumed)
+
+
+def train_learner(
+    learner: Learner,
+    architecture: D2lBertConfig,
+    run: PretrainConfig,
+    text: PreparedText,
+    folder: Path,
+    resumed: Checkpoint | None,
+) -> None:
+    """As `train`, with a model and optimizers that are built."""
+    accelerator, is_auto = learner.accelerator, run.micro_batch_size == "auto"
+    sharding = make_sharding(architecture, run, accelerator.num_processes, accelerator.process_index)
+    run, held_out, identity, state = plan(run, architecture, learner, text, sharding, resumed)
     start, max_steps = state["step"], state["max_steps"]
     schedule = RunSchedule(run, max_steps)
     record = make_record(run, max_steps, architecture, text, accelerator)
     with report_errors_once():
         words = WordSaver(learner, folder, text.tokenizer, word_marks(run.save_words), state)
-        steps = make_steps(run, text, max_steps, **cutting)
+        steps = make_steps(run, text, max_steps, sharding)
         place = state.get("data_position")  # where the pairs of the next step are
         steps.go_on_from(start, place)
     log = on_main(accelerator, start_folder, folder, record, start)
@@ -69,7 +84,7 @@ def train(
     monitor = RunMonitor(run, architecture, accelerator, folder, log, state, max_steps)
     on_main(accelerator, warn_of_unbalanced_labels, steps)
     pusher = on_main(accelerator, start_pusher, run, folder, record, saved_before, share_result=False)
-    chosen = {"micro_batch_size": run.micro_batch_size, "torch_compile": run.torch_compile, "max_steps": max_steps}
+    chosen = {"micro_batch_size": run.micro_batch_size, "max_steps": max_steps}
     saver = Saver(learner, folder, text.tokenizer, {**chosen, "identity": identity}, resumed)
     # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
     stop = StopSignals(accelerator)
@@ -81,7 +96,7 @@ def train(
                 write_evaluation(learner, held_out, stop, monitor)
             monitor.start_clock()
             for step in range(start + 1, max_steps + 1):
-                micro_batches = next(batches, None)  # None: a signal arrived while waiting for the step
+                micro_batches = next(batches, None)  # None if a signal has stopped the run
                 if stop.should_stop():
                     break
                 rate, place = schedule.learning_rate(step), micro_batches.place
@@ -117,26 +132,27 @@ def plan(
     architecture: D2lBertConfig,
     learner: Learner,
     text: PreparedText,
-    cutting: dict,
+    sharding: Sharding,
     resumed: Checkpoint | None,
 ) -> tuple:
     """
     Decide by trying what the options leave open, and load the checkpoint to resume from.
 
     Args:
-        cutting: how a step is cut into micro-batches, as `batching.how_to_cut` says.
+        sharding: this process.
 
     Returns:
         The options with what was decided, the held-out batches, the run's identity, and the state to start from.
     """
-    run = choose_micro_batch_size(run, learner, text, cutting, resumed)
-    run = choose_torch_compile(run, architecture, learner, text, cutting, resumed)
+    if run.micro_batch_size == "auto":
+        size = resumed.state["micro_batch_size"] if resumed else find_micro_batch(run, learner, text, sharding)
+        run = dataclasses.replace(run, micro_batch_size=size)
     with report_errors_once():
-        held_out = make_held_out(run, text, **cutting)
+        held_out = make_held_out(run, text, sharding)
     identity = make_identity(run, architecture, text)
     if resumed:
         return run, held_out, identity, resume(learner, resumed, identity)
-    max_steps = choose_max_steps(run, learner, text, cutting, held_out)
+    max_steps = find_max_steps(run, learner, text, sharding, held_out)
     return run, held_out, identity, {"step": 0, "max_steps": max_steps}
 
 

@@ -16,14 +16,13 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, report_errors_once
 from d2l_bert.training.interruption import NonFiniteGuard, non_finite_values
 from d2l_bert.training.meter import Meter, SpikeDetector, StepStats
-from d2l_bert.training.other_programs import OtherPrograms
 from d2l_bert.training.tracking import Progress, TrainingLog, kind_of, send_to_trackers
 
 
 class RunMonitor:
     """
     Collects the losses and counts of every step, writes rows of the log, and reports events: a change of sequence
-    length or batch size, a loss spike, a skipped step, steps that other programs slow down.
+    length or batch size, a loss spike, a skipped step.
 
     Every process must call each method at the same point of the run.
 
@@ -52,7 +51,6 @@ class RunMonitor:
         peaks = accelerator.gather(torch.tensor(peak_of(accelerator), device=accelerator.device))
         self.meter = Meter(state, task, arithmetic, float(peaks.sum()), accelerator.device)
         self.guard, self.spikes = NonFiniteGuard(folder, state), SpikeDetector(state.get("spikes"))
-        self.other_programs = OtherPrograms(accelerator, self.meter.totals)
         self.progress = Progress(self.step, max_steps, visible=accelerator.is_main_process)
 
     def time_waits(self, batches: Iterable) -> Iterator:
@@ -78,7 +76,6 @@ class RunMonitor:
         self.meter.add(step_stats)
         self.progress.step()
         if step in self.changes:
-            self.other_programs.new_stage()
             self.spikes.pause()  # a new sequence length has other losses: restart spike detection
             self._record(self.changes[step])
         if step_stats.skipped:
@@ -90,16 +87,10 @@ class RunMonitor:
             self.guard.check(step, step_stats)
 
     def write_row(self) -> None:
-        """
-        Write a log row with the means over the steps since the last row; nothing if there were none.
-
-        If other programs slowed these steps down, that is reported as an event, too.
-        """
-        if steps := len(self.meter.steps):
+        """Write a log row with the means over the steps since the last row; nothing if there were none."""
+        if self.meter.steps:
             row = self.meter.row(self.learning_rate, self.max_steps - self.step)
             self._record({"step": self.step, **row})
-            if reason := self.other_programs.see(steps, self.meter.totals):
-                self._record({"step": self.step, "event": "other_programs", "reason": reason})
 
     def write_evaluation(self, metrics: dict) -> None:
         """Write a log row with the result of `Learner.evaluate` after the last step."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from d2l_bert.openmp import user_has_chosen
 
+# Variables by which users decide for themselves how long threads wait.
+WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 OWN_STATISTICS, THREADS = Path("/proc/self/schedstat"), Path("/proc/self/task")
 MAPPED_FILES = Path("/proc/self/maps")
@@ -32,13 +33,12 @@ def short_waits() -> Iterator["Waits | None"]:
 
     A thread that has nothing left to do spins: it looks at the barrier 300,000 times before it goes to sleep, some
     milliseconds. That is fast on free cores. Beside another program it keeps a core from the very thread that it waits
-    for: on two cores and beside one busy program, recipe tiny keeps 2 % of its speed. If its threads sleep after 1,000
+    for: on two cores and beside one busy program, recipe tiny keeps 2 % of its speed. If its threads sleep after 100
     looks, it keeps half, but loses a quarter on free cores (benchmarks/LOG.md).
 
-    If GNU's OpenMP has more threads than cores, its threads look at a barrier 100 times only: 1,000 times with the
-    variables that the command sets (`d2l_bert.openmp`). So when threads wait for cores, a second team of threads is
-    started. It does nothing, and ends when the cores are free again. The team that computes stays as it is, with the
-    same number of threads, so the results are the same to the bit.
+    If GNU's OpenMP has more threads than cores, its threads look at a barrier 100 times only. So when threads wait for
+    cores, a second team of threads is started. It does nothing, and ends when the cores are free again. The team that
+    computes stays as it is, with the same number of threads, so the results are the same to the bit.
 
     Yields None, and does nothing, if the user has set how long threads wait, if computations have one thread, if
     OpenMP is not GNU's, or if the system does not count how long threads wait for cores (only Linux does).
@@ -57,7 +57,7 @@ def short_waits() -> Iterator["Waits | None"]:
 def is_supported(environment: Mapping[str, str]) -> bool:
     """Whether `short_waits` does something in this process, with these environment variables."""
     return (
-        not user_has_chosen(environment)
+        not any(environment.get(name) for name in WAIT_VARIABLES)
         and torch.get_num_threads() > 1
         and bool(openmp_libraries())
         and waited_seconds() is not None

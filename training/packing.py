@@ -7,6 +7,7 @@ and memory of the step; the gradient stays the same, apart from rounding and dro
 import bisect
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +22,24 @@ MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
 # The fixed cost of a micro-batch, in tokens, if the caller gives none; `arithmetic.micro_batch_cost` computes the cost
 # for a model.
 MICRO_BATCH_COST = 128
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """
+    Which part of each step one process computes.
+
+    Args:
+        world_size, rank: the number of processes, and that of this process.
+        cost: the fixed cost of a micro-batch, in tokens.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    cost: int = MICRO_BATCH_COST
+
+
+ALONE = Sharding()  # a single process
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -49,9 +68,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def micro_batches(
-    lengths: Sequence[int], most_tokens: int, world_size: int = 1, rank: int = 0, cost: int = MICRO_BATCH_COST
-) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], most_tokens: int, sharding: Sharding = ALONE) -> list[list[int]]:
     """
     Cut the rows of a step into micro-batches, and return those of one process.
 
@@ -62,20 +79,20 @@ def micro_batches(
     Args:
         lengths: tokens in each row.
         most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
-        cost: the fixed cost of a micro-batch, in tokens.
+        sharding: the process.
 
     Returns:
         For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
         process has fewer rows than rank 0.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    own_rows = order[rank::world_size].tolist()
+    own_rows = order[sharding.rank :: sharding.world_size].tolist()
     # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
-    widths = [padded(length) for length in np.asarray(lengths)[order[::world_size]]]
+    widths = [padded(length) for length in np.asarray(lengths)[order[:: sharding.world_size]]]
     size = group_size(len(widths), most_tokens // widths[0])
     result = []
     start = 0  # in groups
-    for width, groups in _merged_widths(Counter(widths[::size]), size, most_tokens, cost):
+    for width, groups in _merged_widths(Counter(widths[::size]), size, most_tokens, sharding.cost):
         count = -(-groups // _groups_that_fit(width, size, most_tokens))  # micro-batches of this width
         for index in range(count):
             first, end = (start + groups * number // count for number in (index, index + 1))

@@ -22,11 +22,11 @@ from d2l_bert.training import distributed, interruption
 from d2l_bert.training.batching import check_architecture, check_source_weights, full_length_pairs, make_passes
 from d2l_bert.training.checkpoint import find_checkpoint
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.device import check_device, faster_attention, resolve_num_workers
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.host_settings import restore_host_settings
 from d2l_bert.training.initialize import check_start, check_weights, model_class_of
 from d2l_bert.training.loop import train
+from d2l_bert.training.machine import check_device, with_defaults
 from d2l_bert.training.openmp import short_waits
 from d2l_bert.training.run_folder import (
     LOG_FILE,
@@ -75,13 +75,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             check_source_weights(run, len(run.text_paths()) + len(run.named_datasets()))
         trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
         accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
-        device = accelerator.device.type
-        run = dataclasses.replace(
-            run,
-            mixed_precision=accelerator.mixed_precision,
-            attn_implementation=run.attn_implementation or faster_attention(architecture, run, device),
-            dataloader_num_workers=resolve_num_workers(run, device),
-        )
+        run = with_defaults(run, architecture, accelerator)
         check_device(architecture, run, accelerator)
     with interruption.explain_failures(run), contextlib.ExitStack() as stack:
         if run.init_from is not None:

@@ -21,9 +21,9 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.curves import plot_curves
-from d2l_bert.training.energy import describe_machine, train_energy
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 from d2l_bert.training.held_out import example_sentences, fill_mask, report, token_entropy
+from d2l_bert.training.machine import describe_machine
 from d2l_bert.training.recipes import command_line
 from d2l_bert.training.tracking import TrainingLog
 
@@ -234,7 +234,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     """
     partial = folder / PARTIAL_FOLDER
     shutil.rmtree(partial, ignore_errors=True)
-    metrics = {**metrics, **train_energy(record["machine"], metrics), "eval_token_entropy": token_entropy(text)}
+    metrics = {**metrics, "eval_token_entropy": token_entropy(text)}
     try:
         partial.mkdir()
         with folders.os_errors():

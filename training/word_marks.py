@@ -3,7 +3,6 @@
 import re
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import LARGEST_WHOLE
 
 
 PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
@@ -22,7 +21,7 @@ def word_marks(entries: list[str]) -> list[int]:
         match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
         unit = match and {"": "", "k": "k", "m": "M"}[match[2].lower()]
         words = match and int(match[1].replace("_", "")) * UNITS[unit]
-        if not words or words > LARGEST_WHOLE:
+        if not words or words >= 2**63:
             raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
         if marks and words <= marks[-1]:
             before = entries[len(marks) - 1]

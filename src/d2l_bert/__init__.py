@@ -6,18 +6,7 @@ and `pipeline("fill-mask")` load it. The import also registers the task of `pipe
 
 from importlib import import_module
 from importlib.metadata import version
-from os import environ
 
-# First: the imports below take seconds, and a signal may come.
-from d2l_bert import early_signals, openmp
-
-
-# Now: the imports below load OpenMP, which reads the variables once. Programs that import the package keep their own.
-if early_signals.is_the_command():
-    environ.update(openmp.wait_settings(environ))
-
-
-# isort: split
 from transformers import (
     AutoConfig,
     AutoModel,

@@ -11,7 +11,6 @@ import threading
 import traceback
 from importlib.metadata import version
 
-from d2l_bert import early_signals
 from d2l_bert.errors import ENVIRONMENT_ERRNOS, UserError, is_out_of_memory, launched_rank
 from d2l_bert.flags import make_parser, with_underscores
 from d2l_bert.progress import messages_shown
@@ -33,11 +32,6 @@ def main(argv: list[str] | None = None) -> int:
         traceback; 130 after Ctrl-C. argparse and SIGTERM end the process by `SystemExit` instead (2 and 143).
     """
     argv = with_underscores(sys.argv[1:] if argv is None else argv)
-    try:
-        launched_rank()
-    except UserError as error:
-        print(f"d2l-bert: error: {error}", file=sys.stderr)
-        return 2
     for stream in (sys.stdout, sys.stderr):  # a character that the terminal cannot show becomes "?", not an error
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")
@@ -116,8 +110,6 @@ def _signals_handled():
     previous_handlers = {}
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         previous_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _raise_system_exit)
-    if signal.getsignal(signal.SIGINT) is early_signals.exit_at_once:
-        previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     previous_wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_end_unless_handled, args=(reader,), daemon=True).start()
     try:

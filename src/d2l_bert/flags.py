@@ -40,7 +40,7 @@ Raw text in, a BERT out.
   d2l-bert convert google-bert/bert-base-uncased out --from bert
   d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
 
-The help of one command: d2l-bert pretrain --help
+The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert pretrain --help-all
 """
 
 PRETRAIN = """
@@ -129,11 +129,13 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     The parser of all commands.
 
     Args:
-        argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name.
+        argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name, and `--help-all` the
+            options that are not common.
     """
     parser = Parser(prog="d2l-bert", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"d2l-bert {version('d2l-bert')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.shows_all = "--help_all" in argv
     _add_prepare(commands)
     _add_pretrain(commands, argv)
     _add_evaluate(commands)
@@ -188,7 +190,8 @@ def _add_pretrain(commands, argv):
     _add_options(parser, run)
     group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
     for name in architecture_options():
-        _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name))
+        help = "" if parser.shows_all or name in ("hidden_size", "num_hidden_layers") else None
+        _add_option(group, name, D2lBertConfig.__annotations__[name], getattr(architecture, name), help)
 
 
 def _add_evaluate(commands):
@@ -311,7 +314,9 @@ def _command(commands, name, function, help, usage, description=""):
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--help_all", action="help", help="show all options, not only the common ones")
     parser.set_defaults(command=function, name=name, parser=parser)
+    parser.shows_all = commands.shows_all
     return parser
 
 
@@ -329,7 +334,8 @@ def _add_options(parser, config):
         group = parser.add_argument_group(title)
         for field in fields:
             if field.metadata["group"] == title:
-                help, metavar = field.metadata["help"], field.metadata["metavar"]
+                is_shown = field.metadata["common"] or parser.shows_all
+                help, metavar = field.metadata["help"] if is_shown else None, field.metadata["metavar"]
                 _add_option(group, field.name, types_of[field.name], getattr(config, field.name), help, metavar)
 
 
@@ -340,6 +346,7 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     Args:
         kind: the type of the field, such as `int | None`.
         default: the field's value, shown in the help. A flag that is not given is left out of the parsed arguments.
+        help: what the option does; None to leave it out of the help.
     """
     options = {"default": argparse.SUPPRESS}
     parse = None
@@ -361,7 +368,8 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     elif isinstance(default, bool):
         default = str(default).lower()
     shown = "" if default in (None, "") else f"({default})"
-    group.add_argument(f"--{name}", help=f"{help} {shown}".strip().replace("%", "%%"), **options)
+    line = argparse.SUPPRESS if help is None else f"{help} {shown}".strip().replace("%", "%%")
+    group.add_argument(f"--{name}", help=line, **options)
 
 
 def _true_or_false(text):

@@ -109,8 +109,3 @@ def messages_shown() -> Iterator[None]:
             logger.removeHandler(handler)
             level, logger.propagate = previous[logger]
             logger.setLevel(level)
-
-
-def are_messages_shown() -> bool:
-    """Whether this process is inside a `messages_shown` block."""
-    return not logging.getLogger(PACKAGE).propagate

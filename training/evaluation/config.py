@@ -7,7 +7,7 @@ from typing import Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.folders import check_new_file
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, check_strings, option, option_of
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
 from d2l_bert.tokenization.config import TextConfig, dataset_and_config
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
@@ -44,6 +44,7 @@ class EvaluateConfig(Options):
         "packed as .gz or .zst), or python-docs",
         TEXT,
         metavar="PATH",
+        common=True,
     )
     dataset: list[str] = option_of(TextConfig, "dataset")
     dataset_config: str | None = option_of(TextConfig, "dataset_config")
@@ -61,7 +62,10 @@ class EvaluateConfig(Options):
     preprocessing_num_workers: int | None = option_of(TextConfig, "preprocessing_num_workers")
 
     max_seq_length: int | None = option(
-        None, "most tokens in a row; the default is 128, or fewer if a model has fewer positions", BATCHES
+        None,
+        "most tokens in a row; the default is 128, or fewer if a model has fewer positions",
+        BATCHES,
+        within="[8, inf)",
     )
     objective: Literal["auto", "nsp", "sop", "none"] = option(
         "auto",
@@ -69,13 +73,16 @@ class EvaluateConfig(Options):
         BATCHES,
     )
     pairing: Literal["segments", "sentences"] = option_of(PretrainConfig, "pairing")
-    mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES)
+    mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES, within="(0, 1]")
     masking: Masking = option_of(PretrainConfig, "masking")
     max_eval_pairs: int | None = option(
-        None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES
+        None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES, within="[1, inf)"
     )
     pppl_sentences: int = option(
-        200, "sentences in the sample for pseudo-perplexity, which needs a row for each token; 0 for none", BATCHES
+        200,
+        "sentences in the sample for pseudo-perplexity, which needs a row for each token; 0 for none",
+        BATCHES,
+        within="[0, inf)",
     )
 
     blimp: str | None = option(
@@ -83,6 +90,7 @@ class EvaluateConfig(Options):
         "BLiMP's minimal pairs: a folder with its JSONL files, or hub for nyu-mll/blimp",
         MINIMAL_PAIRS,
         metavar="DIR|hub",
+        common=True,
     )
     score: Score = option(
         "pll",
@@ -91,22 +99,24 @@ class EvaluateConfig(Options):
         MINIMAL_PAIRS,
     )
 
-    batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, largest=2**24)
+    batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, within="[1, 16777216]")
 
     output: str | None = option(
-        None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json"
+        None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json", common=True
     )
     plot: str | None = option(
         None, "new file for the picture of BLiMP's accuracies by phenomenon", OUTPUT, metavar="FILE.png"
     )
     update_card: bool = option(
-        False, "write the figures into metrics.json and the card (README.md) of the models' folders", OUTPUT
+        False,
+        "write the figures into metrics.json and the card (README.md) of the models' folders",
+        OUTPUT,
+        common=True,
     )
 
     def check(self) -> None:
         """Refuse wrong and contradicting options, before anything is read."""
-        check_strings(self)
-        self.check_types()
+        super().check()
         if not self.has_text() and self.blimp is None:
             raise UserError(
                 "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp"
@@ -125,11 +135,6 @@ class EvaluateConfig(Options):
         for name, config in self.named_datasets():
             if not name or config == "":
                 raise UserError(f"dataset takes ID or ID:CONFIG, got {name}:{config}")
-        for name, least in {"max_seq_length": 8, "max_documents": 1, "max_eval_pairs": 1, "batch_tokens": 1}.items():
-            self._check_range(name, least)
-        self._check_range("pppl_sentences", 0)
-        self._check_range("mlm_probability", 0, above=True, most=1)
-        self._check_processes("preprocessing_num_workers", 1)
         if self.score != "pll" and self.blimp is None and not self.pppl_sentences:
             raise UserError("score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out")
         if self.plot is not None and self.blimp is None:

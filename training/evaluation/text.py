@@ -32,6 +32,7 @@ from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
 from d2l_bert.training.held_out import MAX_LOSS, held_out_counts, held_out_metrics
 from d2l_bert.training.openmp import short_waits
+from d2l_bert.training.packing import Sharding
 
 
 logger = logging.getLogger(__name__)
@@ -163,8 +164,7 @@ def evaluate_text(
         # All logits of a batch are in memory at a time.
         max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / config.mlm_probability))),
         config.max_eval_pairs,
-        world_size=accelerator.num_processes,
-        rank=accelerator.process_index,
+        Sharding(accelerator.num_processes, accelerator.process_index),
     )
     pairs = sum(len(pairs) for pairs, _ in held_out.parts())
     if not pairs:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.licenses import check_license
-from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, check_strings, option, option_of
+from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.tasks import KINDS, NAMED_TASKS, NamedTask
 
@@ -54,18 +54,34 @@ class FinetuneConfig(Options):
         f"the kind of task: {', '.join(KINDS)}; or a data set that is known by its name: {', '.join(NAMED_TASKS)}",
         DATA,
         metavar="KIND",
+        common=True,
     )
     train_file: str | None = option(
-        None, "rows to train on: .csv, .tsv, .jsonl, .parquet, .json or .conll", DATA, identity=False, metavar="FILE"
+        None,
+        "rows to train on: .csv, .tsv, .jsonl, .parquet, .json or .conll",
+        DATA,
+        identity=False,
+        metavar="FILE",
+        common=True,
     )
     validation_file: str | None = option(
-        None, "rows that choose the best checkpoint, rate and seed", DATA, identity=False, metavar="FILE"
+        None, "rows that choose the best checkpoint, rate and seed", DATA, identity=False, metavar="FILE", common=True
     )
     test_file: str | None = option(
-        None, "rows to predict, and to measure on if they have labels", DATA, identity=False, metavar="FILE"
+        None,
+        "rows to predict, and to measure on if they have labels",
+        DATA,
+        identity=False,
+        metavar="FILE",
+        common=True,
     )
     dataset: str | None = option(
-        None, "a dataset on the Hub or in a folder, instead of train_file", DATA, identity=False, metavar="ID[:CONFIG]"
+        None,
+        "a dataset on the Hub or in a folder, instead of train_file",
+        DATA,
+        identity=False,
+        metavar="ID[:CONFIG]",
+        common=True,
     )
     train_split: str = option("train", "split of the dataset to train on", DATA)
     validation_split: str | None = option(
@@ -79,6 +95,7 @@ class FinetuneConfig(Options):
         "column of texts; default: the named data set's, or text; for tags the column of words: tokens or words",
         DATA,
         metavar="NAME",
+        common=True,
     )
     text_pair_column: str | None = option(
         None,
@@ -92,6 +109,7 @@ class FinetuneConfig(Options):
         "answers answers",
         DATA,
         metavar="NAME",
+        common=True,
     )
     context_column: str | None = option(
         None,
@@ -123,21 +141,29 @@ class FinetuneConfig(Options):
         "without validation rows: share of the training rows to hold out for validation, by the seed; "
         "0 holds out none; default: 0.1",
         DATA,
+        within="[0, 1)",
     )
-    max_train_samples: int | None = option(None, "train on so many rows only, drawn by the seed", DATA)
+    max_train_samples: int | None = option(
+        None, "train on so many rows only, drawn by the seed", DATA, within="[1, inf)"
+    )
     max_seq_length: int | None = option(
         None,
         "tokens of a row at most; longer texts are truncated, or for tags and answers cut into windows; default: 128 "
         "(answers: 384), or the model's positions",
         DATA,
+        within="[8, inf)",
+        common=True,
     )
     doc_stride: int | None = option(
         None,
         "for answers: tokens that two windows of a long context share; default: 128, or a third of max_seq_length",
         DATA,
+        within="[0, inf)",
     )
-    max_answer_length: int = option(30, "for answers: most tokens of a predicted answer", DATA)
-    n_best_size: int = option(20, "for answers: how many of the best spans the table of predictions lists", DATA)
+    max_answer_length: int = option(30, "for answers: most tokens of a predicted answer", DATA, within="[1, inf)")
+    n_best_size: int = option(
+        20, "for answers: how many of the best spans the table of predictions lists", DATA, within="[1, inf)"
+    )
     null_score_diff_threshold: float = option(
         0.0,
         "for answers: predict no answer if its score is larger by more than this than that of the best span",
@@ -146,19 +172,33 @@ class FinetuneConfig(Options):
 
     from_scratch: bool = option(False, "start from fresh weights of the same architecture, as a baseline", MODEL)
     hidden_dropout_prob: float | None = option(
-        None, "dropout of the encoder; default: the model's, or 0.1 if the model was pretrained without", MODEL
+        None,
+        "dropout of the encoder; default: the model's, or 0.1 if the model was pretrained without",
+        MODEL,
+        within="[0, 1)",
     )
     attention_probs_dropout_prob: float | None = option(
-        None, "dropout of the attention; default: as for hidden_dropout_prob", MODEL
+        None, "dropout of the attention; default: as for hidden_dropout_prob", MODEL, within="[0, 1)"
     )
-    classifier_dropout: float | None = option(None, "dropout before the new head; default: hidden_dropout_prob", MODEL)
+    classifier_dropout: float | None = option(
+        None, "dropout before the new head; default: hidden_dropout_prob", MODEL, within="[0, 1)"
+    )
 
-    num_train_epochs: float | None = option(None, "times to see each training row (4)", LENGTH, largest=1e6)
-    max_steps: int | None = option(None, "optimizer steps, instead of num_train_epochs", LENGTH, largest=2**31 - 1)
-    early_stopping_patience: int | None = option(
-        None, "stop after so many evaluations without a better value of metric_for_best_model", LENGTH
+    num_train_epochs: float | None = option(
+        None, "times to see each training row (4)", LENGTH, within="(0, 1e6]", common=True
     )
-    early_stopping_threshold: float = option(0.0, "how much better a value must be to count as better", LENGTH)
+    max_steps: int | None = option(
+        None, "optimizer steps, instead of num_train_epochs", LENGTH, within="[1, 2147483647]"
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "stop after so many evaluations without a better value of metric_for_best_model",
+        LENGTH,
+        within="[1, inf)",
+    )
+    early_stopping_threshold: float = option(
+        0.0, "how much better a value must be to count as better", LENGTH, within="[0, inf)"
+    )
 
     learning_rate: list[str] = option(
         [],
@@ -166,49 +206,73 @@ class FinetuneConfig(Options):
         "model's hidden size: 3e-4 below 256, 1e-4 below 512, 5e-5 below 768, else 2e-5",
         OPTIMIZER,
         metavar="X",
+        common=True,
     )
     per_device_train_batch_size: int | None = option(
         None,
         "rows of a process at once; default: 32, divided by the number of processes",
         OPTIMIZER,
+        within="[1, inf)",
     )
     per_device_eval_batch_size: int = option(
-        64, "rows of a process at once, without training", MACHINE, identity=False
+        64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, inf)"
     )
     train_sampling_strategy: Literal["random", "group_by_length"] = option(
         "random",
         "rows of a batch: drawn at random, or of about the same length, which needs less padding and less time",
         OPTIMIZER,
     )
-    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER)
-    weight_decay: float = option(0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER)
-    warmup_ratio: float | None = option(None, "share of the steps in which the rate rises (0.1)", OPTIMIZER)
-    warmup_steps: int | None = option(None, "steps in which the rate rises, instead of warmup_ratio", OPTIMIZER)
+    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, inf)")
+    weight_decay: float = option(
+        0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER, within="[0, inf)"
+    )
+    warmup_ratio: float | None = option(
+        None, "share of the steps in which the rate rises (0.1)", OPTIMIZER, within="[0, 1)"
+    )
+    warmup_steps: int | None = option(
+        None, "steps in which the rate rises, instead of warmup_ratio", OPTIMIZER, within="[0, inf)"
+    )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
         "linear", "course of the rate after the warm-up", OPTIMIZER
     )
     layerwise_decay: float | None = option(
-        None, "factor of the rate from each layer to the layer below, such as 0.9", OPTIMIZER
+        None, "factor of the rate from each layer to the layer below, such as 0.9", OPTIMIZER, within="(0, 1]"
     )
-    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER)
-    adam_beta2: float = option(0.999, "AdamW's second beta", OPTIMIZER)
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon", OPTIMIZER)
-    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this length", OPTIMIZER)
-    seed: int = option(42, "seed of the new head, of the order of rows, of dropout and of what is held out", OPTIMIZER)
+    adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
+    adam_beta2: float = option(0.999, "AdamW's second beta", OPTIMIZER, within="[0, 1)")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon", OPTIMIZER, within="(0, inf)")
+    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this length", OPTIMIZER, within="(0, inf)")
+    seed: int = option(
+        42,
+        "seed of the new head, of the order of rows, of dropout and of what is held out",
+        OPTIMIZER,
+        within="[0, 4e9]",
+    )
     num_seeds: int = option(
-        1, "train so many models, with seed, seed + 1, ...; the best by validation is kept", OPTIMIZER
+        1,
+        "train so many models, with seed, seed + 1, ...; the best by validation is kept",
+        OPTIMIZER,
+        within="[1, 1000]",
+        common=True,
     )
 
     bf16: bool = option(False, "matrix products in bf16", MACHINE)
     fp16: bool = option(False, "matrix products in fp16 (GPU)", MACHINE)
-    dataloader_num_workers: int = option(0, "processes that prepare batches", MACHINE, identity=False)
+    dataloader_num_workers: int = option(
+        0, "processes that prepare batches", MACHINE, identity=False, within="[0, inf)"
+    )
 
     output_dir: str | None = option(
-        None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR"
+        None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR", common=True
     )
     overwrite_output_dir: bool = option_of(PretrainConfig, "overwrite_output_dir")
     resume_from_checkpoint: str | None = option(
-        None, "go on from a checkpoint of output_dir, or from the latest", OUTPUT, identity=False, metavar="DIR|latest"
+        None,
+        "go on from a checkpoint of output_dir, or from the latest",
+        OUTPUT,
+        identity=False,
+        metavar="DIR|latest",
+        common=True,
     )
     metric_for_best_model: str | None = option(
         None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
@@ -217,13 +281,24 @@ class FinetuneConfig(Options):
         "epoch", "evaluate and save after each epoch, or by eval_steps", OUTPUT
     )
     eval_steps: int | None = option(
-        None, "steps from one evaluation and checkpoint to the next, with eval_strategy steps", OUTPUT
+        None,
+        "steps from one evaluation and checkpoint to the next, with eval_strategy steps",
+        OUTPUT,
+        within="[1, inf)",
     )
     save_total_limit: int = option(
-        1, "checkpoints to keep in all; the best and the last are always kept", OUTPUT, identity=False
+        1,
+        "checkpoints to keep in all; the best and the last are always kept",
+        OUTPUT,
+        identity=False,
+        within="[1, inf)",
     )
     logging_steps: int | None = option(
-        None, "steps from one row of the curves to the next; default: a fiftieth of the run", OUTPUT, identity=False
+        None,
+        "steps from one row of the curves to the next; default: a fiftieth of the run",
+        OUTPUT,
+        identity=False,
+        within="[1, inf)",
     )
     report_to: list[str] = option(
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
@@ -237,8 +312,7 @@ class FinetuneConfig(Options):
 
     def check(self) -> None:
         """Check every option by itself, then the options against each other."""
-        check_strings(self)
-        self.check_types()
+        super().check()
         if self.task is None:
             raise UserError(f"task is missing; give --task with {_choices()}")
         if self.task not in (*KINDS, *NAMED_TASKS):
@@ -283,39 +357,12 @@ class FinetuneConfig(Options):
                 raise UserError(f"{name} is for --task {_and(kinds)}; leave {name} out")
 
     def _check_numbers(self):
-        if self.validation_share is not None:
-            self._check_range("validation_share", 0, below=1)
-        for name in ("max_train_samples", "num_seeds", "save_total_limit", "early_stopping_patience", "max_steps"):
-            self._check_range(name, 1)
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            self._check_range(name, 1)
-        for name in ("eval_steps", "logging_steps"):
-            self._check_range(name, 1)
-        self._check_range("max_seq_length", 8)
-        self._check_range("doc_stride", 0)
-        for name in ("max_answer_length", "n_best_size"):
-            self._check_range(name, 1)
-        self._check_range("null_score_diff_threshold", -math.inf)
-        self._check_range("num_train_epochs", 0, above=True)
-        for name in ("weight_decay", "early_stopping_threshold"):
-            self._check_range(name, 0)
-        self._check_range("warmup_ratio", 0, below=1)
-        self._check_range("warmup_steps", 0)
         for name in ("warmup_ratio", "warmup_steps"):
             if getattr(self, name) and self.lr_scheduler_type == "constant":
                 raise UserError(
                     f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave "
                     f"{name} out"
                 )
-        self._check_range("layerwise_decay", 0, most=1, above=True)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            self._check_range(name, 0, below=1)
-        for name in ("adam_beta1", "adam_beta2"):
-            self._check_range(name, 0, below=1)
-        for name in ("adam_epsilon", "max_grad_norm"):
-            self._check_range(name, 0, above=True)
-        self._check_range("seed", 0, 2**32 - self.num_seeds)  # NumPy's seeds end there
-        self._check_processes("dataloader_num_workers", 0)
         for one, other in (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16")):
             if getattr(self, one) and getattr(self, other):
                 raise UserError(f"{one} and {other} contradict each other; give one")

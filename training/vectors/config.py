@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, check_strings, option
+from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option
 
 
 VECTOR_SUFFIXES = (".npy", ".parquet")
@@ -26,30 +26,42 @@ class EmbedConfig(Options):
         "new file for the vectors: .npy (an array, a row for each line) or .parquet (columns text and vector)",
         OUTPUT,
         metavar="FILE",
+        common=True,
     )
     nearest: str | None = option(
-        None, "show the lines whose vectors are nearest to that of this text, by cosine", OUTPUT, metavar="TEXT"
+        None,
+        "show the lines whose vectors are nearest to that of this text, by cosine",
+        OUTPUT,
+        metavar="TEXT",
+        common=True,
     )
-    top_k: int = option(10, "how many nearest lines to show", OUTPUT, largest=1_000_000)
+    top_k: int = option(10, "how many nearest lines to show", OUTPUT, within="[1, 1000000]", common=True)
     pooling: Literal["mean", "cls"] = option(
-        "mean", "the vector of a line: the mean over its tokens, [CLS] and [SEP] included, or that of [CLS]", TEXT
+        "mean",
+        "the vector of a line: the mean over its tokens, [CLS] and [SEP] included, or that of [CLS]",
+        TEXT,
+        common=True,
     )
     max_seq_length: int | None = option(
-        None, "most tokens of a line, the rest is cut off; the default is what the model can read", TEXT
+        None,
+        "most tokens of a line, the rest is cut off; the default is what the model can read",
+        TEXT,
+        within="[3, inf)",
+        common=True,
     )
-    text_column: str = option("text", "column of text in a .jsonl, .csv, .tsv or .parquet file", TEXT)
+    text_column: str = option("text", "column of text in a .jsonl, .csv, .tsv or .parquet file", TEXT, common=True)
     batch_tokens: int | None = option(
-        None, "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU", MACHINE
+        None,
+        "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU",
+        MACHINE,
+        within="[1, inf)",
+        common=True,
     )
 
     def check(self) -> None:
         """Check the values of all options, before anything is read or written."""
-        check_strings(self)
-        self.check_types()
+        super().check()
         _check_utf8("nearest", self.nearest)
-        for name in ("top_k", "batch_tokens"):
-            self._check_range(name, 1)
-        self._check_range("max_seq_length", 3)  # [CLS], a token, [SEP]
         if self.output is None and self.nearest is None:
             raise UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
         if self.nearest is None and self.top_k != EmbedConfig.top_k:
@@ -70,12 +82,13 @@ class AttentionConfig(Options):
     output: str | None = option(
         None, f"new file for the picture; the default is {DEFAULT_PICTURE} here", OUTPUT, metavar="FILE.png"
     )
-    layer: int | None = option(None, "show this layer only, counted from 1", OUTPUT)
-    head: int | None = option(None, "show this head only, counted from 1", OUTPUT)
+    layer: int | None = option(None, "show this layer only, counted from 1", OUTPUT, within="[1, inf)", common=True)
+    head: int | None = option(None, "show this head only, counted from 1", OUTPUT, within="[1, inf)", common=True)
     word: str | None = option(
         None,
         "instead of a picture, print how far apart the vectors of this word are in TEXT and TEXT_B, layer by layer",
         OUTPUT,
+        common=True,
     )
 
     def check(self, has_second_text: bool) -> None:
@@ -85,11 +98,8 @@ class AttentionConfig(Options):
         Args:
             has_second_text: whether TEXT_B is given.
         """
-        check_strings(self)
-        self.check_types()
+        super().check()
         _check_utf8("word", self.word)
-        for name in ("layer", "head"):
-            self._check_range(name, 1)
         if self.word is not None:
             for name in ("output", "layer", "head"):
                 if getattr(self, name) is not None:
