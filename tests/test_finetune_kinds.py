@@ -48,7 +48,7 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
     for name in ("list.json", "data.json"):
         assert read_file(str(tmp_path / name), "train_file").columns == flat.columns
     answers = [load(tmp_path / name, "answers") for name in ("flat.jsonl", "nested.json")]
-    of_flat, of_nested = ([kind.answers(data.train, row) for row in range(20)] for kind, data in answers)
+    of_flat, of_nested = ([row.label for row in data.train.rows] for _, data in answers)
     assert (
         of_flat
         == of_nested
@@ -58,8 +58,8 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows({**row, "answers": json.dumps(row["answers"])} for row in rows)
-    kind, data = load(tmp_path / "flat.csv", "answers")
-    assert [kind.answers(data.train, row) for row in range(20)] == of_flat
+    _, data = load(tmp_path / "flat.csv", "answers")
+    assert [row.label for row in data.train.rows] == of_flat
 
 
 def test_tags_in_all_their_files_are_the_same(tmp_path):
@@ -95,7 +95,7 @@ def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
     data = load_data(config, kind)
     assert kind.classes == ["O", "B-PER"]  # in the order of the dataset, those that the training rows have
     assert kind.true_tags(data.train) == [["B-PER", "O"], ["O", "O"]]
-    assert any("1 row is left out, with no words" in note for note in data.notes)
+    assert any("1 row is left out: column 'tokens' has no words" in note for note in data.notes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
     assert len(features.rows) > 45 and "contexts are longer than 32 tokens" in features.note
     with_answer = set()
     for row in range(len(data.train)):
-        context, gold = data.train.columns["context"][row], kind.answers(data.train, row)
+        (_, context), gold = data.train.rows[row].texts, data.train.rows[row].label
         mine = [number for number, source in enumerate(features.sources) if source == row]
         pieces = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         seen = [list(zip(features.details[n].begins, features.details[n].ends, strict=True)) for n in mine]
@@ -183,7 +183,7 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
             with_answer.add(row)
             said = context[window.begins[start - window.first] : window.ends[end - window.first]]
             assert said == gold[0][0]
-    assert with_answer == {row for row in range(len(data.train)) if kind.answers(data.train, row)}
+    assert with_answer == {row for row in range(len(data.train)) if data.train.rows[row].label}
 
 
 # The places of a context's tokens, the tokens of each window, the answer, and its place in the context.

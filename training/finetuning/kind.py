@@ -1,14 +1,23 @@
-"""`Kind`: what a kind of tasks brings to a run: columns, checks, features, model class, metrics, predictions."""
+"""`Kind`: what a kind of tasks brings to a run: columns, typed rows, features, model class, metrics, predictions."""
 
 import json
-import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.tables import Table
+from d2l_bert.training.finetuning.tables import Row, Table
+
+
+# Metrics that are best when they are small.
+LOWER_IS_BETTER = ("loss", "mse", "mae")
+
+ROWS_AT_ONCE = 1000
 
 
 @dataclass
@@ -42,9 +51,10 @@ class Kind:
     """
     A kind of tasks. `kinds.py` has a subclass for each value of `tasks.KINDS`.
 
-    The run calls `find_columns` and `learn` with the training rows, then `check` with every table, before anything is
-    written. `predictions` below are the model's outputs in the order of `Features.rows`, as NumPy arrays: the logits,
-    or a tuple of them for a model with several; `rescaled` has been applied to them.
+    The run calls `find_columns` with the training rows, `read` with every table, `learn` with the training rows, and
+    then `check` with every table, before anything is written. `predictions` below are the model's outputs in the order
+    of `Features.rows`, as NumPy arrays: the logits, or a tuple of them for a model with several; `rescaled` has been
+    applied to them.
 
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
@@ -54,6 +64,8 @@ class Kind:
         metrics_shown: the metrics in the order of the tables. Metrics in `LOWER_IS_BETTER` are best when small.
         label_names: the names of labels in a batch, as in `TrainingArguments.label_names`.
         default_length: the default of `max_seq_length`.
+        label: the names of the columns of labels.
+        classes: the names of the classes in the order of their numbers, which `learn` finds; [] for kinds without.
     """
 
     auto_class: ClassVar[str]
@@ -66,41 +78,149 @@ class Kind:
     def __init__(self, config: FinetuneConfig):
         self.config = config
         self.notes: list[str] = []  # what the user should know about how `learn` reads the rows, a sentence each
+        self.label: list[str] = []
+        self.classes: list[str] = []
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rows
 
     def find_columns(self, train: Table) -> None:
         """Choose the columns: the options', or the named data set's if the table has them, or the defaults."""
         raise NotImplementedError
 
-    def learn(self, train: Table) -> None:
-        """Check the training rows and their labels, and learn from them what the labels are (classes, scale)."""
+    def parse(self, cells: dict, table: Table) -> Row:
+        """
+        The typed row of a table's cells, by the names of the columns.
+
+        Raises:
+            ValueError: what is wrong with which column, and the way out.
+        """
         raise NotImplementedError
+
+    def read(self, table: Table) -> tuple[Table, Counter]:
+        """
+        The table with its typed rows, and counts of the rows left out, by the reason.
+
+        Rows that the publishers of a dataset left incomplete are left out, and in a table with labels those without.
+
+        Raises:
+            UserError: a row of a file cannot be used, a column is missing, or no row of a dataset can be used.
+        """
+        table = self.without_marks(table)
+        rows, left_out = [], Counter()
+        for number in range(len(table)):
+            try:
+                rows.append(self.parse({name: values[number] for name, values in table.columns.items()}, table))
+            except ValueError as error:
+                if not table.is_dataset:
+                    raise UserError(f"{table.place(number)}: {error}") from None
+                left_out[str(error)] += 1
+                rows.append(None)
+        table.rows = rows
+        is_labelled = self.is_labelled(table)
+        kept = [number for number, row in enumerate(rows) if row and not (is_labelled and row.label is None)]
+        if table.is_dataset:
+            left_out["no label"] += len(rows) - len(kept) - left_out.total()
+            if not kept:
+                reason = left_out.most_common(1)[0][0]
+                raise UserError(f"{table.label}: no row can be used ({reason}); give another split")
+        elif len(kept) < len(rows):
+            number = next(number for number, row in enumerate(rows) if row.label is None)
+            raise UserError(
+                f"{table.place(number)}: column {self.label[0]!r} is empty; write a label, or take the row out"
+            )
+        return table.select(kept) if len(kept) < len(rows) else table, +left_out
+
+    def without_marks(self, table: Table) -> Table:
+        """A table without a column of labels that are all -1, as GLUE marks test rows without labels."""
+        labels = table.columns.get(self.label[0], [])
+        if table.is_dataset and all(label in (-1, None) for label in labels):
+            return table.without(self.label)
+        return table
 
     def is_labelled(self, table: Table) -> bool:
         """Whether the table has labels. The test rows may be without; all others must have labels."""
+        return any(row is not None and row.label is not None for row in table.rows)
+
+    def learn(self, train: Table) -> None:
+        """
+        Learn from the training rows what the labels are (classes, scale).
+
+        Raises:
+            UserError: the labels are such that there is nothing to learn.
+        """
         raise NotImplementedError
 
     def check(self, table: Table) -> None:
-        """Refuse rows that the model cannot be trained or measured on; called after `learn`, with every table."""
+        """Refuse labels that the model cannot be trained or measured on; called after `learn`, with every table."""
+        if self.is_labelled(table):
+            self.targets(table)
+
+    def targets(self, table: Table):
+        """
+        The labels of a labelled table as the model's, such as numbers of classes (N,).
+
+        Raises:
+            UserError: a label is not one that the training rows have.
+        """
         raise NotImplementedError
 
-    def usable(self, table: Table) -> tuple[Table, dict[str, int]]:
+    def class_number(self, table: Table, row: int, name: str) -> int:
+        """The number of a class by its name; raises `UserError` if the training rows do not have it."""
+        if name not in self.number_of:
+            raise UserError(
+                f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
+                f"{listed_names(self.classes)}; correct the label, or add training rows with it"
+            )
+        return self.number_of[name]
+
+    def learn_classes(self, train: Table, found: set[str], named: list[str] | tuple[str, ...] | None) -> None:
         """
-        The rows of a dataset without those that its publishers left incomplete, and counts of the rows left
-        out, by the reason. A file's rows are all kept: `check` refuses the incomplete ones.
+        Set the classes.
+
+        Args:
+            found: the names in the training rows; of one alone there is nothing to learn.
+            named: all names in their order, if the dataset or its publishers give it.
         """
-        return table, {}
+        self.classes = [name for name in named if name in found] if named else sort_labels(found)
+        if len(self.classes) == 1:
+            raise UserError(
+                f"{train.label}: every row has the label {self.classes[0]!r} in column {self.label[0]!r}; there is "
+                f"nothing to tell apart: give rows of two classes at least, or name another column with --label_column"
+            )
+        self.number_of = {name: number for number, name in enumerate(self.classes)}
 
     def texts(self, table: Table) -> list[tuple[str, ...]]:
         """The texts of each row, by which equal rows of two tables are found."""
-        raise NotImplementedError
+        return [row.texts for row in table.rows]
+
+    def classes_of(self, row: Row) -> set[str]:
+        """The classes of a row, of which training rows must keep some; the empty set for kinds without classes."""
+        return set()
 
     def holdable(self, train: Table, drawn: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
         """The texts drawn from the training rows, without those that training needs to see every class."""
-        return set(drawn)
+        chosen, left, needed = set(drawn), set(), set()
+        for row in train.rows:
+            left |= self.classes_of(row) if row.texts not in chosen else set()
+        for row in train.rows:  # the first text of a class that would be held out whole
+            if not self.classes_of(row) <= left:
+                needed.add(row.texts)
+                left |= self.classes_of(row)
+        return chosen - needed
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Features and the model
 
     def model_settings(self) -> dict:
         """The fields of the model's configuration that the task decides: `num_labels`, `id2label`, ..."""
-        return {}
+        if not self.classes:
+            return {}
+        return {
+            "num_labels": len(self.classes),
+            "id2label": dict(enumerate(self.classes)),
+            "label2id": dict(self.number_of),
+        }
 
     def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
         """
@@ -122,6 +242,9 @@ class Kind:
 
     def finish(self, model) -> None:
         """Change a trained model in place, so that its outputs are those of `rescaled`."""
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Predictions
 
     def metrics(self, table: Table, features: Features, predictions) -> dict[str, float]:
         """The metrics of a labelled table, by name; without the loss."""
@@ -146,81 +269,136 @@ class Kind:
         Returns:
             By the picture's file name, what the picture shows, for the card.
         """
-        return {}
+        raise NotImplementedError
 
     def data_record(self) -> dict:
         """What the run's record says about the task: `labels`, the names of the classes; `has_pairs`."""
-        return {}
+        return {"labels": self.classes or None, "has_pairs": True}
 
 
-def check_text_column(table: Table, column: str, option: str) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns and cells
+
+
+def choose_column(table: Table, option: str, given: str | None, *usual: str) -> str:
+    """The column that an option names, or the first of the usual ones that the table has; refused if there is none."""
+    name = given or next((name for name in usual if name in table.columns), usual[0])
+    table.require(name, option)
+    return name
+
+
+def check_different(columns: list[str]) -> None:
+    """Refuse a column that has two uses."""
+    if len(set(columns)) < len(columns):
+        raise UserError(f"column {max(columns, key=columns.count)!r} cannot have two uses; name another column")
+
+
+def text_in(cells: dict, column: str, option: str | None = None) -> str:
     """
-    Refuse a column with a cell that is no text; `option` is the one that names the column.
-
-    Raises:
-        UserError: there is no such column, or as in `check_text`.
-    """
-    for row, text in enumerate(table.require(column, option)):
-        check_text(table, row, f"column {column!r}", text, f"name another column with --{option}")
-
-
-def check_text(table: Table, row: int, name: str, text: object, mend: str) -> None:
-    """
-    Refuse a text of a row that is empty, of another type, or damaged.
+    The text in a cell.
 
     Args:
-        name: where in the row the text stands, such as "column 'text'".
-        mend: what mends a value that is no string.
+        option: the option that names the column.
 
     Raises:
-        UserError: names the row and the place in the row.
+        ValueError: the cell is empty, or is no text.
     """
+    return check_text(cells.get(column), f"column {column!r}", option)
+
+
+def check_text(text: object, place: str, option: str | None = None) -> str:
+    """A text at a place of a row; raises `ValueError` if it is empty, or no text."""
     if text is not None and not isinstance(text, str):
-        raise UserError(f"{table.place(row)}: {name} holds {type(text).__name__}, not text; {mend}")
-    if not has_text(text):
-        raise UserError(f"{table.place(row)}: {name} is empty; write a text there, or take the row out")
+        mend = f"name another column with --{option}" if option else "write a text"
+        raise ValueError(f"{place} holds {type(text).__name__}, not text; {mend}")
+    if not is_filled(text):
+        raise ValueError(f"{place} is empty; write a text there, or take the row out")
+    return text
 
 
-def has_text(value: object) -> bool:
-    """Whether a value is a string with more than white space."""
-    return isinstance(value, str) and value.strip() != ""
-
-
-def json_list(text: str) -> list | None:
+def json_in(cell: object, column: str) -> object:
     """
-    The list in a cell of CSV that holds one as JSON.
-
-    Returns:
-        None if the text does not begin with [ and end with ].
+    The value of a cell; of a text that is a list or an object in JSON, as CSV has them, that list or object.
 
     Raises:
-        ValueError: it does, and is not JSON, such as a list that pandas has written.
+        ValueError: the text looks like JSON, and is none, such as a list that pandas has written.
     """
-    text = text.strip()
-    if not (text.startswith("[") and text.endswith("]")):
-        return None
+    if not isinstance(cell, str) or cell.strip()[:1] + cell.strip()[-1:] not in ("[]", "{}"):
+        return cell
     try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f'column {column!r} holds {cell:.40}, which is not JSON; write ["a", "b"], as json.dumps does, or '
+            f"give JSONL or Parquet with lists"
+        ) from None
 
 
-def no_json_list(table: Table, row: int, column: str, text: str) -> UserError:
-    """The error for a cell on which `json_list` has raised `ValueError`."""
-    return UserError(
-        f"{table.place(row)}: column {column!r} holds {text:.40}, a list that is not JSON; write it as "
-        f'["a", "b"], for example with json.dumps, or give JSONL or Parquet with lists'
-    )
+def list_in(cells: dict, column: str, option: str, separator: str | None = None) -> list:
+    """
+    The entries of a cell: a list, also as JSON, or a text with the separator (white space) between the entries.
+
+    Raises:
+        ValueError: the cell is neither.
+    """
+    value = json_in(cells.get(column), column)
+    if isinstance(value, str):
+        return [entry for entry in value.split(separator) if entry.strip()]
+    if value is not None and not isinstance(value, list):
+        raise ValueError(
+            f"column {column!r} holds {type(value).__name__}, not a list; name another column with --{option}"
+        )
+    return value or []
 
 
-def whole_number(value: object) -> object:
-    """A value as it is; a whole number that is written as a float (1.0, as pandas writes it) without the point."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+)\.0+\s*", value)):
-        return match[1]
-    return value
+def names_in(entries: list, column: str, table: Table) -> list[str]:
+    """
+    The names of classes in a row: strings, or the numbers of a dataset's classes.
+
+    Raises:
+        ValueError: an entry is no name, or no number of a class.
+    """
+    classes, names = table.class_names.get(column), []
+    for entry in entries:
+        is_number = isinstance(entry, int) and not isinstance(entry, bool)
+        if classes and is_number and not 0 <= entry < len(classes):
+            raise ValueError(f"column {column!r} holds {entry}, which is no label of the dataset; correct the row")
+        if not is_filled(entry) or isinstance(entry, float | list | dict):
+            raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
+        names.append(classes[entry] if classes and is_number else str(entry).strip())
+    return names
 
 
-# Metrics that are best when they are small.
-LOWER_IS_BETTER = ("loss", "mse", "mae")
+def is_filled(value: object) -> bool:
+    """Whether a cell holds more than white space."""
+    return value is not None and str(value).strip() != ""
+
+
+def sort_labels(names) -> list[str]:
+    """Labels in the order of their numbers if all are whole numbers, else in alphabetical order."""
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
+
+
+def listed_names(names: list[str], most: int = 10) -> str:
+    """The first names in a sentence, and how many more there are."""
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def in_chunks(values: list) -> Iterator[tuple[int, list]]:
+    """Some values at a time, with the number of the first, so that no tokenizer gets a whole table at once."""
+    for start in range(0, len(values), ROWS_AT_ONCE):
+        yield start, values[start : start + ROWS_AT_ONCE]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities (N, C) of logits (N, C), in float64."""
+    exponentials = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def rounded(probabilities) -> list[float]:
+    """Probabilities (N,) for the table of predictions."""
+    return [round(float(probability), 6) for probability in probabilities]

@@ -5,9 +5,8 @@ from d2l_bert.training.finetuning.answers_kind import Answers
 from d2l_bert.training.finetuning.choice_kind import MultipleChoice
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.finetuning.multilabel_kind import Multilabel
 from d2l_bert.training.finetuning.tags_kind import Tags
-from d2l_bert.training.finetuning.text_kinds import Classification, Regression
+from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, Regression
 
 
 # A line for each name in `tasks.KINDS`.

@@ -31,7 +31,7 @@ from d2l_bert.training.distributed import (
     report_errors_once,
 )
 from d2l_bert.training.finetuning import folder as output
-from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all
+from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all, saved_outputs
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data, load_data
 from d2l_bert.training.finetuning.kind import Kind
@@ -44,7 +44,6 @@ from d2l_bert.training.finetuning.trainer import (
     check_machine,
     check_warmup,
     default_rate,
-    make_arguments,
     rows_per_step,
     total_steps,
 )
@@ -97,10 +96,15 @@ def finetune(config: FinetuneConfig) -> Path:
                 split: kind.features(table, start.tokenizer, start.max_seq_length)
                 for split, table in data.splits().items()
             }
-            said = check_warmup(config, total_steps(config, state.num_processes, len(features["train"].rows)))
-            for warning in filter(None, (said, _constant_metric(kind, metric, data))):
-                if state.is_main_process:
-                    logger.warning(warning)
+            warnings = [check_warmup(config, total_steps(config, state.num_processes, len(features["train"].rows)))]
+            if data.validation is not None and metric in kind.constant_metrics(data.validation):
+                warnings.append(
+                    f"{data.validation.label}: {metric} is 0 there whatever is predicted, so the loss chooses; give "
+                    f"more validation rows"
+                )
+                metric = "loss"
+            for warning in filter(None, warnings):
+                on_main(state, logger.warning, warning)
             if config.push_to_hub:
                 on_main(state, _check_push, config, start)
             return _run(config, kind, metric, data, start, features, state)
@@ -131,16 +135,6 @@ def _run(config, kind, metric, data, start, features, state):
     return folder
 
 
-def _constant_metric(kind, metric, data):
-    """What to say if the metric that chooses is the same for every model; None if it is not."""
-    if data.validation is None or metric not in kind.constant_metrics(data.validation):
-        return None
-    return (
-        f"{data.validation.label}: {metric} is 0 there whatever is predicted ({counted(len(data.validation), 'row')}, "
-        f"without two different labels or without a true one), so the loss chooses; give more validation rows"
-    )
-
-
 def _make_state():
     """Accelerate's state of the launched processes, on this machine's devices."""
     import torch
@@ -148,22 +142,9 @@ def _make_state():
     state = PartialState(
         cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()), timeout=PROCESS_TIMEOUT
     )
-    check_engine(_Engine(state))
+    check_engine(state)
     keep_process_group(state)
     return state
-
-
-class _Engine:
-    """The attributes of an `Accelerator` that `check_engine` reads, for a `PartialState`."""
-
-    is_fsdp2 = False
-
-    def __init__(self, state):
-        self.num_processes, self.device, self.distributed_type = (
-            state.num_processes,
-            state.device,
-            state.distributed_type,
-        )
 
 
 @contextlib.contextmanager
@@ -232,13 +213,8 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
             save_tokenizer(start.tokenizer, partial)
         # Test rows are predicted, and the pictures show them, or validation rows if the test rows have no labels.
         pictured = next((split for split in ("test", "validation") if split in data.measured()), None)
-        outputs = {
-            split: _outputs(work, model, work.features[split].rows, folder)
-            for split in dict.fromkeys(("test", pictured))
-            if split in data.splits()
-        }
-        if "test" in outputs:
-            _write_predictions(work, outputs["test"], partial)
+        if data.test is not None:
+            _write_predictions(work, saved_outputs(source, "test"), partial)
         metrics = make_metrics(kind, work.metric, data, tried, seeds, kept)
         metrics |= {
             "lost_to_length": {split: made.lost(start.max_seq_length) for split, made in work.features.items()},
@@ -257,8 +233,8 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
     draw_curves(attempts, shown, work.metric, title, folder / CURVES_FILE)
     metrics["pictures"] = {CURVES_FILE: "Loss and metric over the steps"}
     if pictured:
-        split = data.splits()[pictured], work.features[pictured], outputs[pictured]
-        metrics["pictures"] |= kind.pictures(*split, folder)
+        outputs = saved_outputs(source, pictured)
+        metrics["pictures"] |= kind.pictures(data.splits()[pictured], work.features[pictured], outputs, folder)
     folders.write_json(folder / METRICS_FILE, metrics)
     (folder / CARD_FILE).write_text(render_card(folder, folder.resolve().name), encoding="utf-8")
     shutil.rmtree(folder / output.WORK_FOLDER, ignore_errors=True)
@@ -274,41 +250,6 @@ def _write_predictions(work, outputs, partial):
             name = f"{name} (predicted)"
         columns[name] = values
     output.write_table(partial / output.PREDICTIONS_FILE, columns)
-
-
-def _outputs(work, model, rows, folder):
-    """
-    The outputs of a model for features: NumPy arrays, as Trainer's `predict` gives them.
-
-    Trainer's own `predict` would wait for the other processes; only the main process calls this.
-    """
-    import torch
-
-    label_names, collator = work.kind.label_names, work.kind.collator(work.start.tokenizer)
-    work_folder, config = folder / output.WORK_FOLDER, work.config
-    arguments = make_arguments(config, work_folder, 1e-5, config.seed, 1, work.metric, 1, label_names)
-    device = arguments.device
-    model.to(device).eval()
-    found = []
-    with torch.no_grad():
-        for begin in range(0, len(rows), arguments.per_device_eval_batch_size):
-            batch = collator(rows[begin : begin + arguments.per_device_eval_batch_size])
-            batch = {name: value.to(device) for name, value in batch.items() if name not in label_names}
-            outputs = model(**batch).to_tuple()
-            found.append(tuple(value.float().cpu().numpy() for value in outputs if torch.is_tensor(value)))
-    joined = tuple(_joined(values) for values in zip(*found, strict=True))
-    return joined[0] if len(joined) == 1 else joined
-
-
-def _joined(parts):
-    """Arrays (B, T, ...) as one array; shorter ones are padded with -100 at the end of T, as Trainer does."""
-    import numpy as np
-
-    if parts[0].ndim > 1:
-        longest = max(part.shape[1] for part in parts)
-        widths = [[(0, 0), (0, longest - part.shape[1]), *[(0, 0)] * (part.ndim - 2)] for part in parts]
-        parts = [np.pad(part, width, constant_values=-100) for part, width in zip(parts, widths, strict=True)]
-    return np.concatenate(parts)
 
 
 def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: list[dict], kept: int) -> dict:

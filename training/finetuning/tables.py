@@ -18,6 +18,22 @@ from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_u
 SUFFIXES = (*TABLE_SUFFIXES, ".json", ".conll")
 
 
+@dataclass
+class Row:
+    """
+    A row of a table as its kind of tasks has read and checked it.
+
+    Args:
+        texts: the texts of the row, by which equal rows are found; for tags the words.
+        label: the label as the kind reads it; None for a row without.
+        names: for choices that have names, such as A, B, C, these names.
+    """
+
+    texts: tuple[str, ...]
+    label: object = None
+    names: list[str] = field(default_factory=list)
+
+
 @dataclass(kw_only=True)
 class Table:
     """
@@ -31,6 +47,7 @@ class Table:
         class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
         is_dataset: whether the rows come from a dataset, not from a file.
         is_on_hub: whether this dataset is on the Hub.
+        rows: the typed rows, which `Kind.read` makes of the columns.
     """
 
     label: str
@@ -40,6 +57,7 @@ class Table:
     class_names: dict[str, list[str]] = field(default_factory=dict)
     is_dataset: bool = False
     is_on_hub: bool = False
+    rows: list[Row] = field(default_factory=list)
 
     def __len__(self):
         return len(next(iter(self.columns.values()), []))
@@ -51,7 +69,13 @@ class Table:
     def select(self, rows) -> "Table":
         """A table of some of the rows, given by their numbers from 0."""
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        return dataclasses.replace(self, columns=columns)
+        return dataclasses.replace(self, columns=columns, rows=[self.rows[row] for row in rows])
+
+    def without(self, names: list[str]) -> "Table":
+        """The table without some columns."""
+        return dataclasses.replace(
+            self, columns={name: values for name, values in self.columns.items() if name not in names}
+        )
 
     def require(self, column: str, option: str) -> list:
         """

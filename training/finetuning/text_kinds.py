@@ -1,9 +1,7 @@
-"""Kinds of tasks about one text or two: one class of several, or a number (d2l, section 16.6); what they share."""
+"""Kinds of tasks about one text or two: one class, several labels, or a number (d2l, section 16.6)."""
 
 import math
 import re
-import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +9,30 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
-from d2l_bert.training.finetuning.kind import Features, Kind, check_text_column
-from d2l_bert.training.finetuning.pictures import draw_confusion, draw_scatter
-from d2l_bert.training.finetuning.tables import Table
+from d2l_bert.training.finetuning.kind import (
+    Features,
+    Kind,
+    check_different,
+    choose_column,
+    in_chunks,
+    is_filled,
+    list_in,
+    listed_names,
+    names_in,
+    rounded,
+    softmax,
+    sort_labels,
+    text_in,
+)
+from d2l_bert.training.finetuning.pictures import draw_confusion, draw_counts, draw_scatter
+from d2l_bert.training.finetuning.tables import Row
 
 
-# A number with a decimal point or an exponent, as in a column of floats.
-DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][+-]?\d+)")
+# A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
+NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNORECASE)
+
+# What often stands between labels.
+OTHER_SEPARATOR = re.compile(r"[,;|/\t]")
 
 # The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
 # none of these columns, and `multilabel` writes those of the first classes.
@@ -26,14 +41,13 @@ PROBABILITY_COLUMNS = 20
 # The largest number that can be predicted: models compute in float32.
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
-TEXTS_AT_ONCE = 1000
-
 CONFUSION_FILE = "confusion_matrix.png"
+LABEL_FILE = "f1_by_label.png"
 SCATTER_FILE = "predicted_and_true.png"
 
 
 class TextKind(Kind):
-    """What the kinds of this file share: columns, checks of texts, features, the head on [CLS]."""
+    """What the kinds of this file share: columns, features, the head on [CLS]."""
 
     auto_class = "AutoModelForSequenceClassification"
     pipeline_task = "text-classification"
@@ -41,92 +55,55 @@ class TextKind(Kind):
 
     def find_columns(self, train):
         config, task = self.config, self.config.named_task()
-
-        def choose(given, named, default):
-            if given is not None:
-                return given
-            return named if named in train.columns and default not in train.columns else default
-
-        self.text = choose(config.text_column, task and task.text, "text")
-        train.require(self.text, "text_column")
-        self.text_pair = choose(config.text_pair_column, task and task.text_pair, "text_pair")
-        if config.text_pair_column is not None or (task and task.text_pair):
-            train.require(self.text_pair, "text_pair_column")
-        self.pair_name = self.text_pair
-        if self.text_pair not in train.columns:
-            self.text_pair = None
-        self.label = config.label_column or [choose(None, task and task.label, "label")]
+        self.text = choose_column(train, "text_column", config.text_column, "text", *([task.text] if task else []))
+        pair = config.text_pair_column or (task and task.text_pair)
+        has_pair = pair or "text_pair" in train.columns
+        self.text_pair = (
+            choose_column(
+                train, "text_pair_column", config.text_pair_column, "text_pair", *([task.text_pair] if task else [])
+            )
+            if has_pair
+            else None
+        )
+        self.label = config.label_column or [
+            choose_column(train, "label_column", None, "label", *([task.label] if task else []))
+        ]
         for column in self.label:
             train.require(column, "label_column")
-        chosen = [*self.text_columns(), *self.label]
-        if len(set(chosen)) < len(chosen):
-            raise UserError(f"column {max(chosen, key=chosen.count)!r} cannot be two of text, text_pair and label")
+        check_different([*self.text_columns(), *self.label])
 
-    def text_columns(self):
+    def text_columns(self) -> list[str]:
+        """The names of the columns of texts, one or two."""
         return [self.text] if self.text_pair is None else [self.text, self.text_pair]
 
-    def texts(self, table):
-        return list(zip(*(table.columns[column] for column in self.text_columns()), strict=True))
+    def parse(self, cells, table):
+        options = ("text_column", "text_pair_column")
+        for column, option in zip(self.text_columns(), options, strict=False):
+            table.require(column, option)
+        texts = [text_in(cells, *pair) for pair in zip(self.text_columns(), options, strict=False)]
+        is_labelled = all(column in table.columns for column in self.label)
+        return Row(tuple(texts), self.label_in(cells, table) if is_labelled else None)
 
-    def usable(self, table):
-        if not table.is_dataset:
-            return table, {}
-        without_text = {row for row, texts in enumerate(self.texts(table)) if not all(map(is_filled, texts))}
-        without_label = set()
-        labels = table.columns.get(self.label[0], [])
-        if self.label[0] in table.class_names or all(label == -1 for label in labels):  # -1 is GLUE's "no label"
-            without_label = {row for row, label in enumerate(labels) if label in (-1, None)}
-        if labels and len(without_label) == len(table):
-            columns = {name: values for name, values in table.columns.items() if name not in self.label}
-            table, without_label = Table(**{**vars(table), "columns": columns}), set()
-        counts = Counter({"an empty text": len(without_text), "no label": len(without_label - without_text)})
-        dropped = without_text | without_label
-        return table.select([row for row in range(len(table)) if row not in dropped]) if dropped else table, +counts
-
-    def is_labelled(self, table):
-        if any(column not in table.columns for column in self.label):
-            return False
-        # A multilabel cell may be empty: the row then has no label of them all.
-        return self.problem_type == "multi_label_classification" or any(
-            is_filled(value) for value in table.columns[self.label[0]]
-        )
-
-    def check(self, table):
-        for column, option in zip(self.text_columns(), ("text_column", "text_pair_column"), strict=False):
-            check_text_column(table, column, option)
-        if self.text_pair is None and self.pair_name in table.columns:
-            raise UserError(
-                f"{table.label}: has a column {self.pair_name!r} of second texts, and the training rows have none; "
-                f"add it to the training rows, or take it out here"
-            )
-        if self.is_labelled(table):
-            self.targets(table)
-
-    def targets(self, table) -> np.ndarray:
-        """
-        The labels of a labelled table as the model's: classes (N,), 0 or 1 (N, C), or numbers (N,).
-
-        Raises:
-            UserError: a label is missing, or is not one that the training rows have.
-        """
+    def label_in(self, cells: dict, table):
+        """The label of a row; None if its cell is empty. Raises `ValueError` for a label of another kind."""
         raise NotImplementedError
 
     def in_training(self, targets) -> list:
         """The targets as values of `labels` for the model in training."""
         return targets.tolist()
 
+    def model_settings(self):
+        return {**super().model_settings(), "problem_type": self.problem_type}
+
     def features(self, table, tokenizer, max_seq_length):
-        columns = [table.columns[column] for column in self.text_columns()]
         targets = self.in_training(self.targets(table)) if self.is_labelled(table) else None
         rows, truncated = [], 0
-        for start in range(0, len(table), TEXTS_AT_ONCE):
-            texts = [values[start : start + TEXTS_AT_ONCE] for values in columns]
-            encoded = tokenizer(*texts, verbose=False)
+        for _, chunk in in_chunks(table.rows):
+            texts = [list(column) for column in zip(*(row.texts for row in chunk), strict=True)]
+            whole = tokenizer(*texts, verbose=False)["input_ids"]
             cut = tokenizer(*texts, truncation=True, max_length=max_seq_length)
-            truncated += sum(
-                len(short) < len(whole) for short, whole in zip(cut["input_ids"], encoded["input_ids"], strict=True)
-            )
-            rows += [{name: values[row] for name, values in cut.items()} for row in range(len(texts[0]))]
+            truncated += sum(len(ids) < len(full) for ids, full in zip(cut["input_ids"], whole, strict=True))
+            rows += [{name: values[number] for name, values in cut.items()} for number in range(len(chunk))]
         if targets is not None:
             rows = [{**row, "labels": target} for row, target in zip(rows, targets, strict=True)]
         return Features(rows, truncated)
@@ -135,7 +112,7 @@ class TextKind(Kind):
         return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
 
     def data_record(self):
-        return {"labels": getattr(self, "classes", None), "has_pairs": self.text_pair is not None}
+        return {"labels": self.classes or None, "has_pairs": self.text_pair is not None}
 
 
 class Classification(TextKind):
@@ -145,86 +122,44 @@ class Classification(TextKind):
     main_metric = "accuracy"
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
-    def is_labelled(self, table):
-        missing = "-1" not in getattr(self, "number_of", {"-1": 0})  # GLUE's mark for test rows without labels
-        labels = {str(value).strip() for value in table.columns.get(self.label[0], [])}
-        return super().is_labelled(table) and not (missing and labels == {"-1"})
-
-    def holdable(self, train, drawn):
-        texts, chosen = self.texts(train), set(drawn)
-        names = [self._name(train, row) for row in range(len(train))]
-        left = {name for text, name in zip(texts, names, strict=True) if text not in chosen}
-        needed = set()
-        for text, name in zip(texts, names, strict=True):  # the first text of a class that would be held out whole
-            if name not in left:
-                needed.add(text)
-                left.add(name)
-        return chosen - needed
-
-    def learn(self, train):
-        column = self.label[0]
-        for row, value in enumerate(train.columns[column]):
-            if isinstance(value, list | dict):
-                raise UserError(
-                    f"{train.place(row)}: column {column!r} holds {type(value).__name__}, not a class; name another "
-                    f"column with --label_column, or give --task multilabel for several labels"
-                )
-            if str(value).strip().lower() == "nan":
-                raise UserError(
-                    f"{train.place(row)}: column {column!r} holds {value}, as pandas writes a cell without a label; "
-                    f"write a label, or take the row out"
-                )
-            if isinstance(value, float) or (isinstance(value, str) and DECIMAL.fullmatch(value.strip())):
-                raise UserError(
-                    f"{train.place(row)}: column {column!r} holds numbers such as {value}, not classes; give --task "
-                    f"regression, or write classes as whole numbers or names"
-                )
-        values = [self._name(train, row) for row in range(len(train))]
-        found = set(values)
-        named = train.class_names.get(column) or (self.known_names() if found <= set(self.known_names()) else None)
-        self.classes = [name for name in named if name in found] if named else sort_labels(found)
-        if len(self.classes) == 1:
-            raise UserError(
-                f"{train.label}: every row has the label {self.classes[0]!r} in column {column!r}; there is nothing "
-                f"to tell apart: give rows of two classes at least, or name another column with --label_column"
-            )
-        if len(self.classes) == len(train) and len(train) > 2:
-            raise UserError(
-                f"{train.label}: every row has a label of its own in column {column!r}; name the column of classes "
-                f"with --label_column"
-            )
-        self.number_of = {name: number for number, name in enumerate(self.classes)}
-
     def known_names(self):
         """The names that the publishers of a named data set give its classes; () for other tasks."""
         task = self.config.named_task()
         return task.labels if task else ()
 
-    def _name(self, table, row):
-        """The label of a row as a string: the class's name if its dataset has names, else the value in the file."""
+    def label_in(self, cells, table):
         column = self.label[0]
-        value = table.columns[column][row]
-        names = table.class_names.get(column)
-        if names and isinstance(value, int) and 0 <= value < len(names):
-            return names[value]
-        if not is_filled(value):
-            raise UserError(f"{table.place(row)}: column {column!r} is empty; write a label, or take the row out")
-        value = str(value).strip()
-        known = self.known_names()
-        return known[int(value)] if value.isdecimal() and int(value) < len(known) else value
+        value, known = cells[column], self.known_names()
+        if isinstance(value, list | dict):
+            raise ValueError(
+                f"column {column!r} holds {type(value).__name__}, not a class; name another column with "
+                f"--label_column, or give --task multilabel for several labels"
+            )
+        if isinstance(value, float) or NO_CLASS.fullmatch(str(value).strip()):
+            raise ValueError(
+                f"column {column!r} holds numbers such as {value}, not classes; give --task regression, or write "
+                f"classes as whole numbers or names"
+            )
+        if not is_filled(value) or (table.is_dataset and value == -1):
+            return None
+        (name,) = names_in([value], column, table)
+        return known[int(name)] if name.isdecimal() and int(name) < len(known) else name
+
+    def classes_of(self, row):
+        return {row.label}
+
+    def learn(self, train):
+        column, found = self.label[0], {row.label for row in train.rows} - {None}
+        known = self.known_names() if found <= set(self.known_names()) else None
+        self.learn_classes(train, found, train.class_names.get(column) or known)
+        if len(self.classes) == len(train) > 2:
+            raise UserError(
+                f"{train.label}: every row has a label of its own in column {column!r}; name the column of classes "
+                f"with --label_column"
+            )
 
     def targets(self, table):
-        names = [self._name(table, row) for row in range(len(table))]
-        for row, name in enumerate(names):
-            if name not in self.number_of:
-                raise UserError(
-                    f"{table.place(row)}: label {name!r} does not stand in the training rows, which have "
-                    f"{listed_names(self.classes)}; correct the label, or add training rows with it"
-                )
-        return np.array([self.number_of[name] for name in names], dtype=np.int64)
-
-    def model_settings(self):
-        return label_settings(self.classes, self.problem_type)
+        return np.array([self.class_number(table, number, row.label) for number, row in enumerate(table.rows)])
 
     def metrics(self, table, features, predictions):
         return metrics.class_metrics(self.targets(table), predictions.argmax(-1), len(self.classes))
@@ -238,22 +173,91 @@ class Classification(TextKind):
         return (*without_second, "matthews_correlation") if len(found) == 1 else ()
 
     def predicted_columns(self, table, features, predictions):
-        probabilities = softmax(predictions)
-        chosen = predictions.argmax(-1)
+        probabilities, chosen = softmax(predictions), predictions.argmax(-1)
         columns = {
             "prediction": [self.classes[number] for number in chosen],
-            "probability": [rounded(row[number]) for row, number in zip(probabilities, chosen, strict=True)],
+            "probability": rounded(probabilities.max(-1)),
         }
         if len(self.classes) <= PROBABILITY_COLUMNS:
             for number, name in enumerate(self.classes):
-                columns[f"probability of {name}"] = [rounded(value) for value in probabilities[:, number]]
+                columns[f"probability of {name}"] = rounded(probabilities[:, number])
         return columns
 
     def pictures(self, table, features, predictions, folder):
-        draw_confusion(
-            self.targets(table), predictions.argmax(-1), self.classes, table.name, Path(folder, CONFUSION_FILE)
-        )
+        path = Path(folder, CONFUSION_FILE)
+        draw_confusion(self.targets(table), predictions.argmax(-1), self.classes, table.name, path)
         return {CONFUSION_FILE: f"Confusion matrix on {table.name}"}
+
+
+class Multilabel(TextKind):
+    """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
+
+    problem_type = "multi_label_classification"
+    main_metric = "f1"
+    metrics_shown = ("f1", "macro_f1", "exact_match")
+
+    def label_in(self, cells, table):
+        if len(self.label) == 1:
+            entries = list_in(cells, self.label[0], "label_column", self.config.label_separator)
+            return names_in(entries, self.label[0], table)
+        for column in self.label:
+            if cells[column] not in (0, 1, "0", "1", "0.0", "1.0"):
+                raise ValueError(f"column {column!r} holds {cells[column]!r}; write 0 or 1")
+        return [column for column in self.label if float(cells[column]) == 1]
+
+    def learn(self, train):
+        column, separator = self.label[0], self.config.label_separator
+        labels = [row.label for row in train.rows]
+        found = {name for names in labels for name in names}
+        if not found:
+            raise UserError(f"{train.label}: no row has a label in column {column!r}; name another column")
+        if all(set(names) == found for names in labels):
+            raise UserError(f"{train.label}: every row has all of the labels {listed_names(sorted(found))}")
+        if len(self.label) > 1:
+            self.classes = list(self.label)
+        elif found <= {"0", "1"} and all(len(names) == 1 for names in labels):
+            raise UserError(
+                f"{train.label}: column {column!r} holds a 0 or a 1 in each row; name several such columns with "
+                f"--label_column, or give --task classification"
+            )
+        elif all(isinstance(cell, str) and separator not in cell for cell in train.columns[column]):
+            example = next(filter(OTHER_SEPARATOR.search, sorted(found)), min(found))
+            self.notes.append(
+                f"no cell of column {column!r} holds the separator {separator!r}, so no row has two labels; one label "
+                f"is {example!r:.40}: if that is several, name what separates them with --label_separator"
+            )
+        if len(self.label) == 1:
+            named = train.class_names.get(column)
+            self.classes = [name for name in named if name in found] if named else sort_labels(found)
+        self.number_of = {name: number for number, name in enumerate(self.classes)}
+
+    def targets(self, table):
+        found = np.zeros((len(table), len(self.classes)), dtype=np.float32)
+        for number, row in enumerate(table.rows):
+            for name in row.label:
+                found[number, self.class_number(table, number, name)] = 1
+        return found
+
+    def metrics(self, table, features, predictions):
+        return metrics.multilabel_metrics(self.targets(table), (predictions > 0).astype(int))
+
+    def constant_metrics(self, table):
+        return () if self.targets(table).any() else ("f1", "macro_f1")
+
+    def predicted_columns(self, table, features, predictions):
+        chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in predictions]
+        columns = {"prediction": [self.config.label_separator.join(names) for names in chosen]}
+        probabilities = 1 / (1 + np.exp(-predictions.astype(np.float64)))
+        for number, name in enumerate(self.classes[:PROBABILITY_COLUMNS]):
+            columns[f"probability of {name}"] = rounded(probabilities[:, number])
+        return columns
+
+    def pictures(self, table, features, predictions, folder):
+        true, said = self.targets(table).astype(bool), predictions > 0
+        counts = np.stack([(true & said).sum(0), said.sum(0), true.sum(0)], 1)
+        title = f"Labels on {table.name}: precision, recall and F1 by label (number of rows with the label)"
+        draw_counts(dict(zip(self.classes, counts, strict=True)), title, Path(folder, LABEL_FILE))
+        return {LABEL_FILE: f"Precision, recall and F1 of each label on {table.name}"}
 
 
 class Regression(TextKind):
@@ -268,6 +272,21 @@ class Regression(TextKind):
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
 
+    def label_in(self, cells, table):
+        value = cells[self.label[0]]
+        if not is_filled(value):
+            return None
+        try:
+            number = float(value)
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if not abs(number) <= LARGEST_NUMBER:
+            raise ValueError(
+                f"column {self.label[0]!r} holds {value!r:.40}, not a finite number in float32; write one, or take "
+                f"the row out"
+            )
+        return number
+
     def learn(self, train):
         numbers = self.targets(train)
         self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
@@ -278,25 +297,7 @@ class Regression(TextKind):
             )
 
     def targets(self, table):
-        column, numbers = self.label[0], []
-        for row, value in enumerate(table.columns[column]):
-            try:
-                number = float(value) if isinstance(value, str | int | float) else math.nan
-            except ValueError:
-                number = math.nan
-            except OverflowError:  # a whole number of hundreds of digits
-                number = sys.float_info.max
-            if not is_filled(value):
-                shown = "is empty; write a number"
-            elif not math.isfinite(number):
-                shown = f"holds {value!r:.40}, not a finite number; write one"
-            elif abs(number) > LARGEST_NUMBER:
-                shown = f"holds {value!r:.40}, beyond float32's {LARGEST_NUMBER:.2g}; write a smaller number"
-            else:
-                numbers.append(number)
-                continue
-            raise UserError(f"{table.place(row)}: column {column!r} {shown}, or take the row out")
-        return np.array(numbers)
+        return np.array([row.label for row in table.rows], dtype=float)
 
     def in_training(self, targets):
         return ((targets - self.mean) / self.deviation).tolist()
@@ -328,41 +329,3 @@ class Regression(TextKind):
     def pictures(self, table, features, predictions, folder):
         draw_scatter(self.targets(table), predictions[:, 0], table.name, Path(folder, SCATTER_FILE))
         return {SCATTER_FILE: f"Predicted and true numbers on {table.name}"}
-
-
-def sort_labels(names) -> list[str]:
-    """Labels in the order of their numbers if all are whole numbers, else in alphabetical order."""
-    if all(re.fullmatch(r"[+-]?\d+", name) for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Probabilities (N, C) of logits (N, C), in float64."""
-    exponentials = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return exponentials / exponentials.sum(-1, keepdims=True)
-
-
-def label_settings(classes, problem_type):
-    """The fields of a model's configuration for its classes."""
-    return {
-        "num_labels": len(classes),
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: number for number, name in enumerate(classes)},
-        "problem_type": problem_type,
-    }
-
-
-def is_filled(value):
-    """Whether a cell holds more than white space."""
-    return value is not None and str(value).strip() != ""
-
-
-def listed_names(names, most=10):
-    """The first names in a sentence, and how many more there are."""
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def rounded(probability):
-    """A probability for the table of predictions."""
-    return round(float(probability), 6)

@@ -1,7 +1,6 @@
 """Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
 
 import errno
-import json
 import logging
 import math
 import os
@@ -27,9 +26,10 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.finetuned import shown_metric
 from d2l_bert.progress import counted
-from d2l_bert.training.checkpoint import checkpoints, last_undamaged, read_manifest, write_manifest
+from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.start import is_ours
@@ -44,8 +44,8 @@ WARMUP_RATIO = 0.1
 BATCH_SIZE = 32
 LOGGED_ROWS = 50
 
-# Written into a checkpoint when all its other files are on the disk; holds their SHA-256, and the seconds of training
-# so far. A checkpoint without this file is never resumed from.
+# Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
+# file is never resumed from.
 COMPLETE_FILE = "complete"
 
 
@@ -241,19 +241,6 @@ class FinetuneTrainer(Trainer):
                 raise
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.args.output_dir) from None
 
-    def _determine_best_metric(self, metrics, trial):
-        """Whether an evaluation is the best so far; of equal values, that of the lower loss is better."""
-        before = self.state.best_metric
-        if super()._determine_best_metric(metrics, trial):
-            return True
-        if before is None or metrics[self.args.metric_for_best_model] != before:
-            return False
-        losses = {row["step"]: row["eval_loss"] for row in self.state.log_history if "eval_loss" in row}
-        if not metrics["eval_loss"] < losses.get(self.state.best_global_step, -math.inf):
-            return False
-        self.state.best_global_step = self.state.global_step
-        return True
-
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
         if self.optimizer is not None or self.layerwise_decay in (None, 1.0):
@@ -384,7 +371,7 @@ class MarkComplete(TrainerCallback):
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if not state.is_world_process_zero or not last.is_dir():
             return
-        write_manifest(last, COMPLETE_FILE, seconds=round(self.before + time.monotonic() - self.began, 2))
+        write_json(last / COMPLETE_FILE, {"seconds": round(self.before + time.monotonic() - self.began, 2)})
         by_steps = checkpoints(last.parent)[::-1]
         best = [path for path in by_steps if path.name == Path(state.best_model_checkpoint or "").name]
         kept = list(dict.fromkeys([last, *best, *by_steps]))[: max(self.limit, len({last, *best}))]
@@ -395,32 +382,13 @@ class MarkComplete(TrainerCallback):
 
 def seconds_before(checkpoint: Path) -> float:
     """The seconds of training before a complete checkpoint."""
-    return json.loads((checkpoint / COMPLETE_FILE).read_text())["seconds"]
+    return read_json(checkpoint / COMPLETE_FILE)["seconds"]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """
-    The undamaged checkpoint of most steps in the folder of one model; None without a complete one.
-
-    Raises:
-        UserError: all complete checkpoints are damaged.
-    """
+    """The complete checkpoint of most steps in the folder of one model; None without one."""
     complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
-    return last_undamaged(complete, check_checkpoint) if complete else None
-
-
-def check_checkpoint(checkpoint: Path) -> Path:
-    """
-    Check the files of a complete checkpoint, and those of the best checkpoint before it; returns the checkpoint.
-
-    Raises:
-        UserError: one of the two is damaged.
-    """
-    read_manifest(checkpoint, COMPLETE_FILE)
-    best = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).best_global_step
-    if best:
-        read_manifest(checkpoint.with_name(f"checkpoint-{best}"), COMPLETE_FILE)
-    return checkpoint
+    return complete[-1] if complete else None
 
 
 def _correct_best_path(state, folder):
