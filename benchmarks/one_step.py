@@ -268,8 +268,8 @@ def time_labels(corpus: list[str], repetitions: int):
     from d2l_bert.tokenization.prepare import prepare
     from d2l_bert.training import batching, distributed
     from d2l_bert.training.initialize import make_model
+    from d2l_bert.training.learner import train_step
     from d2l_bert.training.optim import make_optimizers
-    from d2l_bert.training.step import train_step
 
     architecture, run = RECIPES["d2l"]()
     run = replace(run, corpus=corpus, vocab_size=architecture.vocab_size, attn_implementation="eager")

@@ -89,10 +89,10 @@ class Ours:
         from d2l_bert.commands import keep_freed_memory
         from d2l_bert.training import distributed
         from d2l_bert.training.initialize import make_model
+        from d2l_bert.training.learner import train_step
         from d2l_bert.training.machine import compiled_blocks, with_defaults
         from d2l_bert.training.openmp import short_waits
         from d2l_bert.training.optim import make_optimizers
-        from d2l_bert.training.step import train_step
 
         keep_freed_memory()
         self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends

@@ -49,7 +49,7 @@ FILE_FOR = {
     "Count a tie of two sentences as an error": "training/evaluation/blimp.py",
     "Compute a sentence's score with only every second token masked": "training/evaluation/pseudo_likelihood.py",
     "Give the models of an evaluation a row each instead of a column": "training/evaluation/table.py",
-    "Know the columns of the data set AG News": "training/finetuning/tasks.py",
+    "Know the columns of the data set AG News": "training/finetuning/config.py",
     "Read Excel files of labelled rows": "training/finetuning/tables.py",
     "Let the tags of words also be written as BILOU": "training/finetuning/span_metrics.py",
     "Hold out the last rows for validation, not random ones": "training/finetuning/data.py",

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from benchmarks.mlm_head import positive
 from d2l_bert import PretrainConfig
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.vectors.embed import Embedder, Encoded, unit
 from d2l_bert.training.vectors.encoder import load_encoder

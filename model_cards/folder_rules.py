@@ -19,8 +19,8 @@ from d2l_bert.model_cards.card import (
     RUN_FILE,
     read_card,
 )
+from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.figures import formatted, reported_metrics
-from d2l_bert.model_cards.licenses import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.saving import AUTO_MAP

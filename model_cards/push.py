@@ -14,8 +14,7 @@ from huggingface_hub import HfApi
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
-from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.model_cards.licenses import check_license
+from d2l_bert.model_cards.config import PublishConfig, check_license
 from d2l_bert.model_cards.outgoing import outgoing, published_files
 from d2l_bert.model_cards.publish import (
     AGAIN,

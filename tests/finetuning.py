@@ -7,7 +7,7 @@ import random
 from d2l_bert.cli import main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.run import make_kind
 
 
 NAMES = ["anna", "boris", "clara", "daniel"]

@@ -15,8 +15,8 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp
 from d2l_bert.training.evaluation.masked_models import load_masked_model
-from d2l_bert.training.evaluation.picture import plot_phenomena
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.table import plot_phenomena
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -181,18 +181,18 @@ def test_a_resumed_run_goes_on_from_the_place_of_the_step_before_and_lays_out_no
 ):
     whole = make_steps(text)
     place, expected = whole[step - 1].place, sequences_of(whole[step])
-    again, laid_out, chunks_of = make_steps(text), [], EpochPairs._chunks_of
+    again, laid_out, chunk = make_steps(text), [], EpochPairs.chunk
     again.go_on_from(step, place)
     batching.warn_of_unbalanced_labels(again)  # it looks at the first pairs
 
-    def recorded(pairs, epoch, window, most):
-        laid_out.append((pairs.pairing["max_seq_length"], epoch, window))
-        return chunks_of(pairs, epoch, window, most)
+    def recorded(pairs, epoch, number):
+        laid_out.append((pairs.pairing["max_seq_length"], epoch, number // epochs.WINDOW_CHUNKS))
+        return chunk(pairs, epoch, number)
 
-    monkeypatch.setattr(EpochPairs, "_chunks_of", recorded)
+    monkeypatch.setattr(EpochPairs, "chunk", recorded)
     assert sequences_of(again[step]) == expected
     if step == 50:  # the first step of another length
-        assert place["max_seq_length"] == 24 and {length for length, *_ in laid_out} == {48}
+        assert place["max_seq_length"] == 24 and not laid_out  # the warning has laid out the first window
     else:
         assert min(laid_out) == tuple(place[name] for name in ("max_seq_length", "epoch", "window"))
         assert place["first_pair"] > 0

@@ -16,11 +16,10 @@ from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.lines import text_lines
+from d2l_bert.tokenization.sources import text_lines
 from d2l_bert.training.vectors import embed as module
 from d2l_bert.training.vectors.config import EmbedConfig
 from d2l_bert.training.vectors.embed import embed
-from d2l_bert.training.vectors.encoder import load_encoder
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,25 +103,6 @@ def test_equal_lines_are_shown_in_their_order(encoders, tmp_path):
     assert done.nearest[0][0] == pytest.approx(1)
 
 
-def test_vectors_that_are_all_alike_are_said_in_one_line(encoders, texts, tmp_path, capsys):
-    model, tokenizer = load_encoder(str(encoders / "ours"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(float("norm" in name.lower() and name.endswith("bias")))
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "collapsed")
-    assert main(["embed", str(tmp_path / "collapsed"), str(texts), "--nearest", "the tower"]) == 0
-    said = capsys.readouterr()
-    assert (
-        said.out == ""
-        and "no line is shown, because the vectors of all 58 lines are alike (cosines 1.0000" in said.err
-    )
-    few = tmp_path / "few.txt"
-    few.write_text("the tower\nwater\n")
-    assert main(["embed", str(tmp_path / "collapsed"), str(few), "--nearest", "the tower"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
 READ_AS = {
     "plain.txt": b"one\ntwo\n\nfour",
     "windows.txt": b"one\r\ntwo\r\n\r\nfour\r\n",
@@ -187,5 +167,5 @@ def test_wrong_models_and_files_are_refused(encoders, texts, tmp_path, fails):
     for path in ours.iterdir():
         (wider / path.name).write_bytes(path.read_bytes())
     (wider / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert "it has no weights for encoder.layer.2" in fails("embed", wider, texts, out)
+    assert "without weights for encoder.layer.2" in fails("embed", wider, texts, out)
     assert not (tmp_path / "v.npy").exists()

@@ -178,8 +178,6 @@ def test_a_window_follows_from_seed_epoch_and_number_alone(corpus, several_windo
     for turn in range(40):
         place = asked[6 + rng.integers(4)]  # the last two windows of an epoch, and the first two of the next
         np.testing.assert_array_equal(pairs.window(*place), expected[place])
-        for _ in range(2):
-            pairs.lay_out_ahead(Place(*asked[5 + rng.integers(5)]), rng.random())
         if turn % 10 == 9:
             pairs = pickle.loads(pickle.dumps(pairs))
         if turn % 20 == 19:
@@ -262,20 +260,6 @@ def test_pairs_go_on_from_a_place_without_laying_out_what_is_before_it(corpus, s
     assert position["first_pair"] <= start < position["first_pair"] + len(whole.window(*list(position.values())[:2]))
     # An earlier pair is found, too.
     np.testing.assert_array_equal(pairs.slice(0, 5)[0], whole.slice(0, 5)[0])
-
-
-def test_windows_are_laid_out_ahead_each_chunk_once(corpus, several_windows):
-    pairs = make(corpus)
-    laid_out = laid_out_by(pairs)
-    sizes = [len(window) for window in windows_of(make(corpus), 0)]
-    pairs.slice(0, sizes[0] // 2)
-    assert laid_out == chunks_of(pairs, 0, 0) + chunks_of(pairs, 0, 1)[:2]
-    pairs.slice(sizes[0] // 2, sizes[0])
-    assert laid_out == chunks_of(pairs, 0, 0) + chunks_of(pairs, 0, 1)
-    for start in range(sizes[0], sum(sizes), 7):
-        pairs.slice(start, min(start + 7, sum(sizes)))
-    expected = [chunk for window in range(len(sizes)) for chunk in chunks_of(pairs, 0, window)]
-    assert laid_out == expected + chunks_of(pairs, 1, 0)
 
 
 def test_the_pairs_of_an_epoch_are_counted_and_of_many_windows_estimated(corpus):

@@ -14,7 +14,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.run import make_kind
 from d2l_bert.training.finetuning.tables import Table, read_file
 from d2l_bert.training.finetuning.text_kinds import Classification
 

@@ -19,7 +19,7 @@ from d2l_bert.training.finetuning.answers_kind import Window, _positions
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kind import Features
-from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.run import make_kind
 from d2l_bert.training.finetuning.tables import read_dataset, read_file
 
 

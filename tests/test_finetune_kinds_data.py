@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.run import make_kind
 
 
 def lines(*rows):

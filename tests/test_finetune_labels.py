@@ -10,8 +10,8 @@ from small_tasks import tag_rows, write_rows
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.folder import write_table
-from d2l_bert.training.finetuning.kinds import make_kind
 from d2l_bert.training.finetuning.metrics import class_metrics
+from d2l_bert.training.finetuning.run import make_kind
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
@@ -82,7 +82,7 @@ def test_a_damaged_tokenizer_is_said_once(trained, tmp_path, fails):
     (base / "tokenizer.json").write_text("{")
     write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}])
     line = fails("finetune", base, "--task=classification", f"--train_file={tmp_path / 'rows.jsonl'}")
-    assert "its tokenizer cannot be read (" in line and line.count("its tokenizer") == 1 and line.count(";") == 1
+    assert str(base) in line and line.count("cannot be loaded") == 1
 
 
 def test_labels_with_another_separator_are_said(tmp_path):

@@ -15,7 +15,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.folder import start_folder
-from d2l_bert.training.finetuning.kinds import make_kind
+from d2l_bert.training.finetuning.run import make_kind
 from d2l_bert.training.finetuning.start import make_model, read_start
 
 

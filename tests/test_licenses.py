@@ -3,7 +3,7 @@
 import pytest
 
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.licenses import LICENSES, check_license
+from d2l_bert.model_cards.config import LICENSES, check_license
 
 
 def test_every_licence_passes_and_none_is_listed_twice():

@@ -26,8 +26,8 @@ from d2l_bert.training.batching import make_phases
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.initialize import look_at_neighbours
+from d2l_bert.training.learner import count_examples, train_step
 from d2l_bert.training.optim import make_adamw
-from d2l_bert.training.step import count_examples, train_step
 
 
 OPTIONS = ("--max_steps=6", "--save_steps=3", "--save_total_limit=9", "--mixed_precision=no")
@@ -81,7 +81,7 @@ def test_a_model_without_the_pair_head_loads_in_every_class_that_does_not_need_i
     capsys.readouterr()
     assert main(["next-sentence", str(folder), "Anna walked.", "The drum was red."]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert "it has no weights for bert.pooler" in line
+    assert "without weights for bert.pooler" in line
 
 
 @pytest.mark.parametrize("objective", ["nsp", "sop"])

@@ -8,7 +8,7 @@ from conftest import SIZES
 from transformers import AutoConfig, AutoModel
 
 from d2l_bert import D2lBertConfig
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 
 
 UNLIMITED = SimpleNamespace(model_max_length=int(1e30))

@@ -26,11 +26,11 @@ from d2l_bert.training.batching import make_phases, stage_changes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.epochs import Selection
+from d2l_bert.training.learner import train_step
 from d2l_bert.training.machine import steps_for_minutes
 from d2l_bert.training.optim import make_adamw
 from d2l_bert.training.pretrain import describe_length
 from d2l_bert.training.recipes import RECIPES
-from d2l_bert.training.step import train_step
 
 
 def test_a_run_leaves_exactly_the_documented_files(trained):

@@ -9,8 +9,8 @@ from pydoc_data import topics
 import pytest
 
 from d2l_bert.tokenization import python_docs as python_docs_module
-from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.python_docs import docstrings, prose, python_docs, required_distributions
+from d2l_bert.tokenization.sentences import Document
 
 
 DOCSTRING = """

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from d2l_bert import folders
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import folder_lock, loop, monitor, run_folder
+from d2l_bert.training import loop, run_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.meter import Meter
 
@@ -37,7 +37,7 @@ def same_figures(monkeypatch):
     """Make a run's files independent of the time it took, and skip drawing the curves and measuring the peak."""
     speed = Meter.speed
     monkeypatch.setattr(Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
-    monkeypatch.setattr(monitor, "peak_of", lambda _: 1e12)
+    monkeypatch.setattr("d2l_bert.training.tracking.peak_of", lambda _: 1e12)
 
     def plot(rows, path):
         path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))
@@ -158,7 +158,7 @@ def test_deletions_and_new_files_are_on_disk_before_the_new_weights(runs, dying)
 def test_a_lock_taken_while_another_run_releases_it_keeps_further_runs_out(books, tmp_path, monkeypatch):
     """Another run takes the lock right after the first has released it."""
     run = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "model"), max_steps=1)
-    lock_file, held = tmp_path / "model" / folder_lock.LOCK_FILE, []
+    lock_file, held = tmp_path / "model" / folders.LOCK_FILE, []
 
     class AnotherTries(FileLock):
         def release(self, force=False):
@@ -167,7 +167,7 @@ def test_a_lock_taken_while_another_run_releases_it_keeps_further_runs_out(books
                 held.append(FileLock(lock_file))
                 held[0].acquire(timeout=5)
 
-    monkeypatch.setattr(folder_lock, "FileLock", AnotherTries)
+    monkeypatch.setattr(folders, "FileLock", AnotherTries)
     with run_folder.output_folder(run):
         pass
     with pytest.raises(UserError, match="another run is writing there"):

@@ -5,14 +5,15 @@ from collections import Counter
 import pytest
 
 from d2l_bert.tokenization import sources as readers
-from d2l_bert.tokenization.documents import Document, split_paragraphs
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
     Cleaning,
+    Document,
     clean,
     enough_blocks,
+    split_paragraphs,
     split_sentences,
 )
 from d2l_bert.tokenization.sources import (

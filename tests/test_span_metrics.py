@@ -2,7 +2,7 @@
 
 import pytest
 
-from d2l_bert.training.finetuning.span_metrics import (
+from d2l_bert.training.finetuning.metrics import (
     answer_metrics,
     answer_scores,
     entities,

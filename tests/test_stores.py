@@ -18,9 +18,8 @@ from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization import encoding, prepare, split, wordpiece
 from d2l_bert.tokenization.cache import cache_folder
-from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
-from d2l_bert.tokenization.sentences import Cleaning
+from d2l_bert.tokenization.sentences import Cleaning, Document
 from d2l_bert.tokenization.sources import Source, file_source
 from d2l_bert.tokenization.split import AllBut, Only, held_out_documents
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text

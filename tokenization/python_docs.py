@@ -15,8 +15,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from d2l_bert.tokenization.documents import BLANK_LINE, Document
 from d2l_bert.tokenization.processes import in_order
+from d2l_bert.tokenization.sentences import BLANK_LINE, Document
 
 
 # Files that a process parses in one call: some 50 ms of work, so that sending names and paragraphs costs little.

@@ -18,13 +18,13 @@ from datasets.arrow_writer import ArrowWriter
 
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.cache import fingerprint, reading_cache, write_once
-from d2l_bert.tokenization.documents import hashed
 from d2l_bert.tokenization.sentences import (
     FEWEST_DOCUMENTS,
     Block,
     Cleaning,
     clean,
     enough_blocks,
+    hashed,
     split_sentences,
 )
 from d2l_bert.tokenization.sources import Source, all_documents

@@ -1,9 +1,10 @@
-"""From a run's options: its stages, training steps, held-out batches, and the sizes of micro-batches."""
+"""From a run's options: its stages, training steps, held-out batches, sizes of micro-batches, and schedule."""
 
 import dataclasses
 import functools
 import itertools
 import logging
+import math
 from types import SimpleNamespace
 
 from d2l_bert.errors import UserError
@@ -17,6 +18,7 @@ from d2l_bert.training import data, masking
 from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection, source_passes
+from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.packing import ALONE, Sharding
 
 
@@ -252,3 +254,45 @@ def full_length_pairs(run: PretrainConfig, max_steps: int) -> int:
     stages = run.stages(max_steps)
     ends = [*(first_step for first_step, *_ in stages[1:]), max_steps]
     return sum((end - first_step) * batch for (first_step, _, batch), end in zip(stages, ends, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Numbers in a whole run without --logging_steps, --eval_steps, --save_steps.
+DEFAULT_ROWS, DEFAULT_EVALUATIONS, DEFAULT_CHECKPOINTS = 100, 10, 10
+
+
+class RunSchedule:
+    """
+    Answers for each step, counted from 1. The last step is always logged, evaluated and saved.
+
+    Args:
+        max_steps: the number of steps in the run.
+    """
+
+    def __init__(self, run: PretrainConfig, max_steps: int):
+        self.run, self.max_steps = run, max_steps
+        self.log_every = run.logging_steps or math.ceil(max_steps / DEFAULT_ROWS)
+        self.evaluate_every = run.eval_steps or math.ceil(max_steps / DEFAULT_EVALUATIONS)
+        self.save_every = run.save_steps or math.ceil(max_steps / DEFAULT_CHECKPOINTS)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        warmup_steps, decay_steps = self.run.schedule_steps(self.max_steps)
+        kind = self.run.lr_scheduler_type
+        return self.run.learning_rate * learning_rate_share(kind, step - 1, warmup_steps, self.max_steps, decay_steps)
+
+    def should_log(self, step: int) -> bool:
+        """Whether to write a row of the log after a step."""
+        return self._is_due(step, self.log_every) or self.should_evaluate(step) or self.should_save(step)
+
+    def should_evaluate(self, step: int) -> bool:
+        """Whether to evaluate after a step."""
+        return self._is_due(step, self.evaluate_every)
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save a checkpoint after a step."""
+        return self._is_due(step, self.save_every)
+
+    def _is_due(self, step, every):
+        return step % every == 0 or step == self.max_steps

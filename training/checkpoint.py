@@ -4,13 +4,10 @@ Batches and dropout masks follow from the seed and the step, so a checkpoint hol
 step, but no RNG state. A checkpoint is also a model folder that `from_pretrained` loads.
 """
 
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from safetensors.torch import save_file
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
 from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -66,7 +64,7 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
                 if named:
                     save_file(named, partial / name)
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        write_manifest(partial, MANIFEST_FILE)
+        write_manifest(partial)
         partial.rename(final)
         folders.sync(final.parent)
     except OSError as error:
@@ -96,31 +94,14 @@ def _hidden(checkpoint):
     return checkpoint.with_name(f".{checkpoint.name}.part")
 
 
-def write_manifest(checkpoint: Path, name: str, **further) -> None:
-    """
-    Write the file that vouches for all other files of a checkpoint, by their SHA-256, after these are on the disk.
-
-    Args:
-        name: the file's name.
-        further: entries of the file beside the hashes.
-    """
-    paths = sorted(path for path in checkpoint.iterdir() if path.name != name)
+def write_manifest(checkpoint: Path) -> None:
+    """Write the SHA-256 of all files of a checkpoint, after these are on the disk."""
+    paths = sorted(checkpoint.iterdir())
     for path in paths:
         folders.sync(path)
-    partial = _hidden(checkpoint / name)
-    partial.write_text(_manifest({path.name: _hash(path) for path in paths}, further))
-    folders.sync(partial)
-    partial.replace(checkpoint / name)
+    folders.write_json(checkpoint / MANIFEST_FILE, {"sha256": {path.name: content_hash(path) for path in paths}})
+    folders.sync(checkpoint / MANIFEST_FILE)
     folders.sync(checkpoint)
-
-
-def _hash(path):
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest(hashes, further):
-    return json.dumps({"sha256": hashes, **further}, indent=2) + "\n"
 
 
 class Saver:
@@ -211,27 +192,13 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     if not paths:
         logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
         return None
-    return last_undamaged(paths, read_checkpoint)
-
-
-def last_undamaged(paths: list[Path], read: Callable):
-    """
-    What `read` returns for the last of some checkpoints that it does not refuse; a warning names each that it refuses.
-
-    Args:
-        paths: one checkpoint or more, by step.
-        read: a function of a path that raises `UserError` for a damaged checkpoint.
-
-    Raises:
-        UserError: all are damaged.
-    """
     for path in reversed(paths[1:]):
         try:
-            return read(path)
+            return read_checkpoint(path)
         except UserError as error:
             logger.warning(f"{error}; trying the checkpoint before")
     try:
-        return read(paths[0])
+        return read_checkpoint(paths[0])
     except UserError as error:
         raise UserError(f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew") from None
 
@@ -241,39 +208,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Read a checkpoint, and check the SHA-256 hash of each file.
 
     Raises:
-        UserError: the folder is not a checkpoint, or is damaged.
+        UserError: the folder is not a checkpoint, or a file is missing or is not as it was saved.
     """
-    if not os.path.exists(path / MANIFEST_FILE):  # false also in a folder that cannot be entered
+    if not (path / MANIFEST_FILE).is_file():
         problem = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
         raise UserError(f"{path}: {problem} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest")
-    read_manifest(path, MANIFEST_FILE)
-    return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
-
-
-def read_manifest(path: Path, manifest_name: str) -> dict:
-    """
-    The content of a checkpoint's manifest, after a check of the SHA-256 hash of each file.
-
-    Raises:
-        UserError: a file is missing or is not as it was saved; the manifest itself may be this file.
-    """
     try:
-        manifest = (path / manifest_name).read_text()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({manifest_name}: {error}); give another checkpoint") from None
-    try:
-        content = json.loads(manifest)
-        saved_hashes = content["sha256"]
-        hashes = {name: _hash(path / name) for name in saved_hashes}
-        changed = [name for name in saved_hashes if hashes[name] != saved_hashes[name]]
-        # The second comparison finds changes of the manifest itself, even of its white space.
-        further = {name: value for name, value in content.items() if name != "sha256"}
-        if changed or manifest != _manifest(hashes, further):
-            raise UserError(f"{(changed or [manifest_name])[0]} is not as it was saved")
-        return content
-    except OSError as error:
-        raise UserError(
-            f"{path}: damaged ({Path(error.filename).name}: {error.strerror}); give another checkpoint"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for name, saved_hash in json.loads((path / MANIFEST_FILE).read_text())["sha256"].items():
+            if content_hash(path / name) != saved_hash:
+                raise UserError(f"{name} is not as it was saved")
+        return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); give another checkpoint") from None

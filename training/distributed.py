@@ -5,16 +5,18 @@ import ctypes
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list
+from huggingface_hub.utils.tqdm import progress_bar_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.utils import logging
 
 from d2l_bert.errors import UserError, launched_rank
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
@@ -256,3 +258,27 @@ def scatter(source: torch.Tensor | None, target: torch.Tensor) -> None:
         target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
     else:
         target.copy_(broadcast(source))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def restore_host_settings() -> Iterator[None]:
+    """
+    Restore, when the block ends or fails, the settings of the whole process that a run changes.
+
+    These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation
+    (changed by `distributed.make_accelerator`), and the progress bars of Transformers and huggingface_hub. PyTorch's
+    global RNG is not restored: a run seeds it.
+    """
+    shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
+    bars, hub_bars = logging.is_progress_bar_enabled(), dict(progress_bar_states)
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
+        for state, before in (*shared_states, (progress_bar_states, hub_bars)):
+            state.clear()
+            state.update(before)

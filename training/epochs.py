@@ -10,7 +10,6 @@ chunks that it needs, some 700,000 pairs a second, and no pair is stored on disk
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,11 +208,8 @@ class EpochPairs:
         # The pairs of at most two windows, by (epoch, window).
         self._open = {}
 
-        # The chunks of the next window whose pairs are computed already, by (epoch, window); at most one entry.
-        self._ahead = {}
-
     def __getstate__(self):  # another process lays out its own windows
-        return {**vars(self), "_open": {}, "_ahead": {}}
+        return {**vars(self), "_open": {}}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Which stretches an epoch takes
@@ -279,30 +275,12 @@ class EpochPairs:
     def window(self, epoch: int, number: int) -> np.ndarray:
         """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
         if (epoch, number) not in self._open:
-            chunks = self._chunks_of(epoch, number, WINDOW_CHUNKS)
-            self._ahead = {}
-            pairs = np.concatenate([*chunks, np.zeros(0, dtype=PAIR)])
+            first = number * WINDOW_CHUNKS
+            chunks = range(first, min(first + WINDOW_CHUNKS, self.chunks(epoch)))
+            pairs = np.concatenate([*(self.chunk(epoch, chunk) for chunk in chunks), np.zeros(0, dtype=PAIR)])
             pairs = pairs[np.random.default_rng((self.seed, _SHUFFLE, epoch, number)).permutation(len(pairs))]
             self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
         return self._open[epoch, number]
-
-    def _chunks_of(self, epoch, number, most):
-        """The pairs of the first `most` chunks of a window; keeps them in `_ahead`, so that none is laid out twice."""
-        chunks = self._ahead.get((epoch, number), [])
-        first = number * WINDOW_CHUNKS
-        for chunk in range(first + len(chunks), min(first + most, self.chunks(epoch))):
-            chunks.append(self.chunk(epoch, chunk))
-        self._ahead = {(epoch, number): chunks}
-        return chunks
-
-    def lay_out_ahead(self, place: Place, share: float) -> None:
-        """
-        Make the pairs of the first `share` (0 to 1) of the window that follows the window at `place`, and keep them:
-        then the first step in that window need not wait for all of its pairs.
-        """
-        following = self._next(place)
-        if following not in self._open:
-            self._chunks_of(*following, math.ceil(share * WINDOW_CHUNKS))
 
     def _next(self, place):
         """The epoch and number of the window that follows the window at `place`."""
@@ -352,7 +330,6 @@ class EpochPairs:
             pairs.append(window[first:last])
             keys.append(self.keys(place.epoch, place.window, first, last))
             start += last - first
-            self.lay_out_ahead(place, last / len(window))
         return np.concatenate(pairs), np.concatenate(keys)
 
     def keys(self, epoch: int, window: int, first: int, last: int) -> np.ndarray:

@@ -9,10 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
-from d2l_bert.training.step import count_examples
 
 
 # Sample sentences for models of the embedded corpus, easy to judge for a reader who knows Python.
@@ -95,6 +94,19 @@ def _count_in_top_5(logits, labels):
     is_labelled = labels != -100
     logits, labels = logits[is_labelled], labels[is_labelled]
     return ((logits > logits.gather(1, labels[:, None])).sum(1) < 5).sum()
+
+
+def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """
+    The number of pairs in a batch; of sequences if the batch has no `next_sentence_label`; padding rows do not count.
+
+    Args:
+        batch: the model's arguments; its rows (B, T) may be packed.
+    """
+    if "next_sentence_label" in batch:
+        return (batch["next_sentence_label"] != -100).sum()
+    in_row = batch["sequence_ids"].amax(1) if "sequence_ids" in batch else 1  # (B,)
+    return (in_row * (batch["labels"] != -100).any(1)).sum()
 
 
 def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:

@@ -13,21 +13,32 @@ from d2l_bert.model_cards.push import Pusher
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.training.batching import make_held_out, make_sharding, make_steps, most_words, warn_of_unbalanced_labels
+from d2l_bert.training.batching import (
+    RunSchedule,
+    make_held_out,
+    make_sharding,
+    make_steps,
+    most_words,
+    warn_of_unbalanced_labels,
+)
 from d2l_bert.training.checkpoint import Checkpoint, Saver
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, report_errors_once, shut_down
-from d2l_bert.training.identity import check_identity, make_identity
 from d2l_bert.training.initialize import make_model
 from d2l_bert.training.interruption import StopSignals, explain_failures, signal_name
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.loader import load
 from d2l_bert.training.machine import compiled_blocks, find_max_steps, find_micro_batch
-from d2l_bert.training.monitor import RunMonitor
 from d2l_bert.training.packing import Sharding
-from d2l_bert.training.run_folder import finish_folder, make_record, repository, start_folder
-from d2l_bert.training.schedule import RunSchedule
-from d2l_bert.training.tracking import start_trackers
+from d2l_bert.training.run_folder import (
+    check_identity,
+    finish_folder,
+    make_identity,
+    make_record,
+    repository,
+    start_folder,
+)
+from d2l_bert.training.tracking import RunMonitor, start_trackers
 from d2l_bert.training.word_marks import word_marks
 from d2l_bert.training.word_saves import WordSaver
 
@@ -90,11 +101,11 @@ def train_learner(
     stop = StopSignals(accelerator)
     with stop, explain_failures(run, is_auto), closing(monitor):
         with closing(load(steps, start, max_steps, run.dataloader_num_workers, stop.is_stopping)) as loaded:
-            batches = monitor.time_waits(loaded)
+            batches = monitor.meter.waiting(loaded)
             # If a signal stopped the earlier run at this step, the evaluation of the step is still missing.
             if start and schedule.should_evaluate(start):
                 write_evaluation(learner, held_out, stop, monitor)
-            monitor.start_clock()
+            monitor.meter.start_clock()
             for step in range(start + 1, max_steps + 1):
                 micro_batches = next(batches, None)  # None if a signal has stopped the run
                 if stop.should_stop():
@@ -104,7 +115,7 @@ def train_learner(
                 monitor.add_step(step, learner.step(step, micro_batches, rate), rate)
                 if schedule.should_log(step):
                     monitor.write_row()
-                with monitor.clock_stopped():
+                with monitor.meter.clock_stopped():
                     if schedule.should_evaluate(step):
                         write_evaluation(learner, held_out, stop, monitor)
                     saved_by_words = words.save_due(step) if monitor.last_step_was_taken() else []

@@ -24,12 +24,11 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import counted
 from d2l_bert.tokenization.prepare import PreparedText
 from d2l_bert.training.arithmetic import encoder_weights
-from d2l_bert.training.batching import make_steps, trial_micro_batches
+from d2l_bert.training.batching import DEFAULT_EVALUATIONS, make_steps, trial_micro_batches
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import PretrainingSteps
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.packing import Sharding
-from d2l_bert.training.schedule import DEFAULT_EVALUATIONS
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.model_cards.card import count_parameters
-from d2l_bert.model_cards.licenses import check_license
+from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
@@ -22,8 +22,7 @@ from d2l_bert.training import distributed, interruption
 from d2l_bert.training.batching import check_architecture, check_source_weights, full_length_pairs, make_passes
 from d2l_bert.training.checkpoint import find_checkpoint
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.distributed import on_main
-from d2l_bert.training.host_settings import restore_host_settings
+from d2l_bert.training.distributed import on_main, restore_host_settings
 from d2l_bert.training.initialize import check_start, check_weights, model_class_of
 from d2l_bert.training.loop import train
 from d2l_bert.training.machine import check_device, with_defaults

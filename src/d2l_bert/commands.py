@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from d2l_bert.errors import UserError, reading_model, reading_tokenizer, value_errors_for_user
+from d2l_bert.errors import UserError, reading_model, value_errors_for_user
 
 
 def pretrain_command(arguments) -> None:
@@ -96,9 +96,7 @@ def prepare_command(arguments) -> None:
     if not arguments.output_dir:
         raise UserError("output_dir is missing: give --output_dir DIR, a new folder to write into")
     _refuse_options_of_another_tokenizer(given)
-    run = TextConfig(
-        **{field.name: given[field.name] for field in dataclasses.fields(TextConfig) if field.name in given}
-    )
+    run = _options_of(TextConfig, arguments)
     run.check()
     if corpus_is_prepared(run):
         raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
@@ -140,9 +138,7 @@ def evaluate_command(arguments) -> None:
     from d2l_bert.training.evaluation.config import EvaluateConfig
     from d2l_bert.training.evaluation.run import evaluate
 
-    given = vars(arguments)
-    config = EvaluateConfig(**{f.name: given[f.name] for f in dataclasses.fields(EvaluateConfig) if f.name in given})
-    evaluate(arguments.model, config)
+    evaluate(arguments.model, _options_of(EvaluateConfig, arguments))
 
 
 def finetune_command(arguments) -> None:
@@ -150,9 +146,8 @@ def finetune_command(arguments) -> None:
     from d2l_bert.training.finetuning.config import FinetuneConfig
     from d2l_bert.training.finetuning.run import finetune
 
-    given = vars(arguments)
     keep_freed_memory()
-    finetune(FinetuneConfig(**{f.name: given[f.name] for f in dataclasses.fields(FinetuneConfig) if f.name in given}))
+    finetune(_options_of(FinetuneConfig, arguments))
 
 
 def fill_mask_command(arguments) -> None:
@@ -160,8 +155,9 @@ def fill_mask_command(arguments) -> None:
     from transformers import AutoModelForMaskedLM
 
     from d2l_bert.training.held_out import fill_mask
+    from d2l_bert.training.load import load_pretrained
 
-    model, tokenizer = _load(AutoModelForMaskedLM, arguments.model)
+    model, tokenizer, _ = load_pretrained(AutoModelForMaskedLM, arguments.model)
     for text, predictions in zip(
         arguments.text, fill_mask(model, tokenizer, arguments.text, arguments.top_k), strict=True
     ):
@@ -178,8 +174,9 @@ def next_sentence_command(arguments) -> None:
     from transformers import AutoModelForNextSentencePrediction
 
     from d2l_bert import NextSentencePredictionPipeline
+    from d2l_bert.training.load import load_pretrained
 
-    model, tokenizer = _load(AutoModelForNextSentencePrediction, arguments.model)
+    model, tokenizer, _ = load_pretrained(AutoModelForNextSentencePrediction, arguments.model)
     predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
     answer = predict({"text": arguments.first, "text_pair": arguments.second})
     for label in predict.labels:
@@ -327,62 +324,6 @@ def _options_of(config_class, arguments):
 
 def _model_summary(model, name=None):
     return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
-
-
-def _load(auto_class, name):
-    """
-    The model, ours or a stock one, and its tokenizer, from a folder or the Hub.
-
-    Raises:
-        UserError: one of them cannot be read, does not fit the other, or the model has no such head.
-    """
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
-    from d2l_bert.modeling import conversion
-    from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-    from d2l_bert.tokenization.existing import stock_tokenizer
-
-    logging.disable_progress_bar()
-    with reading_model(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if type(config) not in auto_class._model_mapping or conversion.is_decoder(config):
-            task = "fill masks" if auto_class.__name__ == "AutoModelForMaskedLM" else "predict next sentences"
-            raise UserError(f"a {config.model_type} model cannot {task}; give a d2l-bert model or a stock BERT")
-        model, missing, _ = conversion.load_and_compare(auto_class, name, trust_remote_code=False)
-        if missing:
-            raise UserError(_why_weights_are_missing(name, missing, config))
-        with reading_tokenizer(name):
-            tokenizer = stock_tokenizer(name)
-        # A stock model may have more entries than its tokenizer, for the sake of round numbers.
-        is_ours = isinstance(config, D2lBertConfig)
-        if len(tokenizer) > config.vocab_size or (is_ours and len(tokenizer) < config.vocab_size):
-            raise UserError(
-                f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the tokenizer "
-                f"that the model was trained with"
-            )
-    return model, tokenizer
-
-
-def _why_weights_are_missing(name, missing, config):
-    """
-    A message for a model that lacks the weights of a head: why it lacks them, and the mend.
-
-    Args:
-        missing: names of the missing weights.
-    """
-    lacking, saved_as = f"it has no weights for {min(missing)}", (config.architectures or ["D2lBertForPreTraining"])[0]
-    heads = {"mlm.": "MLM", "nsp.": "NSP"}  # prefixes of weights' names; D2lBertForPreTraining has both heads
-    head = next((heads[prefix] for prefix in heads if any(weight.startswith(prefix) for weight in missing)), None)
-    class_with_head = {"MLM": "ForMaskedLM", "NSP": "ForNextSentencePrediction"}
-    if head is None or saved_as.endswith(("ForPreTraining", class_with_head[head])):
-        return f"{lacking}, which its config.json asks for; save the model there again with save_pretrained"
-    if head == "NSP" and saved_as.endswith("ForMaskedLM"):
-        return (
-            f"{lacking}: it was trained without an NSP head (--objective none) and does fill-mask alone; "
-            f"d2l-bert pretrain --init_from {name} --objective nsp trains one"
-        )
-    return f"{lacking}: it was saved as {saved_as}, without an {head} head; give a folder that d2l-bert pretrain wrote"
 
 
 def _bar(share):

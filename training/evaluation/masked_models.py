@@ -14,20 +14,20 @@ from torch import nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_PRETRAINING_MAPPING,
-    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
 
-from d2l_bert.errors import UserError, reading_model, reading_tokenizer
+from d2l_bert.errors import UserError, reading_model
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import RUN_FILE
-from d2l_bert.modeling.conversion import load_and_compare
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
-from d2l_bert.modeling.positions import longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
+from d2l_bert.training.load import load_pretrained, read_parts
 
 
 # The two ways to the same logits may differ by rounding alone: this much of the largest logit.
@@ -122,19 +122,13 @@ class MaskedModel(nn.Module):
         return output
 
     def _check_tokenizer(self):
-        tokenizer, entries = self.tokenizer, self.model.config.vocab_size
+        tokenizer = self.tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
                 f"its tokenizer is a {type(tokenizer).__name__}, without a tokenizer.json; give a model with one"
             )
         if tokenizer.mask_token_id is None:
             raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
-        largest = max(tokenizer.get_vocab().values()) + 1
-        if max(largest, len(tokenizer)) > entries:
-            raise UserError(
-                f"its tokenizer has {max(largest, len(tokenizer)):,} tokens and the model {entries:,}; put back the "
-                f"tokenizer that the model was trained with"
-            )
 
     @torch.no_grad()
     def _try_out(self):
@@ -206,35 +200,15 @@ def load_masked_model(name: str) -> MaskedModel:
             finite; or as in `MaskedModel`.
     """
     with reading_model(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config, _ = read_parts(AutoModelForMaskedLM, name)
         mlm_class, both_class = (
             _class_of(mapping, config) for mapping in (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING)
         )
-        is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-        if mlm_class is None or is_decoder:
-            raise UserError(
-                f"it is a {config.model_type} {'decoder' if is_decoder else 'model'}, not a masked language model; "
-                f"give one that AutoModelForMaskedLM loads and that predicts its masks from both sides"
-            )
         mlm_weights = _weights_of(mlm_class, config)
         has_both = both_class not in (None, mlm_class) and mlm_weights < _weights_of(both_class, config)
-        model, missing, _ = load_and_compare(both_class if has_both else mlm_class, name, dtype=torch.float32)
-        if lacking := missing & mlm_weights:
-            of_encoder = [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]
-            if of_encoder:
-                raise UserError(
-                    f"its file of weights is not complete: it lacks {len(of_encoder)} of the encoder's weights, such "
-                    f"as {min(of_encoder)}; save the model there again with save_pretrained"
-                )
-            saved_as = (config.architectures or ["a model without a head"])[0]
-            raise UserError(f"it was saved as {saved_as}, without an MLM head; give a model that was trained with one")
-        if not has_tokenizer(name):
-            raise UserError(
-                "it has no tokenizer: no tokenizer.json and no vocab.txt; give a model with one, or save one there "
-                "with save_pretrained"
-            )
-        with reading_tokenizer(name):
-            tokenizer = stock_tokenizer(name)
+    auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
+    model, tokenizer, missing = load_pretrained(auto_class, name, lambda weight: weight not in mlm_weights)
+    with reading_model(name):
         path = cached_file(name, RUN_FILE, _raise_exceptions_for_missing_entries=False)
         record = read_json(Path(path)) if path else {}
         return MaskedModel(name, model, tokenizer, has_both and not missing, record)

@@ -14,20 +14,18 @@ from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
 from d2l_bert.progress import report
 from d2l_bert.training import distributed
-from d2l_bert.training.distributed import on_main
+from d2l_bert.training.distributed import on_main, restore_host_settings
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
 from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
-from d2l_bert.training.evaluation.picture import plot_phenomena
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
-from d2l_bert.training.evaluation.table import evaluation_table, short_names
+from d2l_bert.training.evaluation.table import evaluation_table, plot_phenomena, short_names
 from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
     pseudo_perplexity,
     read_text,
 )
-from d2l_bert.training.host_settings import restore_host_settings
 
 
 logger = logging.getLogger(__name__)

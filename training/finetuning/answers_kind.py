@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
-from d2l_bert.training.finetuning import span_metrics
+from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.kind import (
     Features,
     Kind,
@@ -246,7 +246,7 @@ class Answers(Kind):
         return [[text for text, _ in row.label] for row in table.rows]
 
     def metrics(self, table, features, predictions):
-        return span_metrics.answer_metrics(self.predicted_texts(table, features, predictions), self.gold_texts(table))
+        return metrics.answer_metrics(self.predicted_texts(table, features, predictions), self.gold_texts(table))
 
     def predicted_columns(self, table, features, predictions):
         columns = {"prediction": [], "prediction_start": [], "probability": [], "n_best": []}
@@ -269,7 +269,7 @@ class Answers(Kind):
         predicted, gold = self.predicted_texts(table, features, predictions), self.gold_texts(table)
         for row, said, true in zip(table.rows, predicted, gold, strict=True):
             first = row.texts[0].split()[0].lower().strip("?,.:")
-            groups[first if true else "without an answer"].append(span_metrics.answer_scores(said, true))
+            groups[first if true else "without an answer"].append(metrics.answer_scores(said, true))
         largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:MOST_GROUPS]
         scores = [("all", sum(groups.values(), [])), *largest]
         title = f"Answers on {table.name}: exact match and F1 by first word of the question (number of questions)"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, why_unwritable
+from d2l_bert.folders import LOCK_FILE, check_no_file, locked_folder
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE
 from d2l_bert.training.checkpoint import checkpoints, step_of
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -20,7 +21,6 @@ from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
 from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, rows_per_step, warmup
-from d2l_bert.training.folder_lock import LOCK_FILE, check_no_file, locked_folder
 
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ class Features:
 
 class Kind:
     """
-    A kind of tasks. `kinds.py` has a subclass for each value of `tasks.KINDS`.
+    A kind of tasks. `run.py` names a subclass for each value of `config.KINDS`.
 
     The run calls `find_columns` with the training rows, `read` with every table, `learn` with the training rows, and
     then `check` with every table, before anything is written. `predictions` below are the model's outputs in the order

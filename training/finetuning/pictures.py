@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.model_cards.finetuned import METRICS
-from d2l_bert.training.finetuning.span_metrics import precision_recall_f1
+from d2l_bert.training.finetuning.metrics import precision_recall_f1
 
 
 # With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.

@@ -29,16 +29,20 @@ from d2l_bert.training.distributed import (
     keep_process_group,
     on_main,
     report_errors_once,
+    restore_host_settings,
 )
 from d2l_bert.training.finetuning import folder as output
+from d2l_bert.training.finetuning.answers_kind import Answers
 from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all, saved_outputs
+from d2l_bert.training.finetuning.choice_kind import MultipleChoice
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data, load_data
 from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.finetuning.kinds import best_metric, make_kind
 from d2l_bert.training.finetuning.metrics import check_extra
 from d2l_bert.training.finetuning.pictures import draw_curves
 from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
+from d2l_bert.training.finetuning.tags_kind import Tags
+from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, Regression
 from d2l_bert.training.finetuning.trainer import (
     check_layers,
     check_machine,
@@ -47,7 +51,6 @@ from d2l_bert.training.finetuning.trainer import (
     rows_per_step,
     total_steps,
 )
-from d2l_bert.training.host_settings import restore_host_settings
 
 
 logger = logging.getLogger(__name__)
@@ -332,3 +335,37 @@ def results_text(folder: Path, metrics: dict, data: Data) -> str:
     if (folder / output.PREDICTIONS_FILE).exists():
         lines.append(f"predictions for the test rows: {folder / output.PREDICTIONS_FILE}")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+# A line for each name in `config.KINDS`.
+CLASSES = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "tags": Tags,
+    "answers": Answers,
+    "multiple_choice": MultipleChoice,
+}
+
+
+def make_kind(config: FinetuneConfig) -> Kind:
+    """The `Kind` of a run."""
+    return CLASSES[config.kind_name()](config)
+
+
+def best_metric(config: FinetuneConfig, kind: Kind) -> str:
+    """
+    The name of the metric that chooses checkpoint, rate and seed.
+
+    Raises:
+        UserError: `metric_for_best_model` is not a metric of the task.
+    """
+    known = (*kind.metrics_shown, "loss")
+    if config.metric_for_best_model is None:
+        return config.named_task().metric if config.named_task() else kind.main_metric
+    chosen = config.metric_for_best_model.removeprefix("eval_")
+    if chosen not in known:
+        raise UserError(f"metric_for_best_model {chosen!r}: --task {config.task} has {', '.join(known)}; give one")
+    return chosen

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from d2l_bert.errors import UserError, reading_model, reading_tokenizer
+from d2l_bert.errors import UserError, reading_model
 from d2l_bert.folders import base_name
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.cache import content_hash, fingerprint
-from d2l_bert.tokenization.existing import read_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
+from d2l_bert.training.load import read_parts
 
 
 logger = logging.getLogger(__name__)
@@ -78,22 +78,7 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     """
     name = config.model
     with reading_model(name):
-        model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        auto_class = getattr(transformers, kind.auto_class)
-        if conversion.is_decoder(model_config):
-            raise UserError(f"it is a {model_config.model_type} model with a decoder; give an encoder, such as a BERT")
-        if type(model_config) not in auto_class._model_mapping.keys():
-            raise UserError(
-                f"a {model_config.model_type} model has no head for {config.task}; give a BERT or the like"
-            )
-        with reading_tokenizer(name):
-            tokenizer = read_tokenizer(name, model_config)
-    if tokenizer is None:
-        raise UserError(f"{name}: the model has no tokenizer; put its tokenizer.json beside its config.json")
-    if tokenizer.pad_token_id is None:
-        raise UserError(
-            f"{name}: its tokenizer has no padding token ({model_config.model_type}); give an encoder, such as a BERT"
-        )
+        model_config, tokenizer = read_parts(getattr(transformers, kind.auto_class), name)
     is_folder = Path(name).exists()
     model_config = copy.deepcopy(model_config)
     return Start(

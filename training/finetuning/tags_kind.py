@@ -10,7 +10,7 @@ from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
 from d2l_bert.progress import counted
-from d2l_bert.training.finetuning import span_metrics
+from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.kind import (
     Features,
     Kind,
@@ -168,7 +168,7 @@ class Tags(Kind):
 
     def metrics(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
-        return span_metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
+        return metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
 
     def constant_metrics(self, table):
         is_empty = all(tag == NO_ENTITY for tags in self.true_tags(table) for tag in tags)
@@ -181,7 +181,7 @@ class Tags(Kind):
             columns["entities"] = [
                 [
                     {"type": kind, "text": " ".join(row.texts[begin:end]), "first_word": begin, "last_word": end - 1}
-                    for kind, begin, end in span_metrics.entities(tags)
+                    for kind, begin, end in metrics.entities(tags)
                 ]
                 for tags, row in zip(predicted, table.rows, strict=True)
             ]
@@ -190,7 +190,7 @@ class Tags(Kind):
     def pictures(self, table, features, predictions, folder):
         true, predicted = self.true_tags(table), self.predicted_tags(table, features, predictions)
         if self.has_entities:
-            counts = span_metrics.entity_counts(true, predicted)
+            counts = metrics.entity_counts(true, predicted)
             by_type = {
                 kind or "entity": np.array([counter[kind] for counter in counts.values()])
                 for kind in counts["gold"] + counts["predicted"]

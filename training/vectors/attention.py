@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, shortened
+from d2l_bert.training.load import load_encoder
 from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
-from d2l_bert.training.vectors.encoder import load_encoder
 
 
 @dataclass

@@ -16,11 +16,11 @@ import torch
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.positions import longest_input
+from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.lines import STDIN, check_lines_file, text_lines
+from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
+from d2l_bert.training.load import best_device, load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
-from d2l_bert.training.vectors.encoder import best_device, load_encoder
 
 
 logger = logging.getLogger(__name__)
@@ -198,13 +198,6 @@ class ParquetWriter:
         self.file.close()
 
 
-# Lines whose cosines with a text differ by less than this are alike.
-LEAST_DIFFERENCE = 1e-3
-
-# Whether lines are alike is judged from this many different lines on: the cosines of two may be close by chance.
-FEWEST_TO_JUDGE = 3
-
-
 class Nearest:
     """
     The lines whose vectors have the largest cosine with a vector; of equal cosines, the earlier lines.
@@ -216,18 +209,12 @@ class Nearest:
 
     def __init__(self, vector: np.ndarray, top_k: int):
         self.vector, self.top_k, self.best = unit(vector), top_k, []
-        self.lowest, self.highest = np.inf, -np.inf
-        self.different_texts = set()  # grows until it has `FEWEST_TO_JUDGE` texts
 
     def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
         """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
         passed over."""
         cosines = unit(vectors) @ self.vector
         has_text = np.array([bool(text.strip()) for text in texts])
-        self.lowest = min(self.lowest, float(cosines.min(initial=np.inf, where=has_text)))
-        self.highest = max(self.highest, float(cosines.max(initial=-np.inf, where=has_text)))
-        if len(self.different_texts) < FEWEST_TO_JUDGE:
-            self.different_texts.update(text.strip() for text in texts if text.strip())
         for index in np.argsort(-cosines, kind="stable"):
             if not has_text[index]:
                 continue
@@ -238,14 +225,6 @@ class Nearest:
                 heapq.heapreplace(self.best, entry)
             else:
                 break
-
-    def are_alike(self) -> bool:
-        """
-        Whether the vectors of all lines are alike, though the lines differ: which line is nearest then says nothing.
-
-        False for fewer than `FEWEST_TO_JUDGE` different lines.
-        """
-        return len(self.different_texts) >= FEWEST_TO_JUDGE and self.highest - self.lowest < LEAST_DIFFERENCE
 
     def lines(self) -> list[tuple[float, int, str]]:
         """The nearest lines, nearest first: (cosine, number of the line from 1, text)."""
@@ -266,7 +245,7 @@ class Embedded:
     Args:
         lines: the number of lines.
         size: the numbers in a vector.
-        nearest: the nearest lines, nearest first: (cosine, number of the line from 1, text); [] if all are alike.
+        nearest: the nearest lines, nearest first: (cosine, number of the line from 1, text).
     """
 
     lines: int
@@ -330,12 +309,6 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if empty:
         left_out = ", and is none of the nearest lines" if nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
-    if nearest and nearest.are_alike():
-        logger.warning(
-            f"nearest: no line is shown, because the vectors of all {lines - empty:,} lines are alike (cosines "
-            f"{nearest.lowest:.4f} to {nearest.highest:.4f}); give a model that has learnt to tell texts apart"
-        )
-        return Embedded(lines, embedder.size, [])
     return Embedded(lines, embedder.size, nearest.lines() if nearest else [])
 
 
