@@ -179,20 +179,16 @@ def filled(model, state):
     Load `state` into `model`, and return the model in the precision of `state` and in evaluation mode.
 
     Raises:
-        ValueError: a weight in `state` does not have the model's shape, or is not finite.
-        RuntimeError: `state` lacks a weight of the model, or has a weight that the model lacks.
+        ValueError: `state` lacks a weight of the model, or has one that the model lacks; or a weight in `state` does
+            not have the model's shape, or is not finite.
     """
-    for name, value in model.state_dict().items():
-        if name in state and state[name].shape != value.shape:
-            raise ValueError(
-                f"{name}: has shape {tuple(state[name].shape)}, but the other weights need shape "
-                f"{tuple(value.shape)}; save all weights of one model again"
-            )
     model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
-    model.load_state_dict(state, strict=True)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the weights do not fit together ({reason:.300}); save all weights of one model") from None
     check_finite(model)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name].to(value.dtype)), name
     return model.eval()
 
 

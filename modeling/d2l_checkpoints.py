@@ -7,7 +7,6 @@ cannot express is refused, never approximated.
 import json
 import re
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -114,23 +113,26 @@ def from_d2l(
                 f"the state dict of the net in float32, dense, on a CPU"
             )
     blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
-    theirs_of = module_names(D2L_NAMES, max(blocks, default=-1) + 1)
-    without_bias = not any(re.search(r"attention\.W_.\.bias$", name) for name in state)
-    wanted = [f"{module}.{leaf}" for module in theirs_of.values() for leaf in _leaves(module)]
-    _refuse_other_names(state, [*wanted, D2L_POSITIONS], optional=r"attention\.W_.\.bias$" if without_bias else None)
-    vocab_size, hidden_size = _sizes(state, "encoder.token_embedding.weight", 2)
-    intermediate_size, _ = _sizes(state, "encoder.blks.0.ffn.dense1.weight", 2)
-    type_vocab_size, _ = _sizes(state, "encoder.segment_embedding.weight", 2)
-    _, max_length, _ = _sizes(state, D2L_POSITIONS, 3)
+    names = _names_of_weights(max(blocks, default=-1) + 1)
+    without_bias = {name for name in names if re.search(r"attention\.W_.\.bias$", name)}
+    if without_bias & state.keys():
+        without_bias = set()
+    for name in sorted((names.keys() ^ state.keys()) - without_bias):
+        where = "is not in the state dict" if name in names else "is no weight of a d2l BERTModel"
+        raise ValueError(f"{name}: {where}; give the state dict of a d2l BERTModel")
+    try:
+        vocab_size, hidden_size = state["encoder.token_embedding.weight"].shape
+        intermediate_size, _ = state["encoder.blks.0.ffn.dense1.weight"].shape
+        type_vocab_size, _ = state["encoder.segment_embedding.weight"].shape
+        _, max_length, _ = state[D2L_POSITIONS].shape
+    except (KeyError, ValueError):
+        raise ValueError(
+            "its weights do not have the dimensions of a d2l BERTModel; give the state dict of a d2l BERTModel"
+        ) from None
     if tokens is not None and len(tokens) != vocab_size:
         raise ValueError(
             f"the vocabulary has {len(tokens)} tokens and the model has {vocab_size}; give the vocabulary that the "
             f"model was trained with"
-        )
-    if num_attention_heads > 0 and hidden_size % num_attention_heads:
-        raise ValueError(
-            f"the hidden size of the model, {hidden_size}, is not a multiple of {num_attention_heads} heads; give as "
-            f"num_attention_heads the number of heads that the net was made with"
         )
     config = D2lBertConfig(
         vocab_size=vocab_size,
@@ -142,11 +144,9 @@ def from_d2l(
         type_vocab_size=type_vocab_size,
         pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
     )
-    ours = {OUR_POSITIONS: state[D2L_POSITIONS].squeeze(0)}
-    for our_module, their_module in theirs_of.items():
-        for leaf in _leaves(their_module):
-            value = state.get(f"{their_module}.{leaf}")
-            ours[f"{our_module}.{leaf}"] = torch.zeros(hidden_size) if value is None else value
+    state |= {name: torch.zeros(hidden_size) for name in without_bias}
+    state[D2L_POSITIONS] = state[D2L_POSITIONS].squeeze(0)
+    ours = {names[name]: value for name, value in state.items()}
     return filled(D2lBertForPreTraining(config), _with_nsp_flipped(ours))
 
 
@@ -172,12 +172,9 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
                 f"this model --to bert"
             )
     state = _with_nsp_flipped(model.state_dict())
-    theirs = {D2L_POSITIONS: state[OUR_POSITIONS].unsqueeze(0)}
-    for our_module, their_module in module_names(D2L_NAMES, config.num_hidden_layers).items():
-        for leaf in _leaves(their_module):
-            # Cloned, so that a tied matrix becomes two matrices.
-            theirs[f"{their_module}.{leaf}"] = state[f"{our_module}.{leaf}"].clone()
-    return theirs
+    # Cloned, so that a tied matrix becomes two matrices.
+    theirs = {name: state[ours].clone() for name, ours in _names_of_weights(config.num_hidden_layers).items()}
+    return {**theirs, D2L_POSITIONS: theirs[D2L_POSITIONS].unsqueeze(0)}
 
 
 def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
@@ -209,6 +206,7 @@ def read_vocabulary(path: str | Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
+        json.dumps(tokens, ensure_ascii=False).encode()  # raises if a token has half of a character (a surrogate)
     except OSError as error:
         raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror}); give a file of tokens") from None
     except (ValueError, RecursionError):
@@ -217,22 +215,11 @@ def read_vocabulary(path: str | Path) -> list[str]:
         ) from None
     if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
         tokens = sorted(tokens, key=tokens.get)
-    if not isinstance(tokens, list) or not all(isinstance(token, str) and token.strip() for token in tokens):
+    is_list = isinstance(tokens, list) and all(isinstance(token, str) and token.strip() for token in tokens)
+    if not is_list or len(set(tokens)) < len(tokens):
         raise ValueError(
-            f"{path}: a vocabulary is a list of tokens in the order of their ids, without empty tokens; save the "
+            f"{path}: a vocabulary is a list of tokens in the order of their ids, each once and none empty; save the "
             f"Vocab's idx_to_token with json.dump"
-        )
-    for index, token in enumerate(tokens):
-        if any("\ud800" <= character <= "\udfff" for character in token):
-            raise ValueError(
-                f"{path}: token {index}, {ascii(token)}, has half of a character (a surrogate); write the whole "
-                f"character"
-            )
-    duplicates = [token for token, count in Counter(tokens).items() if count > 1]
-    if duplicates:
-        raise ValueError(
-            f"{path}: the vocabulary has the token {duplicates[0]!r} twice; save the idx_to_token of the model's "
-            f"Vocab, which has each token once"
         )
     return tokens
 
@@ -297,29 +284,10 @@ def _with_nsp_flipped(state):
     return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
 
 
-def _sizes(state, name, dimensions):
-    """The shape of a weight; ValueError unless the weight has this number of dimensions."""
-    shape = tuple(state[name].shape)
-    if len(shape) != dimensions:
-        raise ValueError(
-            f"{name}: has shape {shape}, but {dimensions} dimensions in a d2l BERTModel; give the state dict of a d2l "
-            f"BERTModel"
-        )
-    return shape
-
-
-def _refuse_other_names(state, wanted, optional=None):
-    """Raise ValueError unless `state` has the `wanted` names; names that match the regex `optional` may be missing."""
-    for name in wanted:
-        if name not in state and not (optional and re.search(optional, name)):
-            raise ValueError(f"{name} is not in the state dict; give the state dict of a d2l BERTModel")
-    for name in state:
-        if name not in wanted:
-            raise ValueError(
-                f"{name}: a d2l BERTModel has no weight of this name; give the state dict of a d2l BERTModel"
-            )
-
-
-def _leaves(module):
-    """The names of the parameters of one of the book's modules."""
-    return ("weight",) if module.endswith("embedding") else ("weight", "bias")
+def _names_of_weights(layers):
+    """The names of our weights by those of the book's model, for a number of blocks."""
+    names = {D2L_POSITIONS: OUR_POSITIONS}
+    for ours, theirs in module_names(D2L_NAMES, layers).items():
+        for leaf in ("weight",) if theirs.endswith("embedding") else ("weight", "bias"):
+            names[f"{theirs}.{leaf}"] = f"{ours}.{leaf}"
+    return names

@@ -49,17 +49,17 @@ def changed(**changes):
     ("state", "words"),
     [
         (changed(hidden__0__weight=None), ["hidden.0.weight", "not in the state dict"]),
-        (changed(output__weight=torch.zeros(3, 12)), ["output.weight", "no weight of this name"]),
+        (changed(output__weight=torch.zeros(3, 12)), ["output.weight"]),
         (changed(encoder__blks__1__attention__W_q__bias=None), ["encoder.blks.1.attention.W_q.bias"]),
-        (changed(mlm__mlp__0__weight=torch.zeros(12, 7)), ["shape (12, 7)", "(12, 12)"]),
-        (changed(encoder__pos_embedding=torch.zeros(32, 12)), ["encoder.pos_embedding", "(32, 12)"]),
-        ({"layer.weight": torch.zeros(2)}, ["is not in the state dict; give the state dict of a d2l BERTModel"]),
+        (changed(mlm__mlp__0__weight=torch.zeros(12, 7)), ["mlm.dense.weight", "[12, 7]", "[12, 12]"]),
+        (changed(encoder__pos_embedding=torch.zeros(32, 12)), ["dimensions"]),
+        ({"layer.weight": torch.zeros(2)}, ["give the state dict of a d2l BERTModel"]),
         ({}, ["is not in the state dict; give the state dict of a d2l BERTModel"]),
         ([torch.zeros(2)], ["not a state dict"]),
-        ({0: torch.zeros(2)}, ["is not in the state dict; give the state dict of a d2l BERTModel"]),
+        ({0: torch.zeros(2)}, ["give the state dict of a d2l BERTModel"]),
         ({name: value.to(torch.int8) for name, value in book_state().items()}, ["int8"]),
-        (changed(encoder__segment_embedding__weight=torch.tensor(1.0)), ["segment_embedding", "2 dimensions"]),
-        (changed(encoder__token_embedding__weight=torch.zeros(18)), ["token_embedding", "2 dimensions"]),
+        (changed(encoder__segment_embedding__weight=torch.tensor(1.0)), ["dimensions"]),
+        (changed(encoder__token_embedding__weight=torch.zeros(18)), ["dimensions"]),
         (changed(hidden__0__weight=torch.eye(12).to_sparse()), ["hidden.0.weight", "sparse"]),
     ],
 )
@@ -96,11 +96,11 @@ def test_files_that_are_no_state_dict_are_refused_and_no_code_in_them_is_run(nam
     ("vocabulary", "words"),
     [
         (json.dumps(VOCABULARY[:-1]), ["17 tokens", "18"]),
-        (json.dumps([*VOCABULARY[:-1], "he"]), ["'he'", "twice"]),
-        (json.dumps([*VOCABULARY[:-1], ""]), ["without empty tokens"]),
+        (json.dumps([*VOCABULARY[:-1], "he"]), ["each once"]),
+        (json.dumps([*VOCABULARY[:-1], ""]), ["none empty"]),
         (json.dumps([t.replace("<mask>", "mask") for t in VOCABULARY]), ["no <mask>", "convert without a vocabulary"]),
         (json.dumps(3), ["list of tokens"]),
-        (json.dumps([*VOCABULARY[:-1], "\ud800"]), ["half of a character"]),
+        (json.dumps([*VOCABULARY[:-1], "\ud800"]), ["neither JSON nor UTF-8"]),
         ("[" * 100_000, ["neither JSON nor UTF-8"]),
         ("{", ["neither JSON nor UTF-8"]),
     ],
@@ -232,7 +232,7 @@ def test_a_setting_that_the_target_model_lacks_is_refused(tmp_path, trained, cap
 def test_wrong_options_and_output_folders_in_use_are_refused(tmp_path, capsys):
     torch.save(book_state(), tmp_path / "state.pt")
     assert "--num_attention_heads" in refusal(capsys, tmp_path / "state.pt", tmp_path / "out", "--from=d2l")
-    assert "not a multiple of 5 heads" in refusal(
+    assert "num_attention_heads (5)" in refusal(
         capsys, tmp_path / "state.pt", tmp_path / "o", "--from=d2l", "--num_attention_heads=5"
     )
     assert "--from d2l" in refusal(capsys, tmp_path, tmp_path / "out", "--from=bert", "--num_attention_heads=3")

@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_leaves_no_file(encoders, texts, tmp_path, monke
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.NpyWriter, "append", fail)
+    monkeypatch.setattr(module.NumberFile, "append", fail)
     with pytest.raises(UserError, match="vectors.npy: cannot be written .No space left on device.; free some space"):
         embed(str(encoders / "ours"), str(texts), EmbedConfig(output=str(tmp_path / "vectors.npy")))
     assert list(tmp_path.iterdir()) == []

@@ -170,7 +170,7 @@ def test_a_finished_run_is_replaced_and_not_resumed(finished, trained, rows_file
 @pytest.mark.parametrize(
     "options, words",
     [
-        ("--validation_share 0 --eval_steps 4", "eval_steps needs validation rows"),
+        ("--validation_share 0 --eval_steps 4", "eval_steps is for eval_strategy steps"),
         ("--lr_scheduler_type constant --warmup_ratio 0.1", "warmup_ratio: lr_scheduler_type constant has no warm-up"),
     ],
 )

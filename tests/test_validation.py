@@ -269,7 +269,7 @@ REFUSED = [  # options, then words of the error line: the value, its place, the 
     ("--validation_dataset set set", "validation_dataset set: given 2 times; give it once"),
     ("--validation_dataset set:en", "dataset set: cannot be read", "ID:CONFIG"),
     ("--validation_dataset check/book-00.txt", "dataset check/book-00.txt: cannot be read", "--validation_corpus"),
-    ("--validation_split test", "validation_split is for validation_dataset, and none is given; leave it out"),
+    ("--validation_split test", "validation_split is for validation_dataset"),
     (
         "--validation_corpus check --validation_fraction 0.1",
         "validation_fraction is for a held-out part of the corpus, and a validation text is given; leave",

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
+from d2l_bert import folders
 from d2l_bert.errors import ENVIRONMENT_ERRNOS, UserError, launched_rank, why_unwritable
 
 
@@ -79,19 +79,12 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: the cache cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(path.with_name(f".{path.name}.lock"), label):
-            if path.exists():  # another process wrote the folder while this one waited for the lock
-                return
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed while writing
-            try:
-                temporary.mkdir()
-                write(temporary)
-                temporary.rename(path)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            if not path.exists():  # else another process wrote the folder while this one waited for the lock
+                with folders.atomic_folder(path) as partial:
+                    write(partial)
     except OSError as error:
         raise UserError(f"cache {path.parent}: {why_unwritable(error, ANOTHER_CACHE)}") from None
 

@@ -41,7 +41,9 @@ class TextConfig(Options):
         None, "configuration of the dataset, if only one is given", TEXT, identity=False, metavar="NAME"
     )
     dataset_split: str = option("train", "split to read from each dataset", TEXT, identity=False, metavar="NAME")
-    streaming: bool = option(False, "read datasets row by row, without a full download", TEXT, identity=False)
+    streaming: bool = option(
+        False, "read datasets row by row, without a full download", TEXT, identity=False, needs=("dataset",)
+    )
     text_column: str = option(
         "text", "column that holds the text in datasets and tables", TEXT, identity=False, metavar="NAME"
     )
@@ -106,10 +108,6 @@ class TextConfig(Options):
         super().check()
         if not self.text_paths() and not self.dataset:
             raise UserError("corpus names no text; give files, folders or python-docs")
-        if self.streaming and not self.dataset:
-            raise UserError(
-                "streaming is for datasets, and none is given; leave it out, files are read in pieces anyway"
-            )
         if self.dataset_config is not None and len(self.dataset) != 1:
             raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
         for name, config in self.named_datasets():

@@ -1,6 +1,5 @@
 """`in_order`: `map` on several processes, which keeps the order of the items."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -60,29 +59,11 @@ def in_order(
 def _submit(pool, processes, function, item):
     """Submit an item to the pool. The first item starts the processes."""
     try:
-        with _ctrl_c_delayed():
-            return pool.submit(function, item)
+        return pool.submit(function, item)
     except OSError as error:
         raise UserError(
             f"{processes} processes cannot be started ({error.strerror or error}); lower --preprocessing_num_workers"
         ) from None
-
-
-@contextlib.contextmanager
-def _ctrl_c_delayed():
-    """
-    Delay Ctrl-C until the end of the block.
-
-    Processes that are started in the block inherit the delay, until `_set_up_process` makes them ignore Ctrl-C.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _set_up_process(initializer, arguments):

@@ -32,24 +32,27 @@ END_TABLES = ("sentence_ends", "paragraph_ends", "document_ends", "document_word
 
 
 class NumberFile:
-    """A `.npy` file that grows by appending numbers, so that a long table need not fit into memory.
+    """A `.npy` file that grows by appending numbers, or rows of them, so that a long table need not fit into memory.
 
     `digest` is the SHA-256 of the numbers in little-endian order. Token ids are hashed as int32, so that equal ids
     have the same digest in a uint16 file and in an int32 file.
+
+    Args:
+        row: the shape of a row; () for single numbers.
     """
 
-    def __init__(self, path: Path, dtype: str = "<i8"):
-        self.dtype, self.count, self.digest = np.dtype(dtype), 0, hashlib.sha256()
+    def __init__(self, path: Path, dtype: str = "<i8", row: tuple[int, ...] = ()):
+        self.dtype, self.row, self.count, self.digest = np.dtype(dtype), row, 0, hashlib.sha256()
         self.file = path.open("wb")
         self._write_header()
 
     def _write_header(self):  # NumPy pads the header: a header with a larger count has the same size
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count, *self.row)}
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def append(self, numbers: np.ndarray) -> None:
-        """Append numbers (n,)."""
-        hashed = "<i8" if self.dtype.itemsize == 8 else "<i4"
+        """Append numbers (n,), or rows (n, ...)."""
+        hashed = "<i4" if self.dtype == np.uint16 else self.dtype
         self.digest.update(np.ascontiguousarray(numbers, dtype=hashed))
         self.file.write(np.ascontiguousarray(numbers, dtype=self.dtype).data)
         self.count += len(numbers)

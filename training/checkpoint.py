@@ -53,22 +53,17 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
         UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints are
             unchanged.
     """
-    partial = _hidden(final)
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        with folders.os_errors():
+        with folders.atomic_folder(final) as partial:
             save_with_code(model, partial)
             save_tokenizer(tokenizer, partial)
             for name, named in tensors.items():
                 if named:
                     save_file(named, partial / name)
-        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        write_manifest(partial)
-        partial.rename(final)
-        folders.sync(final.parent)
+            (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+            hashes = {path.name: content_hash(path) for path in sorted(partial.iterdir())}
+            (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes}, indent=2) + "\n")
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"{final}: {why_unwritable(error, f', and {GO_ON}')}; earlier checkpoints are unchanged"
         ) from None
@@ -86,22 +81,8 @@ def delete(checkpoint: Path) -> None:
         checkpoint.unlink()
         return
     if not checkpoint.name.startswith("."):
-        checkpoint = checkpoint.rename(_hidden(checkpoint))
+        checkpoint = checkpoint.rename(folders.hidden(checkpoint))
     shutil.rmtree(checkpoint)
-
-
-def _hidden(checkpoint):
-    return checkpoint.with_name(f".{checkpoint.name}.part")
-
-
-def write_manifest(checkpoint: Path) -> None:
-    """Write the SHA-256 of all files of a checkpoint, after these are on the disk."""
-    paths = sorted(checkpoint.iterdir())
-    for path in paths:
-        folders.sync(path)
-    folders.write_json(checkpoint / MANIFEST_FILE, {"sha256": {path.name: content_hash(path) for path in paths}})
-    folders.sync(checkpoint / MANIFEST_FILE)
-    folders.sync(checkpoint)
 
 
 class Saver:

@@ -38,7 +38,6 @@ class PretrainConfig(TextConfig):
         TEXT,
         identity=False,
         metavar="PATH",
-        common=True,
     )
     validation_dataset: list[str] = option(
         [],
@@ -48,7 +47,12 @@ class PretrainConfig(TextConfig):
         metavar="ID[:CONFIG]",
     )
     validation_split: str = option(
-        "validation", "the split of each validation_dataset", TEXT, identity=False, metavar="NAME"
+        "validation",
+        "the split of each validation_dataset",
+        TEXT,
+        identity=False,
+        metavar="NAME",
+        needs=("validation_dataset",),
     )
     max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT, within="[1, inf)")
 
@@ -69,7 +73,11 @@ class PretrainConfig(TextConfig):
         "segments", "a segment is several sentences (original BERT), or one sentence (the d2l book)", BATCHES
     )
     short_seq_prob: float = option(
-        0.1, "share of pairs with a random shorter length (only for --pairing segments)", BATCHES, within="[0, 1]"
+        0.1,
+        "share of pairs with a random shorter length (only for --pairing segments)",
+        BATCHES,
+        within="[0, 1]",
+        needs=("pairing", "segments"),
     )
     packing: bool = option(
         False, "put as many pairs into a row as fit; attention does not cross pairs", BATCHES, identity=False
@@ -149,6 +157,7 @@ class PretrainConfig(TextConfig):
         f"share of the steps in which the rate of warmup_stable_decay falls; the default is {DECAY_RATIO}",
         OPTIMIZER,
         within="(0, 1]",
+        needs=("lr_scheduler_type", "warmup_stable_decay"),
     )
     weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER, within="[0, inf)")
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
@@ -209,9 +218,7 @@ class PretrainConfig(TextConfig):
         metavar="DIR",
         common=True,
     )
-    overwrite_output_dir: bool = option(
-        False, "replace the run in the output folder", OUTPUT, identity=False, common=True
-    )
+    overwrite_output_dir: bool = option(False, "replace the run in the output folder", OUTPUT, identity=False)
     resume_from_checkpoint: str | None = option(
         None, "checkpoint folder to resume from, or latest", OUTPUT, identity=False, metavar="PATH", common=True
     )
@@ -269,6 +276,7 @@ class PretrainConfig(TextConfig):
         HUB,
         identity=False,
         metavar="REPO_ID",
+        needs=("push_to_hub",),
     )
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
         "end",
@@ -276,9 +284,14 @@ class PretrainConfig(TextConfig):
         "last-checkpoint (both skip models saved during an upload); all saved models, each to its own branch",
         HUB,
         identity=False,
+        needs=("push_to_hub",),
     )
     hub_private_repo: bool = option(
-        True, "keep the repository private; false makes it public when the finished model is sent", HUB, identity=False
+        True,
+        "keep the repository private; false makes it public when the finished model is sent",
+        HUB,
+        identity=False,
+        needs=("push_to_hub",),
     )
 
     def __post_init__(self):
@@ -299,10 +312,6 @@ class PretrainConfig(TextConfig):
         if len(length_options) != 1:
             given = " and ".join(length_options) or "none"
             raise UserError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
-        if not self.push_to_hub:
-            for name in HUB_OPTIONS:
-                if getattr(self, name) != getattr(PretrainConfig, name):
-                    raise UserError(f"{name} is for push_to_hub; give that too, or leave it out")
         self._check_validation()
         if self.dry_run and self.resume_from_checkpoint:
             raise UserError("dry_run starts a new run; leave resume_from_checkpoint out")
@@ -314,10 +323,10 @@ class PretrainConfig(TextConfig):
                 f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) "
                 f"are more than all tokens to predict; lower one"
             )
-        self._check_decay()
-        if self.pairing == "sentences" and self.short_seq_prob != type(self).short_seq_prob:
+        if self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_share() > 1:
             raise UserError(
-                "short_seq_prob is for pairing segments, and pairing is sentences; leave short_seq_prob out"
+                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
+                f"lower one"
             )
         for weight in self.source_weights:
             if not re.fullmatch(r"\d*\.?\d+", weight):
@@ -356,8 +365,6 @@ class PretrainConfig(TextConfig):
 
     def _check_validation(self):
         has_text = bool(self.validation_corpus or self.validation_dataset)
-        if not self.validation_dataset and self.validation_split != type(self).validation_split:
-            raise UserError("validation_split is for validation_dataset, and none is given; leave it out")
         for name in ("validation_corpus", "validation_dataset"):
             values = getattr(self, name)
             for value in values:
@@ -371,20 +378,6 @@ class PretrainConfig(TextConfig):
                 raise UserError(
                     f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} out"
                 )
-
-    def _check_decay(self):
-        if self.lr_scheduler_type != "warmup_stable_decay":
-            if self.decay_ratio is not None:
-                schedule = self.lr_scheduler_type
-                raise UserError(
-                    f"decay_ratio is for warmup_stable_decay, and lr_scheduler_type is {schedule}; leave it out"
-                )
-            return
-        if self.warmup_ratio + self.decay_share() > 1:
-            raise UserError(
-                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
-                f"lower one"
-            )
 
     def decay_share(self) -> float:
         """The share of the steps in which the rate of `warmup_stable_decay` falls."""

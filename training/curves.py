@@ -14,7 +14,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     """
     Draw the rows of a training log into a PNG: a panel for each loss, and a panel for the held-out accuracies.
 
-    Skipped steps have red marks. Changes of sequence length or batch size have a dashed line with a label above.
+    Skipped steps have red marks. Changes of sequence length or batch size have a dashed line with a label.
     """
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         percentages = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
         accuracies.plot([r["step"] for r in held_out], percentages, "o-", label=examples)
     for panel in loss_panels[1:]:
-        panel.axhline(0.6931, linestyle=":", color="0.5", label="a coin's guess (ln 2)")
+        panel.axhline(0.6931, linestyle=":", color="0.5", label="chance (ln 2)")
     accuracies.set_title("held-out accuracy (%)", fontsize=10)
     accuracies.set_ylim(0, 100)
     for panel in panels:
@@ -67,32 +67,8 @@ def _stage_label(row):
 
 
 def _mark_stages(panel, stages):
-    """
-    Draw a line at each stage, and its label between the panel and the title.
-
-    Labels that would overlap go into rows above each other.
-
-    Args:
-        stages: labels by step, in ascending order.
-    """
-    for step in stages:
-        panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
-    first, last = panel.get_xlim()
-    ends = []  # for each row, the right end of the last label, as a share of the panel's width
+    """Draw a line at each stage, with its label along the line; `stages` has labels by step."""
     for step, label in stages.items():
-        # A character is about 0.6 font sizes wide, and a panel at least 3 inches. Labels stay within the panel.
-        width = 0.6 * STAGE_LABEL_POINTS * len(label) / 72 / 3
-        centre = min(max((step - first) / (last - first), width / 2), 1 - width / 2)
-        row = next((row for row, end in enumerate(ends) if end < centre - width / 2), len(ends))
-        ends[row : row + 1] = [centre + width / 2]
-        panel.annotate(
-            label,
-            (centre, 1),
-            xycoords="axes fraction",
-            xytext=(0, 2 + 1.3 * STAGE_LABEL_POINTS * row),
-            textcoords="offset points",
-            horizontalalignment="center",
-            fontsize=STAGE_LABEL_POINTS,
-            color="0.3",
-        )
-    panel.set_title(panel.get_title(), fontsize=10, pad=6 + 1.3 * STAGE_LABEL_POINTS * len(ends))
+        panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
+        place = {"rotation": 90, "va": "top", "ha": "right", "transform": panel.get_xaxis_transform()}
+        panel.text(step, 0.98, label, fontsize=STAGE_LABEL_POINTS, color="0.3", **place)

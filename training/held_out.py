@@ -231,8 +231,8 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     """
     Sample sentences with one `[MASK]` each: `PYTHON_SENTENCES` for the embedded corpus, else held-out sentences.
 
-    Preferred are sentences of 8 to 40 tokens with a whole word to mask that end in a full stop and follow one, or
-    begin a document: not the rest of a sentence that was torn. Others are used if these are too few.
+    Preferred are sentences of 8 to 40 tokens with a whole word to mask that end in a full stop. Others are used if
+    these are too few.
 
     Args:
         text: a `PreparedText`.
@@ -244,26 +244,16 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     rng = np.random.default_rng(0)
     tokenizer, preferred, others = text.tokenizer, [], []
     corpus, documents = text.evaluation()
-    documents = documents.nth(np.arange(min(len(documents), MAX_SENTENCES_TRIED)))
-    firsts = corpus.document_ends.before(documents)
-    up_to = np.cumsum(corpus.document_ends.at(documents) - firsts)
-    # Sentences are numbered through these documents.
-    for number in dict.fromkeys(rng.integers(up_to[-1], size=MAX_SENTENCES_TRIED).tolist()):
-        index = int(np.searchsorted(up_to, number, side="right"))
-        sentence = np.array(firsts[index] + number - (up_to[index - 1] if index else 0))
-        start, end = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
-        ids = corpus.at(np.arange(start, end)).tolist()
+    for number in rng.integers(len(documents), size=MAX_SENTENCES_TRIED):
+        sentence = rng.choice(corpus.sentences(int(documents.nth(number))))
+        ids = corpus.at(np.arange(corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence))).tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole_words = [
             position
             for position, token in enumerate(tokens)
             if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
         ]
-        before = (
-            () if start == corpus.sentence_ends.before(firsts[index]) else corpus.at(np.array([start - 1])).tolist()
-        )
-        is_whole = {tokens[-1], *tokenizer.convert_ids_to_tokens(before)} <= FULL_STOPS if tokens else False
-        is_preferred = is_whole and bool(whole_words) and 8 <= len(tokens) <= 40
+        is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
         ids = ids[: max_length - 4]
         maskable = [position for position in whole_words if position < len(ids)] or range(len(ids))
         ids[int(rng.choice(maskable))] = tokenizer.mask_token_id

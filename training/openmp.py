@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -68,22 +67,19 @@ class Waits(threading.Thread):
     """
     The thread that measures how long others wait for cores.
 
-    `are_short` says whether OpenMP's threads go to sleep early now, and `short_seconds` how long they have, in all.
+    `are_short` says whether OpenMP's threads go to sleep early now.
     """
 
     def __init__(self):
         super().__init__(name="d2l-bert-openmp-waits", daemon=True)
-        self.are_short, self.short_seconds = False, 0.0
+        self.are_short = False
         self._quiet, self._stopped, self._team = 0, threading.Event(), None
 
     def run(self):
-        waited, now = waited_seconds(), time.monotonic()
-        while waited is not None and not self._stopped.wait(SECONDS):
-            last_waited, last, waited, now = waited, now, waited_seconds(), time.monotonic()
-            if waited is None:
-                break
-            self.short_seconds += (now - last) * self.are_short
-            self.see((waited - last_waited) / (now - last))
+        waited = waited_seconds()
+        while not self._stopped.wait(SECONDS) and waited is not None:
+            last, waited = waited, waited_seconds()
+            self.see(((waited or last) - last) / SECONDS)
         self._release()
 
     def stop(self) -> None:
@@ -133,9 +129,7 @@ class IdleTeam:
                 # void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags): each
                 # thread of the team calls the function, here one of OpenMP's own that returns a number.
                 library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-                library.GOMP_parallel.restype = None
-                function = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
-                library.GOMP_parallel(function, None, threads, 0)
+                library.GOMP_parallel(ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p), None, threads, 0)
         finally:
             started.set()
         self._ended.wait()
@@ -153,8 +147,15 @@ def openmp_libraries() -> list[str]:
     except OSError:
         return []
     # A line has five columns and the path, in which spaces may stand; a file that was deleted has more words behind.
-    paths = (columns[5] for line in lines if len(columns := line.split(maxsplit=5)) == 6)
-    return sorted({path for path in paths if Path(path).name.startswith("libgomp") and not path.endswith("(deleted)")})
+    return sorted(
+        {
+            columns[5]
+            for line in lines
+            if len(columns := line.split(maxsplit=5)) == 6
+            and Path(columns[5]).name.startswith("libgomp")
+            and not columns[5].endswith("(deleted)")
+        }
+    )
 
 
 def waited_seconds() -> float | None:
@@ -164,9 +165,8 @@ def waited_seconds() -> float | None:
     Threads that have ended are not included. None if the system does not count it.
     """
     nanoseconds = 0
-    if not OWN_STATISTICS.exists():
-        return None
     try:
+        OWN_STATISTICS.read_text()  # else there is no such file for a thread either
         for thread in THREADS.iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended in the meantime
                 nanoseconds += int((thread / "schedstat").read_text().split()[1])

@@ -196,7 +196,7 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         if checkpoint.step_of(old) > start or old.name.startswith("."):
             checkpoint.delete(old)
     if start == 0:
-        delete_weights(folder)
+        folders.delete_synced(folder / WEIGHTS_FILE)
         for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
             (folder / name).unlink(missing_ok=True)
     if not (folder / WEIGHTS_FILE).exists():
@@ -208,13 +208,6 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
     return log
-
-
-def delete_weights(folder: Path) -> None:
-    """Delete the weights of a finished model, and sync the folder: called before other files of the model change."""
-    if (folder / WEIGHTS_FILE).exists():
-        (folder / WEIGHTS_FILE).unlink()
-        folders.sync(folder)
 
 
 def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: TrainingLog, held_out) -> str:
@@ -254,15 +247,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
         folders.write_json(partial / RUN_FILE, record)
         folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": as_widget(predictions)})
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-        for path in partial.iterdir():
-            folders.sync(path)
-        delete_weights(folder)
-        for path in partial.iterdir():
-            if path.name != WEIGHTS_FILE:
-                path.replace(folder / path.name)
-        folders.sync(folder)
-        (partial / WEIGHTS_FILE).replace(folder / WEIGHTS_FILE)
-        folders.sync(folder)
+        folders.move_all(partial, folder, last=WEIGHTS_FILE)
     except OSError as error:
         raise UserError(
             f"{folder}: the model {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are unchanged"

@@ -8,9 +8,7 @@ A folder `chck_1M` holds the model, its code and its tokenizer, as `from_pretrai
 from. It is no checkpoint of the run, and is never deleted for a later one.
 """
 
-import json
 import logging
-import shutil
 from pathlib import Path
 
 from d2l_bert import folders
@@ -154,20 +152,12 @@ def write_models(folder: Path, model, tokenizer, marks: list[int], reached: dict
     paths = []
     for mark in marks:
         final = folder / folder_name(mark)
-        partial = final.with_name(f".{final.name}.part")
-        shutil.rmtree(partial, ignore_errors=True)
         try:
-            partial.mkdir()
-            with folders.os_errors():
+            with folders.atomic_folder(final) as partial:
                 save_with_code(model, partial)
                 save_tokenizer(tokenizer, partial)
-            (partial / WORDS_FILE).write_text(json.dumps({"words": mark, **reached}, indent=2) + "\n")
-            for path in (*partial.iterdir(), partial):
-                folders.sync(path)
-            partial.rename(final)
-            folders.sync(folder)
+                folders.write_json(partial / WORDS_FILE, {"words": mark, **reached})
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"{final}: {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are unchanged"
             ) from None

@@ -40,7 +40,6 @@ def resolve_pretrain(arguments) -> tuple:
     Raises:
         UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
     """
-    from d2l_bert.options import Options
     from d2l_bert.tokenization.config import TextConfig
     from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
     from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
@@ -51,7 +50,7 @@ def resolve_pretrain(arguments) -> tuple:
     run = override_options(
         run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
     )
-    Options.check(run)  # an empty path would be looked up as the working directory
+    run.check_values()  # an empty path would be looked up as the working directory
     if "init_from" in given:
         architecture = _architecture_of_init_from(given)
     for field in dataclasses.fields(TextConfig):

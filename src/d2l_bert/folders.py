@@ -15,11 +15,41 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError, why_unwritable
 
 
+def hidden(path: Path) -> Path:
+    """The hidden name under which a file or folder is written or deleted, so that `path` is always whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextlib.contextmanager
+def atomic_folder(final: Path):
+    """
+    Give the block a hidden folder to write into; sync it to the disk and rename it to `final` when the block ends.
+
+    A block that raises leaves no folder; what a killed process left is deleted.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    # In the nearest folder that exists, so that a block that raises leaves no parent folders either.
+    partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with os_errors():
+            partial.mkdir()
+            yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial.rename(final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path):
     """
-    Give the block a temporary folder to write into, and rename it to `folder` when the block ends. A block that raises
-    leaves no folder.
+    As `atomic_folder`, for a folder that a user names.
 
     Raises:
         UserError: `folder` exists and is not an empty folder, or cannot be written.
@@ -29,25 +59,36 @@ def new_folder(folder: Path):
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists already; name a new or empty folder")
     try:
-        parent = next(parent for parent in folder.parents if parent.exists())
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=parent))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
-    try:
-        with os_errors():
+        with atomic_folder(folder) as partial:  # replaces an empty folder of this name
             yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp gives permissions to the owner only
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            partial.rename(folder)  # replaces an empty folder of this name
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
     except OSError as error:
         if error.errno is None:  # shutil.Error: args[0] lists (source, destination, reason) of each file
             error.strerror = error.args[0][0][-1]
         raise UserError(f"{folder}: {why_unwritable(error, ', or name another folder')}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def delete_synced(path: Path) -> None:
+    """Delete a file, if it exists, and wait until that is on the disk."""
+    if path.exists():
+        path.unlink()
+        sync(path.parent)
+
+
+def move_all(source: Path, target: Path, last: str) -> None:
+    """
+    Move the files of a folder into another on the same disk, the file `last` after all others are on the disk.
+
+    An older file of that name is deleted first, so that it never stands beside the new files.
+    """
+    for path in source.iterdir():
+        sync(path)
+    delete_synced(target / last)
+    for path in source.iterdir():
+        if path.name != last:
+            path.replace(target / path.name)
+    sync(target)
+    (source / last).replace(target / last)
+    sync(target)
 
 
 @contextlib.contextmanager
@@ -139,7 +180,7 @@ def sync(path: Path) -> None:
 
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON file atomically: a reader finds the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.part")
+    partial = hidden(path)
     try:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from typing import Literal
@@ -22,7 +23,7 @@ HUB = "the Hugging Face Hub"
 MINIMAL_PAIRS = "minimal pairs"
 
 
-def option(default, help, group, *, identity=True, metavar=None, within=None, common=False):
+def option(default, help, group, *, identity=True, metavar=None, within=None, common=False, needs=()):
     """
     A dataclass field that is also a command-line option.
 
@@ -35,6 +36,7 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         metavar: the name of the value in `--help`.
         within: the interval of a number, such as `[0, 1)`: at least 0 and below 1.
         common: whether `--help` shows the option, and not only `--help-all`.
+        needs: another option without which this one has no effect, and the values that it must have, if not just any.
     """
     metadata = {
         "help": help,
@@ -43,6 +45,7 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         "metavar": metavar,
         "within": within,
         "common": common,
+        "needs": needs,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -65,8 +68,14 @@ class Options:
     """Base class of dataclasses whose fields are options."""
 
     def check(self) -> None:
+        """As `check_values`; then refuse an option without the one that it is for. Subclasses check the rest."""
+        self.check_values()
+        for field in dataclasses.fields(self):
+            self._check_need(field)
+
+    def check_values(self) -> None:
         """
-        Check each value by itself, as its field declares it. Subclasses check values against each other.
+        Check each value by itself, as its field declares it.
 
         Raises:
             UserError: a value has another type or is out of its range, or a string is empty, as an unset variable of
@@ -80,10 +89,26 @@ class Options:
                 wanted = " or ".join(_in_words(kind) for kind in kinds_of_field if kind is not types.NoneType)
                 raise UserError(f"{field.name} must be {wanted}, got {value!r}")
             for string in value if isinstance(value, list) else [value]:
-                if isinstance(string, str) and (not string.strip() or "\0" in string):
-                    raise UserError(f"{field.name} is empty or holds a NUL character, got {string!r}; give a value")
+                if isinstance(string, str) and not is_written(string):
+                    raise UserError(
+                        f"{field.name} is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
+                    )
             if within and isinstance(value, (int, float)) and not _is_within(value, within):
                 raise UserError(f"{field.name} must be a number in {within}, got {value}")
+
+    def _check_need(self, field):
+        """Refuse an option that differs from its default without the option that it is for."""
+        default = [] if field.default is dataclasses.MISSING else field.default
+        if not (needs := field.metadata.get("needs")) or getattr(self, field.name) == default:
+            return
+        other, *values = needs
+        if getattr(self, other) not in values if values else not getattr(self, other):
+            raise UserError(f"{field.name} is for {' '.join([other, *values])}; give that too, or leave it out")
+
+
+def is_written(text: str) -> bool:
+    """Whether a text has a character, no NUL, which no path can have, and is UTF-8."""
+    return bool(text.strip()) and not re.search("[\0\ud800-\udfff]", text)
 
 
 def cores() -> int:

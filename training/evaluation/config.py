@@ -105,7 +105,11 @@ class EvaluateConfig(Options):
         None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json", common=True
     )
     plot: str | None = option(
-        None, "new file for the picture of BLiMP's accuracies by phenomenon", OUTPUT, metavar="FILE.png"
+        None,
+        "new file for the picture of BLiMP's accuracies by phenomenon",
+        OUTPUT,
+        metavar="FILE.png",
+        needs=("blimp",),
     )
     update_card: bool = option(
         False,
@@ -130,15 +134,11 @@ class EvaluateConfig(Options):
                 raise UserError(f"{field.name} is for a text, and none is given; leave it out, or give --corpus")
         if self.dataset_config is not None and len(self.dataset) != 1:
             raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
-        if self.streaming and not self.dataset:
-            raise UserError("streaming is for datasets, and none is given; leave it out")
         for name, config in self.named_datasets():
             if not name or config == "":
                 raise UserError(f"dataset takes ID or ID:CONFIG, got {name}:{config}")
         if self.score != "pll" and self.blimp is None and not self.pppl_sentences:
             raise UserError("score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out")
-        if self.plot is not None and self.blimp is None:
-            raise UserError("plot draws BLiMP's accuracies, and no blimp is given; give it, or leave plot out")
         for name, suffix in {"output": ".json", "plot": ".png"}.items():
             if (path := getattr(self, name)) is not None and Path(path).suffix.lower() != suffix:
                 raise UserError(f"{name} {path}: give a name that ends in {suffix}")

@@ -366,6 +366,7 @@ class FinetuneConfig(Options):
         "steps from one evaluation and checkpoint to the next, with eval_strategy steps",
         OUTPUT,
         within="[1, inf)",
+        needs=("eval_strategy", "steps"),
     )
     save_total_limit: int = option(
         1,
@@ -411,9 +412,6 @@ class FinetuneConfig(Options):
             check_license(self.license)
         if "none" in self.report_to and len(self.report_to) > 1:
             raise UserError("report_to: none cannot be combined with trackers; give either")
-        if not self.push_to_hub and (self.hub_model_id or not self.hub_private_repo):
-            name = "hub_model_id" if self.hub_model_id else "hub_private_repo"
-            raise UserError(f"{name} is for push_to_hub; give that too, or leave {name} out")
 
     def _check_data(self):
         if self.train_file and self.dataset:
@@ -451,13 +449,7 @@ class FinetuneConfig(Options):
     def _check_evaluations(self):
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise UserError("eval_strategy steps needs the number of steps; give --eval_steps N")
-        if self.eval_steps is not None and not self.validates():
-            raise UserError("eval_steps needs validation rows; give --validation_file, or leave eval_steps out")
-        if self.eval_steps is not None and self.eval_strategy == "epoch":
-            raise UserError("eval_steps is for --eval_strategy steps; give that too, or leave eval_steps out")
-        if self.eval_strategy == "steps" and not self.validates():
-            raise UserError("eval_strategy steps needs validation rows; give --validation_file, or leave it out")
-        for name in ("early_stopping_patience", "metric_for_best_model"):
+        for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
             if getattr(self, name) is not None and not self.validates():
                 raise UserError(f"{name} needs validation rows; give --validation_file, or leave {name} out")
         if len(self.learning_rate) > 1 and not self.validates():

@@ -280,20 +280,3 @@ def write_table(path: Path, columns: dict[str, list]) -> None:
             writer.writerow(
                 json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value for value in row
             )
-
-
-def finish_folder(folder: Path, partial: Path) -> None:
-    """
-    Move the finished files from a hidden folder into the output folder, the weights last.
-
-    A folder with weights is a finished run, so all that belongs to the weights stands there before them.
-    """
-    for path in partial.iterdir():
-        folders.sync(path)
-    for path in partial.iterdir():
-        if path.name != WEIGHTS_FILE:
-            path.replace(folder / path.name)
-    folders.sync(folder)
-    (partial / WEIGHTS_FILE).replace(folder / WEIGHTS_FILE)
-    folders.sync(folder)
-    partial.rmdir()

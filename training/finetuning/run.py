@@ -227,7 +227,7 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
         }
         folders.write_json(partial / METRICS_FILE, metrics)
         folders.write_json(partial / RUN_FILE, record)
-        output.finish_folder(folder, partial)
+        folders.move_all(partial, folder, last=output.WEIGHTS_FILE)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     attempts = [{"name": attempt_name(r["learning_rate"], r["seed"]), "log": r["log"]} for r in (*tried, *seeds[1:])]

@@ -35,7 +35,9 @@ class EmbedConfig(Options):
         metavar="TEXT",
         common=True,
     )
-    top_k: int = option(10, "how many nearest lines to show", OUTPUT, within="[1, 1000000]", common=True)
+    top_k: int = option(
+        10, "how many nearest lines to show", OUTPUT, within="[1, 1000000]", common=True, needs=("nearest",)
+    )
     pooling: Literal["mean", "cls"] = option(
         "mean",
         "the vector of a line: the mean over its tokens, [CLS] and [SEP] included, or that of [CLS]",
@@ -61,11 +63,8 @@ class EmbedConfig(Options):
     def check(self) -> None:
         """Check the values of all options, before anything is read or written."""
         super().check()
-        _check_utf8("nearest", self.nearest)
         if self.output is None and self.nearest is None:
             raise UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
-        if self.nearest is None and self.top_k != EmbedConfig.top_k:
-            raise UserError("top_k is for nearest; give --nearest TEXT too, or leave top_k out")
         if self.output is not None and Path(self.output).suffix not in VECTOR_SUFFIXES:
             raise UserError(f"output {self.output}: give a name that ends in {' or '.join(VECTOR_SUFFIXES)}")
 
@@ -99,7 +98,6 @@ class AttentionConfig(Options):
             has_second_text: whether TEXT_B is given.
         """
         super().check()
-        _check_utf8("word", self.word)
         if self.word is not None:
             for name in ("output", "layer", "head"):
                 if getattr(self, name) is not None:
@@ -108,11 +106,3 @@ class AttentionConfig(Options):
                 raise UserError(f"word {self.word!r} is compared in two texts; give TEXT_B too")
         elif Path(self.output or DEFAULT_PICTURE).suffix != ".png":
             raise UserError(f"output {self.output}: give a name that ends in .png")
-
-
-def _check_utf8(name, text):
-    """Refuse a text that no tokenizer can read: bytes of another encoding from the command line."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{name} {ascii(text)}: is not UTF-8; write it in UTF-8") from None

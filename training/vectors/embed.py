@@ -19,6 +19,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
+from d2l_bert.tokenization.token_store import NumberFile
 from d2l_bert.training.load import best_device, load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
@@ -156,29 +157,6 @@ def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[st
 # What becomes of the vectors
 
 
-class NpyWriter:
-    """Appends vectors to a `.npy` file (lines, H) in float32, so that the array need not fit into memory."""
-
-    def __init__(self, path: Path, size: int):
-        self.file, self.size, self.count = path.open("wb"), size, 0
-        self._write_header()
-
-    def _write_header(self):  # NumPy pads the header: a header with a larger count has the same size
-        header = {"descr": "<f4", "fortran_order": False, "shape": (self.count, self.size)}
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def append(self, texts: list[str], vectors: np.ndarray) -> None:
-        """Append vectors (n, H); the texts are not written."""
-        self.file.write(np.ascontiguousarray(vectors, dtype="<f4").data)
-        self.count += len(vectors)
-
-    def close(self) -> None:
-        """Write the number of vectors into the file's header, and close the file."""
-        with self.file:
-            self.file.seek(0)
-            self._write_header()
-
-
 class ParquetWriter:
     """Appends texts and vectors to a Parquet file with the columns `text` and `vector` (H numbers in float32)."""
 
@@ -287,15 +265,17 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         writer = None
         if output:
             partial = stack.enter_context(folders.new_file(output))
-            kind = NpyWriter if output.suffix == ".npy" else ParquetWriter
-            writer = stack.enter_context(contextlib.closing(kind(partial, embedder.size)))
+            if output.suffix == ".npy":
+                writer = stack.enter_context(NumberFile(partial, "<f4", (embedder.size,)))
+            else:
+                writer = stack.enter_context(contextlib.closing(ParquetWriter(partial, embedder.size)))
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
         for texts, encoded, vectors in with_progress(
             parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
             if writer:
-                writer.append(texts, vectors)
+                writer.append(vectors) if output.suffix == ".npy" else writer.append(texts, vectors)
             if nearest:
                 nearest.add(lines + 1, texts, vectors)
             lines += len(texts)
