@@ -27,11 +27,9 @@ def draw(folder: Path, target: Path) -> None:
         (line,) = losses.plot(steps, values, label=label)
         losses.plot(rows[-1]["step"], metrics[f"eval_{kind}_loss"], "o", color=line.get_color())
     for row in rows:
-        if "length_before" in row:
+        if row.get("event") == "stage":
             losses.axvline(row["step"], color="0.5", linestyle="--", linewidth=0.8)
-            losses.text(
-                row["step"] + 15, 1.2, f"{row['length']} tokens\ninstead of {row['length_before']}", fontsize=9
-            )
+            losses.text(row["step"] + 15, 1.2, row["label"], fontsize=9)
     losses.set(xlabel="step", ylabel="loss, nats", ylim=(0, None))
     losses.set_title(f"{metrics['train_seconds'] / 60:.0f} minutes of training; dots: held-out text", fontsize=10)
     losses.legend(frameon=False)

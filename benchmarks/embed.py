@@ -18,8 +18,8 @@ from benchmarks.mlm_head import heading, positive
 from benchmarks.turns import summary
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.sources import text_lines
+from d2l_bert.training.load import best_device, load_encoder
 from d2l_bert.training.vectors.embed import BATCH_TOKENS, BATCH_TOKENS_OF_A_GPU, Embedder, embedded
-from d2l_bert.training.vectors.encoder import best_device, load_encoder
 
 
 MOST_DIFFERENT = 1e-5

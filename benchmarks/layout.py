@@ -9,14 +9,13 @@ first_batch  A separate process opens a prepared folder and makes the first step
              text and 99 short documents. Printed are the seconds from the end of the imports to the first batch, the
              process's anonymous memory (RssAnon) at the end, and the pairs a second of the layout alone. The token ids
              are a hole in a sparse file
-speed        Pairs a second of one process, and of two processes that lay out different chunks, in alternating turns
+speed        Pairs a second of one process, for each pairing and objective
 shuffle      Distinct documents in a step, compared with a shuffle of the whole epoch
 """
 
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -32,11 +31,11 @@ import torch
 from benchmarks.mlm_head import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT
-from d2l_bert.tokenization.split import held_out_documents
-from d2l_bert.tokenization.token_store import STORE_FORMAT
+from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT, is_large
+from d2l_bert.tokenization.token_store import STORE_FORMAT, held_out_documents
 from d2l_bert.training import batching, epochs
 
 
@@ -103,11 +102,11 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
     files = {
         name: {
             "bytes": (folder / name).stat().st_size,
-            "sha256": "",  # a run reads the sizes alone
+            "sha256": "" if is_large(name) else content_hash(folder / name),  # of large files a run checks the size
         }
         for name in names
     }
-    report = {"words": 0, "pieces_per_word": 0.0, "unknown_share": 0.0, "longest_pieces": []}
+    report = {"words": 0, "pieces_per_word": 0.0, "unknown_share": 0.0}
     prepared = {
         "format": PREPARED_FORMAT,
         "token_options": TextConfig().token_options(),
@@ -168,10 +167,8 @@ def measure_first_batch(folder):
     for step in range(1, STEPS):
         steps[step]
     # The layout alone, in this process.
-    pairs = steps.phases[-1].pairs
-    start, laid_out = time.monotonic(), 0
-    for chunk in range(min(64, pairs.chunks(1))):
-        laid_out += len(pairs.chunk(1, chunk))
+    start = time.monotonic()
+    laid_out = len(steps.phases[-1].pairs.window(1, 0))
     print(
         json.dumps(
             {
@@ -195,7 +192,7 @@ def rss_anon():
 
 
 def speed(arguments):
-    """Every pairing and objective in one process; then `segments` in one and in two processes, in turns."""
+    """Every pairing and objective, in one process."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder) / "tokens"
         write_folder(folder, np.full(10**6, SENTENCES))
@@ -205,22 +202,8 @@ def speed(arguments):
             ("segments", "sentences"), ("nsp", "sop", "none"), (128, 512)
         ):
             pairs = pairs_of(text, pairing, objective, length)
-            turns = [pairs_a_second(pairs, range(turn * 16, turn * 16 + 16)) for turn in range(arguments.repetitions)]
+            turns = [pairs_a_second(pairs, turn) for turn in range(arguments.repetitions)]
             print(f"{pairing:>10} {objective:>10} {length:>7} {statistics.median(turns):>12,.0f}", flush=True)
-        one, two = [], []
-        for turn in range(2 * arguments.repetitions):
-            for count, speeds in ((1, one), (2, two)):
-                chunks = range(turn * 128, turn * 128 + 128)
-                with multiprocessing.get_context("fork").Pool(count) as pool:
-                    shares = [(folder, chunks[number::count]) for number in range(count)]
-                    pool.map(warm_up, shares)
-                    start = time.monotonic()
-                    speeds.append(sum(pool.starmap(lay_out_share, shares)) / (time.monotonic() - start))
-        ratios = [b / a for a, b in zip(one, two, strict=True)]
-        print(
-            f"segments of 128, one process {statistics.median(one):,.0f} pairs/s, two {statistics.median(two):,.0f}: "
-            f"{statistics.median(ratios):.2f} times (quartiles {quartiles(ratios)})"
-        )
 
 
 def pairs_of(text, pairing="segments", objective="nsp", length=128):
@@ -229,25 +212,11 @@ def pairs_of(text, pairing="segments", objective="nsp", length=128):
     return phase.pairs
 
 
-def pairs_a_second(pairs, chunks):
-    """The speed of laying out these chunks."""
+def pairs_a_second(pairs, window):
+    """The speed of laying out a window."""
     start = time.monotonic()
-    count = sum(len(pairs.chunk(0, chunk)) for chunk in chunks)
+    count = len(pairs.window(0, window))
     return count / (time.monotonic() - start)
-
-
-def warm_up(share):
-    global _pairs
-    _pairs = pairs_of(prepare(PretrainConfig(corpus=[str(share[0])], max_steps=1)))
-
-
-def lay_out_share(folder, chunks):
-    return sum(len(_pairs.chunk(0, chunk)) for chunk in chunks)
-
-
-def quartiles(values):
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{low:.2f} to {high:.2f}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,16 +226,16 @@ def quartiles(values):
 def shuffle(arguments):
     """Distinct documents in a step of 512 pairs: pairs shuffled in windows, and shuffled over the whole epoch."""
     text = prepare(PretrainConfig(corpus=[arguments.books], max_steps=1))
-    for window_chunks in (epochs.WINDOW_CHUNKS, 16, 4):
+    for stretches in (epochs.WINDOW_STRETCHES, 256, 64):
         pairs = pairs_of(text)
-        epochs.WINDOW_CHUNKS = window_chunks
+        epochs.WINDOW_STRETCHES = stretches
         pairs.go_on_from(epochs.Place())
         windows = [pairs.window(0, number) for number in range(pairs.windows(0))]
         in_windows = np.concatenate(windows)
         in_epoch = in_windows[np.random.default_rng(0).permutation(len(in_windows))]
         of_windows, of_epoch = distinct_documents(text, in_windows), distinct_documents(text, in_epoch)
         print(
-            f"{len(windows)} windows of at most {window_chunks} chunks: {of_windows:.1f} distinct documents in "
+            f"{len(windows)} windows of at most {stretches} stretches: {of_windows:.1f} distinct documents in "
             f"a step, {of_windows / of_epoch:.1%} of a full shuffle's"
         )
 

@@ -30,8 +30,8 @@ from benchmarks.mlm_head import positive
 from d2l_bert import PretrainConfig
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training.load import load_encoder
 from d2l_bert.training.vectors.embed import Embedder, Encoded, unit
-from d2l_bert.training.vectors.encoder import load_encoder
 
 
 FEWEST_TOKENS = 6  # in a sentence; shorter ones are headings and exclamations

@@ -14,8 +14,8 @@ from benchmarks.peers import Contestant, write_step
 from d2l_bert import D2lBertConfig, PretrainConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching
-from d2l_bert.training.arithmetic import matmul_peak, training_arithmetic
 from d2l_bert.training.learner import counts_of
+from d2l_bert.training.meter import matmul_peak, training_arithmetic
 from d2l_bert.training.recipes import architecture_options
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.search import sentences_of
 from d2l_bert.tokenization.cache import content_hash
-from d2l_bert.training.word_marks import PREFIX
+from d2l_bert.training.config import PREFIX
 
 
 def models_of(run: Path) -> dict[float, Path]:

@@ -14,15 +14,16 @@ from d2l_bert import model_cards
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.figures import (
-    BLIMP,
     DEVIATIONS,
+    cell,
     deviations,
     evaluation_section,
-    finite_metrics,
+    finetuned_metrics,
     formatted,
+    no_better,
     reported_metrics,
+    shown_metric,
 )
-from d2l_bert.model_cards.finetuned import cell, finetuned_card
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.progress import counted
 
@@ -96,8 +97,7 @@ def card_of(
         release: the content of release.json of a released model; None or empty if there is no such file.
     """
     if "finetune" in record:
-        tag = PIPELINE_TAGS[record["auto_class"].removeprefix("AutoModel")]
-        return finetuned_card(name, config, parameters, record, metrics, record["auto_class"], tag, formatted)
+        return finetuned_card(name, config, parameters, record, metrics)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
     start, language = run.get("init_from"), run.get("language")
@@ -147,16 +147,20 @@ def card_of(
         checkpoint_step=record.get("checkpoint_step"),
         checkpoint_words=record.get("checkpoint_words"),
         about=(release or {}).get("recipe", {}).get("about", "").strip(),
-        glance_rows=_glance_rows(run, data, metrics, config, parameters, bool(release)),
-        data_rows=_data_rows(run, data) if data else [],
-        procedure_rows=_procedure_rows(record, metrics, config, task, start) if run else [],
+        cell=cell,
+        counted=counted,
+        shown={metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)},
+        cleaning=[f"`{name}={run[name]}`" for name in CLEANING if run.get(name, 0) not in ("none", 0, False)],
+        masked_units=MASKED,
+        optimizers=OPTIMIZERS,
+        decay_ratio=run.get("decay_ratio") or record.get("decay_ratio"),
+        software=", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
         evaluation_rows=[
             (metric.name, formatted(metrics[metric.key], metric.unit))
             for metric in reported_metrics(metrics)
             if metric.text is None
         ],
         further_evaluation=evaluation_section(metrics),
-        machine_rows=_machine_rows(record, metrics, task),
         release=release,
         machine=record.get("machine", {}),
         deviations_apart=DEVIATIONS,
@@ -165,12 +169,119 @@ def card_of(
             for metric in reported_metrics(metrics)
             if (sd := stated.get(metric.key)) is not None
         ],
-        examples=[
-            (cell(example["text"]), ", ".join(_guess(**guess) for guess in example["output"]))
-            for example in metrics.get("predictions", [])
-        ],
+        examples=metrics.get("predictions", []),
     )
     return card.content
+
+
+# The tasks of fine-tuning, in a sentence.
+KINDS = {
+    "classification": "the classification of {texts} into {classes} classes",
+    "multilabel": "the choice of any of {classes} labels for {texts}",
+    "regression": "the prediction of a number for {texts}",
+    "tags": "the choice of one of {classes} tags for each word of a text",
+    "answers": "answers to questions, as spans of a context",
+    "multiple_choice": "the choice of the right one of several texts",
+}
+
+
+def finetuned_card(
+    name: str,
+    config: dict,
+    parameters: int,
+    record: dict,
+    metrics: dict,
+) -> str:
+    """
+    The card of a fine-tuned model: metadata for the Hub, and a text for people.
+
+    Args:
+        name: the name of the model.
+        config: the content of config.json.
+        parameters: the number of weights.
+        record: the content of run_config.json, with an entry `finetune`.
+        metrics: the content of metrics.json.
+    """
+    run, base, data = record["finetune"], record["base_model"], record["data"]
+    kind, pipeline_tag = record["kind"], PIPELINE_TAGS[record["auto_class"].removeprefix("AutoModel")]
+    is_ours = config.get("model_type") == "d2l-bert"
+    is_derived = base["revision"] is not None and not run.get("from_scratch")  # a model on the Hub, and its weights
+    hub_dataset = next(iter(data["hub_datasets"]), None)
+    card_data = ModelCardData(
+        license=run.get("license"),
+        library_name="transformers",
+        pipeline_tag=pipeline_tag,
+        tags=[*(["d2l-bert"] if is_ours else []), "bert", "fine-tuned", kind.replace("_", "-")],
+        datasets=data["hub_datasets"] or None,
+        model_name=name,
+        base_model=base["name"] if is_derived else None,
+        eval_results=_eval_results(metrics, data, run, hub_dataset, pipeline_tag) or None,
+    )
+    if is_derived:
+        card_data.base_model_relation = "finetune"
+    pair = data.get("has_pairs")
+    texts = "pairs of texts" if pair else "texts"
+    classes = len(config.get("id2label") or {})
+    first = "A text pair's first text.", "Its second text."
+    example = json.dumps({"text": first[0], "text_pair": first[1]} if pair else "A text of your own.")
+    size = f"{parameters:,} parameters"
+    if run.get("from_scratch"):
+        base_sentence = f"The architecture of {base['name']} ({size}) with fresh weights, without pretraining"
+    else:
+        base_sentence = f"{base['name']} ({size})"
+    card = ModelCard.from_template(
+        card_data,
+        template_path=str(Path(model_cards.__file__).parent / "FINETUNED.md"),
+        name=name,
+        quoted_name=quoted(name),
+        is_ours=is_ours,
+        kind=kind,
+        base_sentence=base_sentence,
+        task_sentence=KINDS.get(kind, kind.replace("_", " ")).format(texts=texts, classes=classes),
+        pipeline_task=record["pipeline_task"],
+        auto_class=record["auto_class"],
+        example=record.get("example") or example,
+        null_threshold=run["null_score_diff_threshold"] if data.get("has_unanswerable") else None,
+        versions=record.get("versions", {}),
+        figures=[(shown, formatted(metrics[key], unit)) for shown, key, unit, _ in finetuned_metrics(metrics)],
+        record=record,
+        run=run,
+        base=base,
+        data=data,
+        metrics=metrics,
+        cell=cell,
+        counted=counted,
+        no_better=no_better,
+        shown_metric=shown_metric,
+        pictures=list(metrics.get("pictures", {}).items()),
+        dropout=", ".join(f"`{name}={rate}`" for name, rate in record["dropout"].items() if rate is not None),
+        software=", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
+        length=record["max_seq_length"],
+        command=record["command"],
+    )
+    return card.content
+
+
+def _eval_results(metrics, data, run, hub_dataset, pipeline_tag):
+    results = []
+    for shown, key, _, metric_type in finetuned_metrics(metrics):
+        split = key.partition("_")[0]
+        table = data["splits"][split]["name"]
+        source = run.get(f"{split}_file")  # rows of a file are not those of the Hub's dataset
+        invented = re.sub(r"[^\w.-]+", "-", table, flags=re.ASCII).strip("-") or "table"
+        if math.isfinite(metrics[key]):
+            results.append(
+                EvalResult(
+                    task_type=pipeline_tag,
+                    dataset_type=invented if source or not hub_dataset else hub_dataset,
+                    dataset_name=table,
+                    dataset_split=split,
+                    metric_type=metric_type,
+                    metric_name=shown,
+                    metric_value=round(metrics[key], 4),
+                )
+            )
+    return results
 
 
 def read_card(folder: Path, license: str | None = None) -> ModelCard:
@@ -219,192 +330,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of the card's tables: name and text
-
-
-def _glance_rows(run, data, metrics, config, parameters, is_release):
-    """
-    What a visitor wants to know first; without the rows that nothing is known of.
-
-    BLiMP is here for a release alone: `d2l-bert evaluate --update_card` changes the section of its figures, not this.
-    """
-    if not data:
-        return []
-    by_name = {metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)}
-    pair = [value for key, value in by_name.items() if re.fullmatch(r"eval_(nsp|sop)_accuracy", key)]
-    seen, words = metrics.get("train_words_seen"), data["train_words"]
-    size = f"{parameters:,} parameters: {config['num_hidden_layers']} layers, hidden size {config['hidden_size']}"
-    rows = [
-        ("size", size),
-        ("text", f"{words:,} words ({data['corpus_name']})"),
-        ("words seen in training", f"{seen:,.0f}: {seen / words:.1f} passes over the text" if seen else None),
-        ("masked tokens predicted, on held-out text", by_name.get("eval_mlm_accuracy")),
-        ("order of two segments predicted (chance: 50 %)", ", ".join(pair)),
-        ("BLiMP, grammar in minimal pairs (chance: 50 %)", by_name.get(BLIMP) if is_release else None),
-        ("licence", run.get("license")),
-    ]
-    return [(name, cell(text)) for name, text in rows if text]
-
-
-def _data_rows(run, data):
-    rows = [
-        ("corpus", f"{data['corpus_name']}, fingerprint `{data['corpus_fingerprint']}`"),
-        ("training text", f"{counted(data['train_documents'], 'document')}, {data['train_tokens']:,} tokens"),
-        *_evaluation_text(data),
-        ("language", run.get("language")),
-        *_choices(run, data),
-    ]
-    if report := data.get("tokenizer"):
-        added = f"; up to {run['extend_vocab']:,} words of the corpus were added" if run.get("extend_vocab") else ""
-        pieces = " ".join(f"`{piece}`" for piece in report["longest_pieces"])
-        words = "words" if data.get("validation") else "held-out words"
-        rows += [
-            (
-                "tokenizer",
-                f"WordPiece; on {report['words']:,} {words} {report['pieces_per_word']:.2f} pieces a word, "
-                f"{100 * report['unknown_share']:.2f} % `[UNK]`{added}",
-            ),
-            ("its longest pieces", pieces),
-        ]
-    return [(name, cell(text)) for name, text in rows if text]
-
-
-def _evaluation_text(data):
-    """What the model was evaluated on: a part held out of the corpus, or a text that the user gave."""
-    size = f"{counted(data['held_out_documents'], 'document')}, {data['held_out_tokens']:,} tokens"
-    if not (validation := data.get("validation")):
-        return [("held out", size)]
-    name, texts, shared = (validation[key] for key in ("corpus_name", "texts", "texts_in_training"))
-    of_training = f"{shared:,} of its {texts:,}" if shared else f"none of its {texts:,}"
-    return [
-        ("validation text", f"{name}, fingerprint `{validation['corpus_fingerprint']}`: {size}"),
-        ("held out", "nothing; the validation text is a text of its own, not a part of the corpus"),
-        ("validation text in the training text", f"{of_training} files and rows"),
-    ]
-
-
-def _choices(run, data):
-    """Rows for the options that select or clean text. The text of a row is empty if its option is not used."""
-    are_all_on_hub = 0 < len(run["dataset"]) == len(data["hub_datasets"])
-    cleaning = [f"`{name}={run[name]}`" for name in CLEANING if run[name] not in ("none", 0, False)]
-    return [
-        ("data sets", f"{', '.join(run['dataset'])}; split {run['dataset_split']}" if are_all_on_hub else ""),
-        ("shares of the sources", " : ".join(run["source_weights"])),
-        ("at most", f"{run['max_documents']:,} documents of each source" if run["max_documents"] else ""),
-        ("cleaning", ", ".join(cleaning)),
-    ]
-
-
-def _procedure_rows(record, metrics, config, task, start):
-    run = record["run"]
-    units, length = unit(task), run["max_seq_length"]
-    lengths = "".join(
-        f"; {entry.split(':')[0]}, and {_times(length // int(entry.split(':')[0]))}as many {units} a step, in the "
-        f"{'next' if number else 'first'} {_percent(entry.split(':')[1])} of the steps"
-        for number, entry in enumerate(run["length_schedule"])
-    )
-    batches = "".join(
-        f"{', then' if number else '; first'} {int(entry.split(':')[0]):,} for {_percent(entry.split(':')[1])}"
-        f"{'' if number else ' of the steps'}"
-        for number, entry in enumerate(run["batch_size_schedule"])
-    )
-    skipped = metrics.get("train_skipped_steps")
-    skipped_text = f"; {skipped:,} steps skipped because their loss or gradient was not finite" if skipped else ""
-    share, alone = run["mlm_probability"], "one sentence each" if run["pairing"] == "sentences" else "one segment each"
-    masked, random = run.get("mask_replace_prob", 0.8), run.get("random_replace_prob", 0.1)
-    decay_ratio = run["decay_ratio"] or record.get("decay_ratio")
-    falls = f"in the last {_percent(decay_ratio)} of the steps" if decay_ratio else "at the end"
-    fall = {
-        "linear": "a straight line",
-        "cosine": "half a cosine",
-        "warmup_stable_decay": f"flat, then 1 - sqrt {falls}",
-    }[run["lr_scheduler_type"]]
-    step = record.get("checkpoint_step")
-    average = ""
-    if run["ema_decay"] and (not step or "checkpoint_words" in record):
-        average = f"; the weights are a moving average with decay {run['ema_decay']}"
-    rows = [
-        ("objective", f"masked language model (MLM){f' and {task.name} ({task.short})' if task else ' alone'}"),
-        (units, f"{'`' + run['pairing'] + '`' if task else alone}, at most {length} tokens{lengths}"),
-        (
-            "masking",
-            f"{share if isinstance(share, str) else _percent(share)} of the {MASKED[run['masking']]}: "
-            f"{_percent(masked)} `[MASK]`, {_percent(random)} random, {_percent(1 - masked - random)} kept",
-        ),
-        (
-            "start",
-            f"the weights, architecture and vocabulary of {start}"
-            if start
-            else f"`attention_init={run['attention_init']}`, `initializer_range={config['initializer_range']}`",
-        ),
-        (
-            "steps",
-            f"{f'{step:,} of ' if step else ''}{run['max_steps']:,} of {run['global_batch_size']:,} {units}{batches}"
-            f"{skipped_text}",
-        ),
-        (
-            "optimizer",
-            f"{OPTIMIZERS[run['optim']]}, peak rate {run['learning_rate']:g}, betas {run['adam_beta1']} and "
-            f"{run['adam_beta2']}, weight decay {run['weight_decay']}; {_percent(run['warmup_ratio'])} warm-up, "
-            f"then {fall}{average}",
-        ),
-        ("gradient norm", f"at most {run['max_grad_norm']:g}; a longer gradient is scaled down"),
-        ("dropout", f"{config['hidden_dropout_prob']:g}, in attention {config['attention_probs_dropout_prob']:g}"),
-        ("rows", f"several {units} in a row, without attention between them" if run["packing"] else ""),
-        ("precision", {"no": "float32"}.get(run["mixed_precision"], run["mixed_precision"])),
-        ("seed", run["seed"]),
-    ]
-    return [(name, text) for name, text in rows if text != ""]
-
-
-def _machine_rows(record, metrics, task):
-    machine, versions = record.get("machine", {}), record.get("versions", {})
-    processes, threads = machine.get("processes", 1), machine.get("threads")
-    device = machine.get("accelerator") or machine.get("processor") or machine.get("device")
-    if device and not machine.get("accelerator") and threads:
-        device += f", {threads} {'thread' if threads == 1 else 'threads'}"
-    if device and processes > 1:
-        device = f"{processes} processes, each on {device}"
-    speeds = [
-        f"{metrics[key]:,.0f} {counted}/s"
-        for counted in (unit(task), "tokens")
-        if (key := f"train_{counted}_per_second") in metrics
-    ]
-    mfu, padding, wait = (metrics.get(f"train_{name}") for name in ("mfu", "padding_share", "data_wait_share"))
-    seconds, memory = (metrics.get(f"train_{name}") for name in ("seconds", "memory_mb"))
-    rows = [
-        ("machine", device),
-        ("time", None if seconds is None else _time(seconds)),
-        ("speed", ", ".join(speeds)),
-        (
-            "share of the peak (MFU)",
-            None if mfu is None else f"{100 * mfu:.1f} % of the measured peak of matrix products",
-        ),
-        ("padding", None if padding is None else f"{100 * padding:.1f} % of the tokens computed"),
-        ("waiting for data", None if wait is None else f"{100 * wait:.1f} % of the time"),
-        ("memory of a process" if processes > 1 else "memory", None if memory is None else f"{memory:,.0f} MB"),
-        ("software", ", ".join(f"{name} {version}" for name, version in versions.items())),
-    ]
-    return [(name, cell(text)) for name, text in rows if text]
-
-
-def _guess(label, score):
-    return f"{cell(label) if '`' in label else f'`{cell(label)}`'} ({score:.2f})"
-
-
-def _times(factor):
-    return f"{factor} times " if factor > 1 else ""
-
-
-def _time(seconds):
-    return f"{seconds:,.0f} s" if seconds < 3600 else f"{seconds:,.0f} s, {seconds / 3600:,.1f} hours"
-
-
-def _percent(share):
-    return f"{100 * float(share):.3g} %"
-
-
 def eval_results(metrics: dict, data: dict) -> list[EvalResult]:
     """
     The figures of a model for the card's metadata.
@@ -428,8 +353,8 @@ def eval_results(metrics: dict, data: dict) -> list[EvalResult]:
             metric_name=metric.name,
             metric_value=round(metrics[metric.key], 4),
         )
-        for metric in finite_metrics(metrics)
-        if metric.text or corpus
+        for metric in reported_metrics(metrics)
+        if metric.in_metadata and math.isfinite(metrics[metric.key]) and (metric.text or corpus)
     ]
 
 

@@ -1,7 +1,6 @@
 """`PublishConfig`: the options of `d2l-bert publish`; the licences that the Hub knows."""
 
 import difflib
-import re
 from dataclasses import dataclass
 
 from d2l_bert.errors import UserError
@@ -53,13 +52,13 @@ class PublishConfig(Options):
         False, "check everything and list the files to send, with sizes, but send nothing", HUB, common=True
     )
 
-    def check(self) -> None:
-        """Check the options before anything is read or sent."""
-        super().check()
-        if self.public and self.create_pr:
-            raise UserError(
-                "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr": (
+                self.public and self.create_pr
             )
+        }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,8 +81,6 @@ LICENSES = """
 def check_license(identifier: str) -> None:
     """Raise `UserError` if the Hub does not have this licence identifier."""
     if identifier not in LICENSES:
-        words = re.findall(r"[a-z0-9.+]+", identifier.lower())
-        plain = "-".join(word for word in words if word not in ("the", "license", "licence", "version"))
-        near = difflib.get_close_matches(plain, LICENSES, n=1)
+        near = difflib.get_close_matches(identifier.lower().replace(" ", "-"), LICENSES, n=1)
         page = "one of https://huggingface.co/docs/hub/repositories-licenses"
         raise UserError(f"license {identifier!r} is not one that the Hub knows; write {near[0] if near else page}")

@@ -6,18 +6,19 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from d2l_bert.errors import UserError, why_unwritable
+from d2l_bert.errors import UserError, writing
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, eval_results, read_card, render_card
 from d2l_bert.model_cards.figures import (
-    SECTION_END,
-    SECTION_START,
     evaluated_metrics,
     evaluation_section,
     replaced,
 )
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 
+
+# The section of `figures.evaluation_section` in a card.
+SECTION = r"<!-- figures of d2l-bert evaluate -->.*?<!-- end of the figures of d2l-bert evaluate -->"
 
 # In a card that has no figures of an evaluation yet, their section goes before the first of these headings.
 HEADINGS_AFTER = (
@@ -54,7 +55,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     card gets one: a d2l-bert model's from its own files, any other model's with these figures alone.
 
     Args:
-        text, figures, blimp: as in `figures.metrics_of_evaluation`.
+        text, figures, blimp: as in `figures.replaced`.
 
     Raises:
         UserError: the card cannot be read, or the folder cannot be written.
@@ -62,7 +63,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     before, path = read_json(folder / METRICS_FILE), folder / CARD_FILE
     metrics = replaced(before, text, figures, blimp)
     is_ours = read_json(folder / "config.json").get("model_type") == D2lBertConfig.model_type
-    try:
+    with writing(folder):
         write_json(folder / METRICS_FILE, metrics)
         if path.is_file() or not is_ours:
             metadata = ModelCardData(library_name="transformers", pipeline_tag="fill-mask")
@@ -80,13 +81,11 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         partial = path.with_name(f".{path.name}.part")
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: {why_unwritable(error, '')}") from None
 
 
 def _with_section(body, section):
     """The card's text with this section instead of the earlier one."""
-    there = re.compile(rf"{re.escape(SECTION_START)}.*?{re.escape(SECTION_END)}", re.DOTALL)
+    there = re.compile(SECTION, re.DOTALL)
     if there.search(body):
         return there.sub(lambda _: section, body, count=1)
     places = [body.index(f"\n{heading}\n") + 1 for heading in HEADINGS_AFTER if f"\n{heading}\n" in body]

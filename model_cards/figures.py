@@ -2,9 +2,12 @@
 
 import math
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from d2l_bert.model_cards.finetuned import METRICS, finetuned_metrics
+import jinja2
+
+from d2l_bert import model_cards
 from d2l_bert.pair_tasks import pair_task
 
 
@@ -33,15 +36,28 @@ SCORES = {
 }
 
 
-FINETUNED_HEAD = """\
-Fine-tuned (`d2l-bert finetune`), beside the same architecture trained from scratch, the learning rate of each chosen
-on validation rows; means over seeds (standard deviations):
-
-| task | from this model | from scratch | seeds | difference in standard errors |
-|---|---|---|---|---|"""
-
 # Figures of fine-tuned models have this instead of the name of a text, which is never empty.
 FINE_TUNING = ""
+
+
+# The Hub's kind (`metric_type`) and the unit of each metric; `1` is a number from -1 to 1 or from 0 on.
+METRICS = {
+    "accuracy": ("accuracy", "%"),
+    "f1": ("f1", "%"),
+    "accuracy_f1_mean": ("mean of accuracy and F1", "%"),
+    "macro_f1": ("f1", "%"),
+    "exact_match": ("exact_match", "%"),
+    "precision": ("precision", "%"),
+    "recall": ("recall", "%"),
+    "strict_f1": ("f1", "%"),
+    "matthews_correlation": ("matthews_correlation", "1"),
+    "pearson": ("pearsonr", "1"),
+    "spearman": ("spearmanr", "1"),
+    "pearson_spearman_mean": ("mean of Pearson's and Spearman's correlation", "1"),
+    "mse": ("mse", "1"),
+    "mae": ("mae", "1"),
+    "loss": ("loss", "1"),
+}
 
 
 class ReportedMetric(NamedTuple):
@@ -146,20 +162,26 @@ def formatted(value: float, unit: str) -> str:
     return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:,.1f}")
 
 
-def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | None) -> dict:
+def replaced(metrics: dict, text: str | None, figures: dict | None, blimp: dict | None) -> dict:
     """
-    The entries of metrics.json for the figures of one evaluation.
+    `metrics` with the figures of an evaluation instead of earlier ones on the same text, or of BLiMP.
 
     Args:
+        metrics: the content of metrics.json.
         text: the name of the text; None without one.
         figures: the figures on the text, by their names; None without one.
         blimp: the results on BLiMP (`training.evaluation.blimp.blimp_results`, with `score`); None without them.
     """
-    entries = {}
+    kept = {
+        key: value
+        for key, value in metrics.items()
+        if not (figures is not None and key.startswith(f"eval/{text}/") and "/" not in key[len(f"eval/{text}/") :])
+        and not (blimp is not None and key.startswith("eval_blimp_"))
+    }
     if figures is not None:
-        entries |= {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+        kept |= {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
     if blimp is not None:
-        entries |= {
+        kept |= {
             BLIMP: blimp["accuracy"],
             "eval_blimp_standard_error": blimp["standard_error"],
             "eval_blimp_paradigms": blimp["paradigm_count"],
@@ -167,18 +189,7 @@ def metrics_of_evaluation(text: str | None, figures: dict | None, blimp: dict | 
             "eval_blimp_score": blimp["score"],
             **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
         }
-    return entries
-
-
-def replaced(metrics: dict, text: str | None, figures: dict | None, blimp: dict | None) -> dict:
-    """`metrics` with the figures of an evaluation instead of earlier ones on the same text, or of BLiMP."""
-    kept = {
-        key: value
-        for key, value in metrics.items()
-        if not (figures is not None and key.startswith(f"eval/{text}/") and "/" not in key[len(f"eval/{text}/") :])
-        and not (blimp is not None and key.startswith("eval_blimp_"))
-    }
-    return {**kept, **metrics_of_evaluation(text, figures, blimp)}
+    return kept
 
 
 def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
@@ -201,79 +212,58 @@ def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
     return entries
 
 
-# The card's section of these figures stands between two comments, by which later figures find it.
-SECTION_START, SECTION_END = (
-    "<!-- figures of d2l-bert evaluate -->",
-    "<!-- end of the figures of d2l-bert evaluate -->",
-)
-
-
 def evaluation_section(metrics: dict) -> str:
     """The card's section with the figures of `d2l-bert evaluate`; an empty string without such figures."""
-    found = evaluated_metrics(metrics)
-    if not found:
+    blocks = {}
+    for metric in evaluated_metrics(metrics):
+        blocks.setdefault(metric.text, []).append(metric)
+    template = jinja2.Template((Path(model_cards.__file__).parent / "EVALUATION.md").read_text(encoding="utf-8"))
+    shown = {"cell": cell, "formatted": formatted, "scores": SCORES, "fine_tuning": FINE_TUNING, "infinity": math.inf}
+    return template.render(blocks=blocks, metrics=metrics, **shown) if blocks else ""
+
+
+def shown_metric(name: str, value: float) -> str:
+    """The value of a metric for a table: in percent, or with four decimals."""
+    return f"{100 * value:.1f} %" if METRICS.get(name, ("", ""))[1] == "%" else f"{value:.4f}"
+
+
+def no_better(metrics: dict, split: str) -> str:
+    """
+    A sentence that compares the accuracy on a split with that of always predicting the most frequent class.
+
+    Args:
+        metrics: the content of metrics.json.
+
+    Returns:
+        "" for a task without classes.
+    """
+    share = metrics.get("most_frequent_class", {}).get(split)
+    if share is None:
         return ""
-    blocks = []
-    for text in dict.fromkeys(metric.text for metric in found):
-        rows = [metric for metric in found if metric.text == text]
-        if text == FINE_TUNING:
-            blocks.append(_finetuned_table(metrics, rows))
-            continue
-        lead = _blimp_lead(metrics) if rows[0].key.startswith(BLIMP) else _text_lead(metrics, text)
-        table = [f"| {_cell(row.name)} | {formatted(metrics[row.key], row.unit)} |" for row in rows]
-        blocks.append("\n".join([lead, "", "| figure | value |", "|---|---|", *table]))
-    return "\n\n".join([SECTION_START, "## Further evaluation", *blocks, SECTION_END])
+    sentence = f"always the most frequent class: accuracy {shown_metric('accuracy', share)}"
+    if metrics[f"{split}_accuracy"] <= share:
+        sentence += "; the model does no better"
+    return sentence
 
 
-def _finetuned_table(metrics, rows):
-    lines, pays = [], []
-    for row in rows:
-        task = FINETUNED.fullmatch(row.key)["task"]
-        seeds = metrics[f"finetune/{task}/seeds"]
-        mean, sd = metrics[row.key], metrics[f"{row.key}{FINETUNED_SD}"]
-        other, other_sd = (metrics[f"{row.key}{FROM_SCRATCH}{ending}"] for ending in ("", FINETUNED_SD))
-        error = math.sqrt((sd**2 + other_sd**2) / seeds)
-        apart = (mean - other) / error if error else math.inf
-        sides = [f"{formatted(m, row.unit)} ({formatted(d, row.unit)})" for m, d in ((mean, sd), (other, other_sd))]
-        lines.append(f"| {_cell(row.name)} | {' | '.join(sides)} | {seeds} | {apart:+.1f} |")
-        if apart >= 2:
-            pays.append(task)
-    told = f"on {', '.join(pays)}" if pays else "on none of them"
-    return "\n".join([FINETUNED_HEAD, *lines, "", f"Pretraining pays, by two standard errors or more, {told}."])
+def finetuned_metrics(metrics: dict) -> list[tuple[str, str, str, str]]:
+    """
+    The figures of a fine-tuned model that its card shows.
 
+    Args:
+        metrics: the content of metrics.json; of another run, nothing is found.
 
-def _text_lead(metrics, text):
-    def count(name):
-        return metrics.get(f"eval/{text}/{name}")
-
-    units = "pairs" if count("pairs") else "sequences"
-    lead = f"On {text}"
-    if count(units) and count("masked_tokens"):
-        lead += f", {count(units):,} {units} with {count('masked_tokens'):,} masked tokens, always the same"
-    if count("pppl_sentences"):
-        lead += (
-            f"; the pseudo-perplexity (Salazar et al., 2020) on {count('pppl_sentences'):,} of its sentences, "
-            f"{count('pppl_words'):,} words"
-        )
-    return f"{lead} (`d2l-bert evaluate`):"
-
-
-def _blimp_lead(metrics):
-    paradigms, pairs = metrics.get("eval_blimp_paradigms"), metrics.get("eval_blimp_pairs")
-    size = f", {pairs:,} minimal pairs in {paradigms} of its 67 paradigms" if pairs and paradigms else ""
-    score = SCORES.get(metrics.get("eval_blimp_score"))
-    return (
-        f"On [BLiMP](https://arxiv.org/abs/1912.00582){size}{f', scored by {score}' if score else ''}: how often the "
-        f"grammatical sentence of a pair scores higher; chance is 50 %:"
-    )
-
-
-def _cell(text):
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def finite_metrics(metrics: dict) -> list[ReportedMetric]:
-    """Those of `reported_metrics` that the card's metadata takes."""
+    Returns:
+        For each figure: its name in the card, its key in metrics.json, its unit (`%` or `1`), the Hub's metric type.
+    """
     return [
-        metric for metric in reported_metrics(metrics) if metric.in_metadata and math.isfinite(metrics[metric.key])
+        (f"{split} {name.replace('_', ' ')}", f"{split}_{name}", METRICS.get(name, (name, "1"))[1], METRICS[name][0])
+        for split in ("validation", "test")
+        for name in metrics.get("metrics_shown", [])
+        if f"{split}_{name}" in metrics and name in METRICS
     ]
+
+
+def cell(text: object) -> str:
+    """Text for a cell of a Markdown table: in one line, with | escaped."""
+    return str(text).replace("|", "\\|").replace("\n", " ")

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, BertConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -23,7 +23,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.figures import formatted, reported_metrics
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.saving import AUTO_MAP
+from d2l_bert.modeling.conversion import AUTO_MAP
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import pieces
 
@@ -68,26 +68,20 @@ def check_config(folder: Path) -> D2lBertConfig | BertConfig:
     Read config.json, and refuse a configuration that is not that of the run, or not of a d2l-bert class. A fine-tuned
     model may also be a stock BERT.
     """
-    config = folders.read_json(folder / "config.json")
-    if not config:
+    found = folders.read_json(folder / "config.json")
+    is_finetuned = "finetune" in folders.read_json(folder / RUN_FILE)
+    config_class = BertConfig if found.get("model_type") == "bert" and is_finetuned else D2lBertConfig
+    if found.get("model_type") != config_class.model_type:
         raise UserError(
-            f"{folder}: config.json is missing, so the folder has no model; give a folder of save_pretrained"
+            f"{folder}/config.json: names a {found.get('model_type')} model, not a d2l-bert one; give a folder of "
+            f"pretrain, or publish another model with hf upload"
         )
-    kind, classes = config.get("model_type"), config.get("architectures") or []
-    if kind == BertConfig.model_type and "finetune" in folders.read_json(folder / RUN_FILE):
-        with refused(folder, "put back the config.json of the run", Exception):
-            return BertConfig.from_pretrained(folder)  # stock BERT that d2l-bert finetune has trained
-    if kind != D2lBertConfig.model_type:
-        raise UserError(f"{folder}/config.json: a {kind} model, not a d2l-bert one; hf upload publishes any model")
-    if len(classes) != 1 or classes[0] not in OURS:
-        raise UserError(
-            f"{folder}/config.json: architectures is {classes}, and should name the class that was saved; save the "
-            f"model again with save_pretrained"
-        )
-    mend = "mend config.json, or save the model again with save_pretrained"
     # Transformers raises AttributeError, IndexError, TypeError or ValueError if an entry has the wrong type.
-    with refused(folder, mend, Exception):
-        config = D2lBertConfig.from_pretrained(folder)
+    with refused(folder, "put back the config.json of the run, or save the model again", Exception):
+        config = config_class.from_pretrained(folder)
+        (model_class,) = config.architectures
+        if config_class is D2lBertConfig and model_class not in OURS:
+            raise ValueError(f"config.json: architectures is {config.architectures}, not the class that was saved")
     return config
 
 
@@ -129,33 +123,25 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
 def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     """Refuse a tokenizer that is missing, is not a stock class, or does not fit the model or vocab.txt."""
     mend = "save the tokenizer that the model was trained with into the folder"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: {name} is missing; {mend}")
-    settings = folders.read_json(folder / "tokenizer_config.json")
+    settings, vocabulary = folders.read_json(folder / "tokenizer_config.json"), folder / "vocab.txt"
     kind = settings.get("tokenizer_class")
-    if kind not in STOCK_TOKENIZERS:
-        raise UserError(f"{folder}/tokenizer_config.json: {kind} is no stock class for a WordPiece tokenizer; {mend}")
-    if settings.get("auto_map"):
+    if kind not in STOCK_TOKENIZERS or settings.get("auto_map") or not (folder / "tokenizer.json").is_file():
         raise UserError(
-            f"{folder}/tokenizer_config.json: auto_map asks for code, which is not published; remove auto_map"
+            f"{folder}/tokenizer_config.json: names no stock class of a WordPiece tokenizer ({kind}), or code by "
+            f"auto_map, or tokenizer.json is missing; {mend}"
         )
     with refused(folder, f"its tokenizer cannot be loaded; {mend}", Exception):  # `tokenizers` raises plain Exceptions
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        vocabulary = folder / "vocab.txt"
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
-    if len(tokenizer) != config.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {len(tokenizer):,} tokens and config.json says vocab_size "
-            f"{config.vocab_size:,}; {mend}"
-        )
-    if beside != pieces(tokenizer):
-        raise UserError(f"{folder}: vocab.txt and tokenizer.json have different tokens; {mend}")
-    if tokenizer.pad_token_id != config.pad_token_id:
-        raise UserError(
-            f"{folder}: the tokenizer pads with {tokenizer.pad_token_id} and config.json says pad_token_id "
-            f"{config.pad_token_id}; {mend}"
-        )
+    pairs = {
+        "tokens and vocab_size": (len(tokenizer), config.vocab_size),
+        "pad_token_id": (tokenizer.pad_token_id, config.pad_token_id),
+        "tokens of vocab.txt": (pieces(tokenizer), beside),
+    }
+    for name, (one, other) in pairs.items():
+        if one != other:
+            values = "" if isinstance(one, list) else f" ({one} and {other})"
+            raise UserError(f"{folder}: the tokenizer's {name} are not those of the model{values}; {mend}")
 
 
 def check_weights(folder: Path, model_class) -> None:
@@ -166,14 +152,6 @@ def check_weights(folder: Path, model_class) -> None:
         raise UserError(
             f"{folder}: model.safetensors is missing, and weights are published as safetensors only; {mend}"
         )
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                bad = next((name for name in opened.keys() if not opened.get_tensor(name).isfinite().all()), None)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: damaged or cut short ({error}); {mend}") from None
-        if bad:
-            raise UserError(f"{file}: {bad} has numbers that are not finite; publish an earlier checkpoint")
     # The folder's own code may raise any exception. Of the installed code, other exceptions are bugs.
     kinds = (
         (ValueError, OSError, SafetensorError)
@@ -182,11 +160,9 @@ def check_weights(folder: Path, model_class) -> None:
     )
     with refused(folder, mend, *kinds):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
-    if missing:
-        raise UserError(f"{folder}: the weights lack {sorted(missing)[0]}, which the model of config.json has; {mend}")
-    if unexpected:
+    if different := sorted(missing | unexpected):
         raise UserError(
-            f"{folder}: the weights have {sorted(unexpected)[0]}, which the model of config.json does not have; {mend}"
+            f"{folder}: the weights and the model of config.json differ ({different[0]} is in one of both); {mend}"
         )
 
 

@@ -17,7 +17,7 @@ from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELE
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.saving import AUTO_MAP
+from d2l_bert.modeling.conversion import AUTO_MAP
 from d2l_bert.tokenization.wordpiece import pieces
 
 
@@ -73,14 +73,14 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     if settings["model_type"] == D2lBertConfig.model_type:
         settings["auto_map"] = AUTO_MAP
     record = folders.read_json(folder / RUN_FILE)
-    files["config.json"] = _json(settings)
+    files["config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
     classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
     files["tokenizer_config.json"] = classes  # Transformers 4 does not know TokenizersBackend
     if "vocab.txt" not in files:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()
     if record:
-        files[RUN_FILE] = _json(without_paths(record))
+        files[RUN_FILE] = (json.dumps(without_paths(record), indent=2) + "\n").encode()
     files[CARD_FILE] = read_card(folder, config.license).content.encode()
     check_private(folder, files, record)
     digest = hashlib.sha256()
@@ -104,15 +104,6 @@ def is_written(path: str) -> bool:
 def read(content: Path | bytes) -> bytes:
     """The bytes of a file, given as a path or as content."""
     return content if isinstance(content, bytes) else content.read_bytes()
-
-
-def read_object(files: dict[str, Path | bytes], name: str) -> dict:
-    """The content of a JSON file in `files`; an empty dict if `files` does not have the file."""
-    return json.loads(read(files[name])) if name in files else {}
-
-
-def _json(content):
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def without_paths(record: dict) -> dict:

@@ -1,24 +1,23 @@
 """Sends a finished model folder to the Hub: checks it, sends its files in one commit, tags the commit."""
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id
 
 from d2l_bert.errors import UserError
-from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, auto_class
+from d2l_bert.model_cards.card import auto_class
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import check_folder
-from d2l_bert.model_cards.outgoing import is_written, listing, outgoing, read_object, with_repository_in_card
-from d2l_bert.progress import counted
-from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.model_cards.outgoing import is_written, listing, outgoing, read, with_repository_in_card
 
 
 logger = logging.getLogger(__name__)
@@ -49,21 +48,8 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     files, tag = outgoing(folder, config)
     name = folder.resolve().name
     if config.dry_run:
-        text = listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
-        return "\n".join(filter(None, (text, quotes_of_text(files))))
+        return listing(folder, with_repository_in_card(files, name, repo_id, tag or config.revision))
     return send(files, tag, name, repo_id, config)
-
-
-def quotes_of_text(files: dict[str, Path | bytes]) -> str:
-    """What to say if card and metrics.json quote sentences of the text that the model was evaluated on; or ""."""
-    quoted = len(read_object(files, METRICS_FILE).get("predictions", []))
-    corpus = read_object(files, RUN_FILE).get("data", {}).get("corpus_name")
-    if not quoted or corpus in (None, PYTHON_DOCS):
-        return ""
-    return (
-        f"{CARD_FILE} and {METRICS_FILE} quote {counted(quoted, 'sentence')} of the held-out text (`predictions`): "
-        f"take them out if that text may not be shown"
-    )
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -114,7 +100,11 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
                     CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
                     for path, content in with_repository_in_card(files, name, repo_id, tag or config.revision).items()
                 ),
-                *(CommitOperationDelete(path) for path in left_over(info, files)),
+                *(  # files that an earlier commit of this package has, and this one has not
+                    CommitOperationDelete(file.rfilename)
+                    for file in info.siblings or []
+                    if file.rfilename not in files and is_written(file.rfilename)
+                ),
             ],
             commit_message=config.commit_message or f"Model and card, by d2l-bert {version('d2l-bert')}",
             revision=config.revision,
@@ -131,7 +121,8 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
     if config.create_pr:
         return f"proposed to {repo_id}: {commit.pr_url}"
     page = f"{api.endpoint}/{repo_id} ({'private' if is_private else 'public'})"
-    return f"published: {page}\n{loading_lines(repo_id, tag or config.revision, read_object(files, 'config.json'))}"
+    saved = json.loads(read(files["config.json"]))
+    return f"published: {page}\n{loading_lines(repo_id, tag or config.revision, saved)}"
 
 
 def full_repo_id(api: HfApi, repo_id: str) -> str:
@@ -172,12 +163,6 @@ def find_collection(api: HfApi, repo_id: str, config: PublishConfig) -> str:
         return api.get_collection(config.collection).slug
     owner = repo_id.partition("/")[0]
     return api.create_collection(config.collection, namespace=owner, private=not config.public, exists_ok=True).slug
-
-
-def left_over(info: ModelInfo, files: dict[str, Path | bytes]) -> list[str]:
-    """Files in the repository whose names this package writes (`is_written`) and which `files` does not have."""
-    there = [file.rfilename for file in info.siblings or []]
-    return [path for path in there if path not in files and is_written(path)]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import tempfile
 import threading
-import traceback
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -148,10 +147,8 @@ class Pusher:
 
     def _not_sent(self, name, error):
         """Log why a checkpoint was not sent; for a bug of this package, with the traceback."""
-        if not isinstance(error, (UserError, OSError)):
-            logger.warning("".join(traceback.format_exception(error)).rstrip())
-            error = f"this is a bug of d2l-bert ({type(error).__name__}): please report it with the lines above"
-        logger.warning(f"{self.repo_id}: {name} was not sent: {error}")
+        is_bug = not isinstance(error, (UserError, OSError))
+        logger.warning(f"{self.repo_id}: {name} was not sent: {error}", exc_info=error if is_bug else None)
 
     def finish(self) -> str:
         """

@@ -37,9 +37,6 @@ record states, and 1 if a figure does not."""
 
 RELEASES = Path(__file__).parent  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
 
-# The packages whose code decides the weights. Folders below them do not.
-CODE = ("d2l_bert", "d2l_bert.tokenization", "d2l_bert.modeling", "d2l_bert.training")
-
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -261,67 +258,35 @@ def record_of(recipe: dict, texts: dict[str, dict], folder: Path) -> dict:
     """The content of `release.json` for the model in a folder, without `measured`."""
     options = [recipe["pretrain"], *recipe["evaluate"].values(), *recipe["finetune"].values()]
     needed = dict.fromkeys(name for name, _ in texts_of(recipe["pretrain"]))
-    files = []
-    for package in CODE:
-        (there,) = find_spec(package).submodule_search_locations
-        files += [(package, path.name, content_hash(path)) for path in sorted(Path(there).glob("*.py"))]
+    cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""  # a CPU's name may be that of many models
+    processor = re.findall(r"^(cpu family|model|stepping)\s*: (\d+)$", cpuinfo, re.MULTILINE)[:3]
     git = ["git", "-C", str(Path(find_spec("d2l_bert.training").origin).parent), "rev-parse", "HEAD"]
     return {
         "release": recipe["name"],
         "command": " ".join(["make", "release", f"MODEL={recipe['name']}", *(f"{name}=DIR" for name in needed)]),
         "recipe": recipe,
         "weights_sha256": content_hash(folder / "model.safetensors"),
-        "processor_details": processor_details(),
+        "processor_details": ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in processor) or None,
         "versions": {each.metadata["Name"]: each.version for each in required_distributions("d2l-bert")},
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
-        "code": fingerprint(files),
         "texts": {name: texts[name] for name, _ in texts_of(options)},
     }
 
 
-def processor_details() -> str | None:
-    """Family, model and stepping of the CPU, as its name may be that of many; None if the system does not say them."""
-    found = re.findall(
-        r"^(cpu family|model|stepping)\s*: (\d+)$", CPUINFO.read_text() if CPUINFO.exists() else "", re.M
-    )
-    return ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in found[:3]) or None
-
-
-def conditions(release: dict) -> dict:
-    """By its name, everything that may change the bytes of the weights."""
-    recipe = release["recipe"]
-    return {
-        **recipe["pretrain"],
-        **{name: recipe[name] for name in ("device", "threads", "seed")},
-        **{f"the text {name}": release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])},
-        "CPU": release["processor_details"],
-        "the code of d2l-bert": release["code"],
-        **release["versions"],
-    }
-
-
-def differences(before: dict, now: dict) -> list[str]:
-    """What differs in how two models were made, given the contents of their release.json."""
-    before, now = conditions(before), conditions(now)
-    return [
-        f"{name} ({before.get(name)}, here {now.get(name)})"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    ]
-
-
 def check_made(before: dict, now: dict, folder: Path) -> None:
-    """Raise `UserError` if the model in a folder was made in another way than it would be made now."""
-    if not before:
-        return
-    found = differences(before, now)
-    if before["weights_sha256"] != now["weights_sha256"]:
-        found.append("its weights have changed since")
-    if found:
+    """Raise `UserError` if the model in a folder was made by another recipe or of other texts than it would be now."""
+    if before and (_inputs(before), before["weights_sha256"]) != (_inputs(now), now["weights_sha256"]):
         raise UserError(
-            f"output_dir {folder}: holds a model that was made in another way: {'; '.join(found)}; make it anew with "
+            f"output_dir {folder}: holds a model that was made in another way, or changed since; make it anew with "
             f"--overwrite_output_dir, or name another folder"
         )
+
+
+def _inputs(release):
+    """What a release's model is made from."""
+    recipe = release["recipe"]
+    texts = [release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])]
+    return [*(recipe[name] for name in ("pretrain", "device", "threads", "seed")), texts]
 
 
 def compare(folder: Path, place: Path) -> int:
@@ -330,10 +295,8 @@ def compare(folder: Path, place: Path) -> int:
         [read_json(where / file) for where in (place, folder)] for file in (RELEASE_FILE, METRICS_FILE)
     )
     are_same = recorded["weights_sha256"] == made["weights_sha256"]
-    why = "; ".join(differences(recorded, made)) or "nothing that the record knows, please report this"
-    print(
-        f"{place.name}: {'the same bytes as recorded' if are_same else f'other bytes than recorded; different: {why}'}"
-    )
+    found = "the same bytes as recorded" if are_same else "other bytes than recorded (another CPU, or other versions)"
+    print(f"{place.name}: {found}")
     known, are_close = deviations(recorded, figures), True
     for metric in reported_metrics(figures):
         if metric.key in ours:

@@ -3,13 +3,11 @@
 Stock BERT normalises its embeddings. A model that the other side cannot express is refused, never approximated.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import transformers
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, BertConfig, BertForPreTraining, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -43,7 +41,12 @@ BERT_NAMES = (
 )
 PRETRAINING_MODULES = ("cls.predictions", "cls.seq_relationship", "bert.pooler")
 BIASES = {"cls.predictions.bias", "cls.predictions.decoder.bias"}  # two names of one tensor
-SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+SENTENCE_TRANSFORMER_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
 # A checkpoint whose config.json names one of these classes may have the weights of all of them.
 PRETRAINED = ("BertModel", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForPreTraining")
 
@@ -69,14 +72,6 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
         ValueError: the model is not a BERT that d2l-bert can express, or has no weights in PyTorch's formats.
         OSError: there is no such model.
     """
-    folder = Path(name)
-    if folder.is_file():
-        raise ValueError("it is a file; give the folder that holds it and its config.json")
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ValueError(
-            "it holds no model.safetensors and no pytorch_model.bin, and TensorFlow weights are not read; save the "
-            "model there from PyTorch with save_pretrained"
-        )
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
         mend = "it needs no conversion" if isinstance(config, D2lBertConfig) else "give a stock BERT"
@@ -112,42 +107,16 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
 
 def copy_sentence_transformer(name: str, folder: Path) -> None:
     """
-    Copy the files that turn an encoder into a sentence-transformers model (pooling, lengths, prompts).
-
-    Nothing is copied if the model has no modules.json.
+    Copy the files that turn an encoder into a sentence-transformers model (pooling, lengths, prompts), if it has them.
 
     Args:
         name: the model to copy from, a folder or an id on the Hub.
         folder: the folder to copy to.
-
-    Raises:
-        ValueError: modules.json is damaged, or names a folder outside of the model's folder.
     """
-    modules_file = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
-    if modules_file is None:
-        return
-    try:
-        modules = json.loads(Path(modules_file).read_text(encoding="utf-8"))
-        subfolders = [module["path"] for module in modules if module["path"]]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(
-            "modules.json is not a list of sentence-transformers modules; put back the modules.json that was saved "
-            "with the model, or delete modules.json"
-        ) from None
-    for subfolder in subfolders:
-        if not isinstance(subfolder, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", subfolder):
-            raise ValueError(
-                f"modules.json names {subfolder!r}, which is no subfolder of the model's folder; put back the "
-                f"modules.json that was saved with the model, or delete modules.json"
-            )
-    patterns = [*SENTENCE_TRANSFORMER_FILES, *(f"{subfolder}/*" for subfolder in subfolders)]
-    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     for file in SENTENCE_TRANSFORMER_FILES:
-        if (source / file).is_file():
-            shutil.copyfile(source / file, folder / file)
-    for subfolder in subfolders:
-        if (source / subfolder).is_dir():  # a module without weights or options, such as Normalize, may have none
-            shutil.copytree(source / subfolder, folder / subfolder, dirs_exist_ok=True)
+        if found := cached_file(name, file, _raise_exceptions_for_missing_entries=False):
+            (folder / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(found, folder / file)
 
 
 def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
@@ -214,20 +183,15 @@ def _shared_fields(config):
     Raises:
         ValueError: d2l-bert cannot express the architecture, or a value is out of range.
     """
-    if config.is_decoder or config.add_cross_attention:
-        raise ValueError(
-            f"this BERT is a decoder (is_decoder, add_cross_attention), and d2l-bert has encoders only; {OTHER_BERT}"
-        )
     positions = getattr(config, "position_embedding_type", None) or "absolute"
-    if positions != "absolute":
-        raise ValueError(
-            f"this BERT has {positions} position embeddings, and d2l-bert has absolute ones only; {OTHER_BERT}"
-        )
-    if config.hidden_act not in ACTIVATIONS:
-        raise ValueError(
-            f"this BERT has hidden_act {config.hidden_act}, and d2l-bert has {', '.join(ACTIVATIONS)} only; "
-            f"{OTHER_BERT}"
-        )
+    reasons = {
+        "is a decoder (is_decoder, add_cross_attention)": config.is_decoder or config.add_cross_attention,
+        f"has {positions} position embeddings, not absolute ones": positions != "absolute",
+        f"has hidden_act {config.hidden_act}, not {' or '.join(ACTIVATIONS)}": config.hidden_act not in ACTIVATIONS,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"this BERT {reason}, which d2l-bert cannot express; {OTHER_BERT}")
     fields = {name: getattr(config, name) for name in D2lBertConfig.__annotations__ if hasattr(config, name)}
     D2lBertConfig(**fields)  # raises ValueError if a value is out of range
     return fields

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 
 from transformers import PreTrainedConfig
 
@@ -83,8 +82,6 @@ class D2lBertConfig(PreTrainedConfig):
         # Transformers passes model_type from a saved config.json. All other calls are checked for misspelt names.
         if "model_type" not in kwargs:
             self._refuse_unknown_arguments(kwargs)
-        if not _is_whole(kwargs.get("num_labels") or 1):
-            raise ValueError(f"num_labels must be a whole number of at least 1, got {kwargs['num_labels']!r}")
         super().__post_init__(**kwargs)
         self.check()
 
@@ -98,39 +95,32 @@ class D2lBertConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range, or if values contradict each other."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "type_vocab_size",
-        ):
-            value = getattr(self, name)
-            if not _is_whole(value) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            value = getattr(self, name)
-            if value is None and name == "classifier_dropout":
-                continue
-            if not _is_number(value) or not 0 <= value < 1:
-                raise ValueError(f"{name} must be a probability of at least 0 and below 1, got {value!r}")
-        for name in ("initializer_range", "layer_norm_eps"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
-            if not SMALLEST <= value <= LARGEST:
-                raise ValueError(f"{name} must be between {SMALLEST:.1e} and {LARGEST:g}, got {value!r}")
-        for name in ("embedding_layer_norm", "tie_word_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
-        if self.problem_type not in (None, *PROBLEM_TYPES):
-            raise ValueError(f"problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}")
-        if self.num_labels < 1:
-            raise ValueError(f"num_labels must be at least 1, got {self.num_labels!r}")
+        rules = {
+            "a whole number of at least 1": (
+                lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+                *("max_position_embeddings", "type_vocab_size", "num_labels"),
+            ),
+            "a probability of at least 0 and below 1": (
+                lambda value: _is_number(value) and 0 <= value < 1,
+                *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+                *(() if self.classifier_dropout is None else ("classifier_dropout",)),
+            ),
+            f"between {SMALLEST:.1e} and {LARGEST:g}": (
+                lambda value: _is_number(value) and SMALLEST <= value <= LARGEST,
+                *("initializer_range", "layer_norm_eps"),
+            ),
+            "True or False": (
+                lambda value: isinstance(value, bool),
+                *("embedding_layer_norm", "tie_word_embeddings"),
+            ),
+            f"one of {', '.join(ACTIVATIONS)}": (lambda value: value in ACTIVATIONS, "hidden_act"),
+            f"one of {', '.join(PROBLEM_TYPES)}": (lambda value: value in (None, *PROBLEM_TYPES), "problem_type"),
+        }
+        for wanted, (is_right, *names) in rules.items():
+            for name in names:
+                if not is_right(getattr(self, name)):
+                    raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
@@ -138,10 +128,6 @@ class D2lBertConfig(PreTrainedConfig):
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id ({self.pad_token_id}) must lie within the vocabulary ({self.vocab_size})")
-
-
-def _is_whole(value):
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value):

@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
-import transformers
-from transformers import AutoConfig, BertConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from . import modeling_d2l_bert
@@ -31,15 +32,10 @@ def read_ours(name: str) -> D2lBertPreTrainedModel:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
     if not isinstance(config, D2lBertConfig) or model_class is None:
-        mend = "give a model of d2l-bert"
-        if isinstance(config, BertConfig):
-            mend = "a stock BERT becomes a d2l-bert model with --from bert"
-        if isinstance(config, D2lBertConfig):
-            raise ValueError(
-                f"config.json names a class that d2l-bert does not have, {config.architectures[0]}; put back the "
-                f"config.json that was saved with the weights"
-            )
-        raise ValueError(f"it is a {config.model_type} model, not a d2l-bert one; {mend}")
+        raise ValueError(
+            f"it is a {config.model_type} model of class {config.architectures}, not a d2l-bert one; give one, "
+            f"or convert a stock BERT with --from bert"
+        )
     model, missing, _ = load_and_compare(model_class, name)
     if model_class is D2lBertModel and lacks(model, missing, "pooler"):
         model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
@@ -86,17 +82,6 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
         ) from None
     check_finite(model)
     return model, set(report["missing_keys"]), set(report["unexpected_keys"])
-
-
-def is_decoder(model_config) -> bool:
-    """Whether a model has a decoder, or is one: it generates text, or a token does not see the tokens after it."""
-    if getattr(model_config, "is_encoder_decoder", False) or getattr(model_config, "is_decoder", False):
-        return True
-    if model_config.model_type == "xlnet":  # its attention sees both sides
-        return False
-    # GPT-2, Llama and the like: Transformers has the model with causal attention, and none with masked tokens.
-    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
-    return type(model_config) in causal._model_mapping and type(model_config) not in masked._model_mapping
 
 
 def check_finite(model: PreTrainedModel) -> None:
@@ -212,3 +197,38 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
         limits.append(positions - max(unused, default=0))
     return min(limits, default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+# Fields of `D2lBertConfig` that a run with --init_from may change.
+FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
+
+# The entry `auto_map` of config.json: the class that each Auto class loads with `trust_remote_code=True`.
+AUTO_MAP = {
+    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
+    "AutoModel": "modeling_d2l_bert.D2lBertModel",
+    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
+    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
+    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
+}
+
+
+def save_with_code(model, folder: Path) -> None:
+    """Write a d2l-bert model: the weights, config.json with `auto_map`, and the two Python files of the model."""
+    model.config.auto_map = dict(AUTO_MAP)
+    save_model(model, folder)
+
+
+def save_model(model, folder: Path) -> None:
+    """Write the weights and config.json of any Transformers model."""
+    model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)  # safetensors writes files that only the owner can read

@@ -10,9 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch.nn.parameter import is_lazy
 from transformers import PreTrainedTokenizerFast
 
 from .configuration_d2l_bert import D2lBertConfig
@@ -40,8 +38,6 @@ D2L_NAMES = (
 )
 OUR_POSITIONS, D2L_POSITIONS = "bert.embeddings.position_embeddings.weight", "encoder.pos_embedding"
 
-LAZY = "a lazy layer has no weights yet; run the net on one batch before you save the state dict"
-
 D2L_SPECIAL_TOKENS = {
     "pad_token": "<pad>",
     "unk_token": "<unk>",
@@ -67,21 +63,17 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give the file of the d2l state dict, or its folder")
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns of unusual pickle protocols
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickled code, a truncated file and MXNet's format raise different exceptions
-        if "UninitializedParameter" in str(error):
-            raise ValueError(LAZY) from None
-        raise ValueError(
-            "it is not a PyTorch state dict; save one with torch.save(net.state_dict(), path). "
-            "Whole pickled models, MXNet and TensorFlow weights cannot be read"
-        ) from None
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError("it is not a state dict; save one with torch.save(net.state_dict(), path)")
-    return state
+        if all(isinstance(value, torch.Tensor) for value in state.values()):
+            return state
+    except Exception:  # pickled code, a truncated file and MXNet's format raise different exceptions
+        pass
+    raise ValueError(
+        "it is not a PyTorch state dict of tensors; run the net on one batch, and save it with "
+        "torch.save(net.state_dict(), path). Whole pickled models, MXNet and TensorFlow weights cannot be read"
+    )
 
 
 def from_d2l(
@@ -104,30 +96,22 @@ def from_d2l(
             vocabulary belongs to another model.
     """
     state = {str(name).removeprefix("module."): value for name, value in state_dict.items()}
-    for name, value in state.items():
-        if is_lazy(value):
-            raise ValueError(f"{name}: {LAZY}")
-        if not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
-            raise ValueError(
-                f"{name}: is {value.dtype}, {value.layout}, {value.device}, not a dense floating-point tensor; save "
-                f"the state dict of the net in float32, dense, on a CPU"
-            )
     blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
     names = _names_of_weights(max(blocks, default=-1) + 1)
     without_bias = {name for name in names if re.search(r"attention\.W_.\.bias$", name)}
     if without_bias & state.keys():
         without_bias = set()
-    for name in sorted((names.keys() ^ state.keys()) - without_bias):
-        where = "is not in the state dict" if name in names else "is no weight of a d2l BERTModel"
-        raise ValueError(f"{name}: {where}; give the state dict of a d2l BERTModel")
     try:
+        different = sorted((names.keys() ^ state.keys()) - without_bias)
+        if different:
+            raise ValueError(f"{different[0]} is only in one of both")
         vocab_size, hidden_size = state["encoder.token_embedding.weight"].shape
         intermediate_size, _ = state["encoder.blks.0.ffn.dense1.weight"].shape
         type_vocab_size, _ = state["encoder.segment_embedding.weight"].shape
         _, max_length, _ = state[D2L_POSITIONS].shape
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RuntimeError) as error:  # RuntimeError: a lazy layer without weights
         raise ValueError(
-            "its weights do not have the dimensions of a d2l BERTModel; give the state dict of a d2l BERTModel"
+            f"its weights are not those of a d2l BERTModel ({error}); give the state dict of one that has seen a batch"
         ) from None
     if tokens is not None and len(tokens) != vocab_size:
         raise ValueError(
@@ -196,8 +180,7 @@ def read_vocabulary(path: str | Path) -> list[str]:
     The tokens of a d2l `Vocab`, in the order of their ids.
 
     Args:
-        path: a .json file with `idx_to_token` (a list) or `token_to_idx` (an object), or a text file with one token
-            per line.
+        path: a .json file with `idx_to_token` (a list), or a text file with one token per line.
 
     Raises:
         ValueError: there is no such file, or the file is not a vocabulary.
@@ -207,21 +190,15 @@ def read_vocabulary(path: str | Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
         json.dumps(tokens, ensure_ascii=False).encode()  # raises if a token has half of a character (a surrogate)
-    except OSError as error:
-        raise ValueError(f"{path}: the vocabulary cannot be read ({error.strerror}); give a file of tokens") from None
-    except (ValueError, RecursionError):
-        raise ValueError(
-            f"{path}: the vocabulary is neither JSON nor UTF-8 text; save the Vocab's idx_to_token with json.dump"
-        ) from None
-    if isinstance(tokens, dict) and sorted(tokens.values(), key=str) == sorted(range(len(tokens)), key=str):
-        tokens = sorted(tokens, key=tokens.get)
-    is_list = isinstance(tokens, list) and all(isinstance(token, str) and token.strip() for token in tokens)
-    if not is_list or len(set(tokens)) < len(tokens):
-        raise ValueError(
-            f"{path}: a vocabulary is a list of tokens in the order of their ids, each once and none empty; save the "
-            f"Vocab's idx_to_token with json.dump"
-        )
-    return tokens
+        if isinstance(tokens, list) and all(token.strip() for token in tokens) and len(set(tokens)) == len(tokens):
+            return tokens
+        reason = "a token is empty, or stands there twice"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = error
+    raise ValueError(
+        f"{path}: no list of tokens in the order of their ids, as JSON or a line each ({reason}); save the Vocab's "
+        f"idx_to_token with json.dump"
+    )
 
 
 def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast:

@@ -594,6 +594,12 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         config.check()  # `from_pretrained(..., hidden_act=...)` changes fields of a configuration that was checked
         super().__init__(config, *inputs, **kwargs)
 
+    def get_output_embeddings(self):
+        return self.mlm.decoder if hasattr(self, "mlm") else None
+
+    def set_output_embeddings(self, new_embeddings):
+        self.mlm.decoder = new_embeddings
+
     def what_to_score(self, skip_logits, masked_positions, labels, input_ids, inputs_embeds):
         """
         Settle what the MLM head computes.
@@ -744,12 +750,6 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         self.nsp = NextSentencePred(config)
         self.post_init()
 
-    def get_output_embeddings(self):
-        return self.mlm.decoder
-
-    def set_output_embeddings(self, new_embeddings):
-        self.mlm.decoder = new_embeddings
-
     @can_return_tuple
     def forward(
         self,
@@ -825,12 +825,6 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         self.bert = D2lBertModel(config, add_pooling_layer=False)
         self.mlm = MaskLM(config)
         self.post_init()
-
-    def get_output_embeddings(self):
-        return self.mlm.decoder
-
-    def set_output_embeddings(self, new_embeddings):
-        self.mlm.decoder = new_embeddings
 
     @can_return_tuple
     def forward(

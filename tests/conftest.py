@@ -37,12 +37,12 @@ from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
 
 from d2l_bert.cli import main  # noqa: E402
-from d2l_bert.training import arithmetic, run_folder  # noqa: E402
-from d2l_bert.training.curves import plot_curves  # noqa: E402
+from d2l_bert.training import meter, run_folder  # noqa: E402
+from d2l_bert.training.pictures import plot_curves  # noqa: E402
 
 
 # Each run measures the CPU's peak for some tenths of a second; for tests a hundredth does.
-arithmetic.matmul_peak = functools.partial(arithmetic.matmul_peak, seconds=0.01)
+meter.matmul_peak = functools.partial(meter.matmul_peak, seconds=0.01)
 
 
 _pictures = []

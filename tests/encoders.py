@@ -5,7 +5,7 @@ from conftest import SIZES
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, train_wordpiece
-from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 

@@ -14,7 +14,7 @@ import torch
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import data, learner, loop
+from d2l_bert.training import data, learner, pretrain
 
 
 def at_step(step, act):
@@ -58,7 +58,7 @@ def stuck_before_the_first_step():
         print("waiting for a message that is never sent", file=sys.stderr, flush=True)
         torch.distributed.recv(torch.zeros(1), src=1 - torch.distributed.get_rank())
 
-    loop.make_model = wait
+    pretrain.make_model = wait
 
 
 FAULTS = {

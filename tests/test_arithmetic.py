@@ -9,7 +9,7 @@ from conftest import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training.arithmetic import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
+from d2l_bert.training.meter import MATMUL_DTYPES, matmul_peak, micro_batch_cost, training_arithmetic
 
 
 ROWS, LENGTH, PREDICTED = 5, 17, 3

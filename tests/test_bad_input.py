@@ -16,10 +16,9 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
-from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.tokenization.existing import load_tokenizer
-from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.tokenization.wordpiece import load_tokenizer, save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -206,17 +205,6 @@ def test_a_wrong_input_is_refused_in_one_line_and_no_file_is_changed(refused, li
     assert progress == [] and value in said
 
 
-@pytest.mark.parametrize("option", ["corpus", "output_dir", "max_steps", "learning-rate", "packing", "optim"])
-def test_two_dashes_as_the_value_of_an_option_are_refused(world, monkeypatch, capfd, option):
-    """argparse alone would take `--` for the end of the options, and report an option without a value."""
-    monkeypatch.chdir(world)
-    before = snapshot(world)
-    assert main(["pretrain", "--corpus=books", "--output_dir=out", f"--{option}=--", "--max_steps=1", *SMALL]) == 2
-    captured, written = capfd.readouterr(), option.replace("-", "_")
-    assert captured.err == f"d2l-bert: error: --{written}=-- has no value; write a value after the =\n"
-    assert captured.out == "" and snapshot(world) == before
-
-
 @pytest.mark.parametrize("line, value", AFTER_READING, ids=[line[:70] for line, _ in AFTER_READING])
 def test_a_wrong_input_found_after_reading_the_text_is_refused_in_one_line(refused, line, value):
     said, progress = refused(line)
@@ -239,7 +227,7 @@ FROM_PYTHON = [  # a call, then what the error names
     (lambda: TextConfig(corpus="books").check(), "'books'"),
     (lambda: TextConfig(vocab_size=True).check(), "True"),
     (lambda: TextConfig(vocab_size=300.0).check(), "300.0"),
-    (lambda: FinetuneConfig(model="m", train_file="", seed="x").check(), "train_file"),
+    (lambda: FinetuneConfig(model="m", task="tags", train_file="", seed="x").check(), "train_file"),
     (lambda: length(tokenizer="a\0b").check(), r"a\x00b"),
     (lambda: length(torch_compile="auto").check(), "'auto'"),
     (lambda: length(mlm_probability="1.5").check(), "1.5"),

@@ -16,7 +16,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp
 from d2l_bert.training.evaluation.masked_models import load_masked_model
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
-from d2l_bert.training.evaluation.table import plot_phenomena
+from d2l_bert.training.evaluation.run import plot_phenomena
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,27 +155,11 @@ def test_the_picture_has_a_bar_for_each_model_and_phenomenon(monkeypatch, tmp_pa
     plot_phenomena(results, tmp_path / "bars.png")
     (panel,) = drawn[0].axes
     bars = [[bar.get_width() for bar in bars] for bars in panel.containers if isinstance(bars, BarContainer)]
-    assert bars == [[87.5, 75.0, 100.0], [25.0, 0.0, 50.0]]  # all paradigms, nouns, verbs
+    assert bars == [[0.875, 0.75, 1.0], [0.25, 0.0, 0.5]]  # all paradigms, nouns, verbs
     labels = [label.get_text() for label in panel.get_yticklabels()]
     assert labels == ["all paradigms (2)", "nouns (1)", "verbs (1)"]
-    assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "chance (50 %)"] == [50]
-    assert "8 pairs in 2 of 67 paradigms; pseudo-log-likelihood" in drawn[0].get_suptitle()
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["chance (50 %)", "one", "two"]
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "chance (50%)"] == [0.5]
     assert (tmp_path / "bars.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("accuracy", [0.43, 0.47, 0.5, 0.501, 0.55])
-def test_the_line_of_chance_crosses_no_number(accuracy, monkeypatch, tmp_path):
-    figures = {"accuracy": accuracy, "standard_error": 0.001, "paradigm_count": 1}
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **b: (drawn.append(self), save(self, *a, **b)))
-    plot_phenomena(
-        [("one", {**figures, "score": "pll", "pairs": 9, "phenomena": {"verbs": figures}})], tmp_path / "a.png"
-    )
-    (panel,) = drawn[0].axes
-    for text in panel.texts:
-        box = text.get_window_extent().transformed(panel.transData.inverted())
-        assert not box.x0 - 0.2 < 50 < box.x1 + 0.2, text
 
 
 def test_the_hubs_copy_is_read_by_configuration(monkeypatch):
@@ -183,15 +167,6 @@ def test_the_hubs_copy_is_read_by_configuration(monkeypatch):
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: ["u", "v"])
     monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: [{**row, "UID": config} for row in rows])
     assert read_blimp("hub") == [Paradigm("u", "t", ["a"], ["b"]), Paradigm("v", "t", ["a"], ["b"])]
-
-
-def test_pairs_of_equal_sentences_are_counted_and_said(tmp_path, shown, capsys):
-    row = {"sentence_good": "Anna left.", "sentence_bad": "Anna leave."}
-    same = {**row, "sentence_bad": "Anna left."}
-    for number, expected in ((1, "1 pair has two equal sentences"), (2, "2 pairs have two equal sentences")):
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [row, *[same] * number]))
-        assert len(read_blimp(str(tmp_path))[0].good) == number + 1
-        assert f"blimp {tmp_path}: {expected} and count" in capsys.readouterr().err
 
 
 def test_a_hub_that_is_not_reached_is_said_in_one_line(monkeypatch, tmp_path):

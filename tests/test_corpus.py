@@ -96,5 +96,5 @@ def test_utf_32_text_a_file_as_a_dataset_and_a_device_as_a_corpus_are_refused(tm
         texts(file_source(tmp_path / "a.txt"))
     with pytest.raises(ValueError, match="a.txt: cannot be read"):
         dataset_source(str(tmp_path / "a.txt"))
-    with pytest.raises(ValueError, match="neither a file nor a folder"):
+    with pytest.raises(ValueError, match="no text file or folder"):
         file_source("/dev/null")

@@ -152,11 +152,8 @@ def test_upper_case_entries_of_the_vocabulary_stay_distinct():
     assert tokenizer("Crane crane")["input_ids"][1:3] == [len(VOCABULARY), VOCABULARY.index("crane")]
 
 
-@pytest.mark.parametrize("name", ["tokens.txt", "ids.json"])
-def test_a_vocabulary_may_be_lines_or_a_json_object(name, tmp_path):
-    text = (
-        "\n".join(VOCABULARY) + "\n" if name == "tokens.txt" else json.dumps({t: i for i, t in enumerate(VOCABULARY)})
-    )
+def test_a_vocabulary_may_be_lines(tmp_path):
+    name, text = "tokens.txt", "\n".join(VOCABULARY) + "\n"
     (tmp_path / name).write_text(text)
     torch.save(book_state(), tmp_path / "state.pt")
     arguments = ["--from=d2l", "--num_attention_heads=3", f"--vocab={tmp_path / name}"]

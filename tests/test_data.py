@@ -28,10 +28,9 @@ def text(books):
 
 @pytest.fixture(autouse=True)
 def several_windows(monkeypatch):
-    """Chunks and windows so small that an epoch of the books has several windows."""
+    """Stretches and windows so small that an epoch of the books has several windows."""
     monkeypatch.setattr(epochs, "STRETCH_TOKENS", 500)
-    monkeypatch.setattr(epochs, "CHUNK_STRETCHES", 1)
-    monkeypatch.setattr(epochs, "WINDOW_CHUNKS", 4)
+    monkeypatch.setattr(epochs, "WINDOW_STRETCHES", 4)
 
 
 WHOLE = 16 * 48  # tokens
@@ -181,18 +180,17 @@ def test_a_resumed_run_goes_on_from_the_place_of_the_step_before_and_lays_out_no
 ):
     whole = make_steps(text)
     place, expected = whole[step - 1].place, sequences_of(whole[step])
-    again, laid_out, chunk = make_steps(text), [], EpochPairs.chunk
+    again, laid_out, pieces = make_steps(text), [], EpochPairs.pieces
     again.go_on_from(step, place)
-    batching.warn_of_unbalanced_labels(again)  # it looks at the first pairs
 
-    def recorded(pairs, epoch, number):
-        laid_out.append((pairs.pairing["max_seq_length"], epoch, number // epochs.WINDOW_CHUNKS))
-        return chunk(pairs, epoch, number)
+    def recorded(pairs, epoch, window):
+        laid_out.append((pairs.pairing["max_seq_length"], epoch, window))
+        return pieces(pairs, epoch, window)
 
-    monkeypatch.setattr(EpochPairs, "chunk", recorded)
+    monkeypatch.setattr(EpochPairs, "pieces", recorded)
     assert sequences_of(again[step]) == expected
     if step == 50:  # the first step of another length
-        assert place["max_seq_length"] == 24 and not laid_out  # the warning has laid out the first window
+        assert place["max_seq_length"] == 24 and laid_out == [(48, 0, 0)]
     else:
         assert min(laid_out) == tuple(place[name] for name in ("max_seq_length", "epoch", "window"))
         assert place["first_pair"] > 0
@@ -367,7 +365,6 @@ def test_held_out_pairs_are_those_of_their_windows_up_to_the_most_and_the_same_h
     for most in (1, first, first + 1):
         pairs, keys = (np.concatenate(columns)[:most] for columns in zip(*everything, strict=True))
         assert sequences_of(made(most)) == sequences_of([make_batch(pairs, keys)])
-    assert sequences_of([made().one()]) == sequences_of(made(1))
 
 
 def test_held_out_micro_batches_are_small_enough_for_their_logits(books, monkeypatch):

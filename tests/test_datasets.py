@@ -94,8 +94,8 @@ def test_the_error_of_a_damaged_stream_says_how_many_rows_were_read(tmp_path):
 @pytest.mark.parametrize("text", [1, [1, 2], {"en": "a"}, [["a"]]])
 def test_a_dataset_column_without_text_is_refused(text, streaming, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    with pytest.raises(ValueError, match="column text holds .*, not text"):
-        dataset_source(str(tmp_path), streaming=streaming)
+    with pytest.raises(ValueError, match="row 1: column 'text' holds .*, not text"):
+        texts(dataset_source(str(tmp_path), streaming=streaming))
 
 
 def test_every_row_of_a_stream_with_unknown_columns_is_checked():

@@ -22,8 +22,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 
 import d2l_bert
-from d2l_bert.cli import main
-from d2l_bert.flags import make_parser
+from d2l_bert.cli import main, make_parser
 
 
 ROOT = Path(__file__).parent.parent

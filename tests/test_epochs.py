@@ -1,4 +1,4 @@
-"""Epochs of pairs: chunks tile the text, windows follow from seed and number alone, weights hold, nothing leaks."""
+"""Epochs of pairs: windows tile the text, windows follow from seed and number alone, weights hold, nothing leaks."""
 
 import pickle
 import tempfile
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stores import corpus_of
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.split import AllBut, Only
+from d2l_bert.tokenization.token_store import AllBut, Only
 from d2l_bert.training import epochs
 from d2l_bert.training.epochs import EpochPairs, Place, Selection, source_passes
 
@@ -23,16 +23,15 @@ SEGMENTS = {"pairing": "segments", "max_seq_length": 24, "short_seq_prob": 0.1}
 
 
 @contextmanager
-def small(stretch_tokens, window_chunks=3, chunk_stretches=1):
-    """Stretches of a few tokens, chunks of a few stretches, and windows of a few chunks."""
-    sizes = {"STRETCH_TOKENS": stretch_tokens, "CHUNK_STRETCHES": chunk_stretches, "WINDOW_CHUNKS": window_chunks}
-    with mock.patch.multiple(epochs, **sizes):
+def small(stretch_tokens, window_stretches=3):
+    """Stretches of a few tokens, and windows of a few stretches."""
+    with mock.patch.multiple(epochs, STRETCH_TOKENS=stretch_tokens, WINDOW_STRETCHES=window_stretches):
         yield
 
 
 @pytest.fixture
 def several_windows():
-    """Chunks and windows so small that the corpus below has 8 windows."""
+    """Stretches and windows so small that the corpus below has 8 windows."""
     with small(300, 4):
         yield
 
@@ -62,27 +61,21 @@ def documents_of(corpus, tokens):
 
 
 def laid_out_by(pairs):
-    """A list that grows by each chunk that these pairs lay out."""
-    found, chunk = [], pairs.chunk
-    pairs.chunk = lambda *number: (found.append(number), chunk(*number))[1]
+    """A list that grows by each window that these pairs lay out."""
+    found, pieces = [], pairs.pieces
+    pairs.pieces = lambda *number: (found.append(number), pieces(*number))[1]
     return found
 
 
-def chunks_of(pairs, epoch, window):
-    """The chunks of a window: their epoch and number."""
-    first = window * epochs.WINDOW_CHUNKS
-    return [(epoch, chunk) for chunk in range(first, min(first + epochs.WINDOW_CHUNKS, pairs.chunks(epoch)))]
-
-
 def sentences_in(pairs, epoch):
-    """The numbers of the sentences in an epoch's chunks, in their order."""
-    pieces = [pairs.pieces(epoch, chunk) for chunk in range(pairs.chunks(epoch))]
+    """The numbers of the sentences in an epoch's windows, in their order."""
+    pieces = [pairs.pieces(epoch, window) for window in range(pairs.windows(epoch))]
     spans = [span for piece in pieces for span in zip(piece.firsts, piece.ends, strict=True)]
     return [sentence for first, end in spans for sentence in range(first, end)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Chunks
+# Stretches
 
 
 @st.composite
@@ -102,20 +95,20 @@ def cases(draw):
     else:
         documents, listed = Only(named), named.tolist()
     source_ends = [*sorted(draw(st.lists(st.integers(0, count), max_size=2))), count]
-    sizes = (draw(st.integers(1, 60)), draw(st.integers(1, 4)), draw(st.integers(1, 3)))
+    sizes = (draw(st.integers(1, 60)), draw(st.integers(1, 6)))
     return stores, documents, listed, source_ends, sizes
 
 
 @settings(max_examples=50)
 @given(cases())
-def test_the_chunks_of_an_epoch_hold_each_sentence_of_the_selected_documents_once(case):
+def test_the_windows_of_an_epoch_hold_each_sentence_of_the_selected_documents_once(case):
     stores, documents, listed, source_ends, small_sizes = case
     with tempfile.TemporaryDirectory() as folder, small(*small_sizes):
         corpus = corpus_of(Path(folder), *stores)
         pairs = EpochPairs(Selection(corpus, documents, source_ends), SEGMENTS, 1)
         found, pieces_of = [], Counter()
-        for chunk in range(pairs.chunks(3)):
-            pieces = pairs.pieces(3, chunk)
+        for window in range(pairs.windows(3)):
+            pieces = pairs.pieces(3, window)
             for document, first, end in zip(pieces.documents, pieces.firsts, pieces.ends, strict=True):
                 inside = corpus.sentences(document).tolist()
                 assert inside[0] <= first < end <= inside[-1] + 1
@@ -131,7 +124,7 @@ def test_the_chunks_of_an_epoch_hold_each_sentence_of_the_selected_documents_onc
 
 @settings(max_examples=30)
 @given(cases(), st.sampled_from(["nsp", "none"]), st.sampled_from(["segments", "sentences"]))
-def test_the_pairs_of_an_epoch_hold_every_sentence_of_the_selected_documents_and_no_other(case, objective, pairing):
+def test_the_pairs_of_an_epoch_hold_the_selected_documents_and_no_other(case, objective, pairing):
     stores, documents, listed, source_ends, small_sizes = case
     with tempfile.TemporaryDirectory() as folder, small(*small_sizes):
         corpus = corpus_of(Path(folder), *stores)
@@ -143,7 +136,7 @@ def test_the_pairs_of_an_epoch_hold_every_sentence_of_the_selected_documents_and
                 is_covered[pair[f"{side}_start"] : pair[f"{side}_end"]] = True
         tokens = np.flatnonzero(is_covered)
         assert set(documents_of(corpus, tokens).tolist()) == set(listed)
-        if objective == "none" or len(listed) > 1:  # a lone sentence of one token has no partner in its only document
+        if objective == "none":
             expected = [sentence for document in listed for sentence in corpus.sentences(document)]
             assert sorted(set(corpus.sentence_ends.find(tokens).tolist())) == expected
 
@@ -160,11 +153,11 @@ def test_the_tokens_of_a_source_are_those_of_its_selected_documents(case):
 
 
 def test_few_documents_of_a_large_corpus_are_laid_out_together(corpus, several_windows):
-    selection = Selection(corpus, Only(HELD_OUT), [120], is_one_chunk=True)
+    selection = Selection(corpus, Only(HELD_OUT), [120], is_one_stretch=True)
     pairs = EpochPairs(selection, SEGMENTS, 1)
-    assert pairs.chunks(0) == pairs.windows(0) == 1
+    assert pairs.windows(0) == 1 and len(pairs.sources[0].pieces(np.arange(1)).documents) == len(HELD_OUT)
     assert pairs.pieces(0, 0).documents.tolist() == HELD_OUT.tolist()
-    assert EpochPairs(Selection(corpus, Only(HELD_OUT), [120]), SEGMENTS, 1).chunks(0) > 20
+    assert EpochPairs(Selection(corpus, Only(HELD_OUT), [120]), SEGMENTS, 1).windows(0) > 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,12 +244,11 @@ def test_pairs_go_on_from_a_place_without_laying_out_what_is_before_it(corpus, s
     pairs.go_on_from(Place(**position))
     for found, of_whole in zip(pairs.slice(start, start + 600), expected, strict=True):
         np.testing.assert_array_equal(found, of_whole)
-    # Every chunk from the window that holds the first pair on, each once.
-    following, place = [], (position["epoch"], position["window"])
+    # Every window from the one that holds the first pair on, each once.
+    following = [(position["epoch"], position["window"])]
     while len(following) < len(laid_out):
-        following += chunks_of(pairs, *place)
-        place = pairs._next(Place(*place))
-    assert laid_out == following[: len(laid_out)]
+        following.append(pairs._next(Place(*following[-1])))
+    assert laid_out == following
     assert position["first_pair"] <= start < position["first_pair"] + len(whole.window(*list(position.values())[:2]))
     # An earlier pair is found, too.
     np.testing.assert_array_equal(pairs.slice(0, 5)[0], whole.slice(0, 5)[0])
@@ -278,7 +270,7 @@ def test_a_text_without_a_pair_is_refused(tmp_path):
     words = corpus_of(tmp_path, [[1]] * 30)  # a sentence of one token has no order
     pairs = EpochPairs(Selection(words, AllBut(30, HELD_OUT[:0]), [30]), {**SEGMENTS, "objective": "sop"}, 1, "words")
     with small(1, 1), pytest.raises(UserError, match="^words: no pair of segments in the text to train on; give more"):
-        pairs.first_window()
+        pairs.place_of(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.model_cards.evaluations import update_folder
-from d2l_bert.model_cards.figures import SECTION_START, replaced
+from d2l_bert.model_cards.figures import replaced
 from d2l_bert.model_cards.folder_rules import check_folder
 
 
@@ -78,7 +78,11 @@ def test_a_card_that_was_edited_keeps_its_words(folder):
     update_folder(folder, "books", TEXT, None)
     update_folder(folder, None, None, BLIMP)
     text = path.read_text()
-    assert "My own words." in text and text.count(SECTION_START) == 1 and text.count("## Further evaluation") == 1
+    assert (
+        "My own words." in text
+        and text.count("<!-- figures of d2l-bert evaluate -->") == 1
+        and text.count("## Further evaluation") == 1
+    )
     assert text.index("## Further evaluation") < text.index("## Machine and speed")
     check_folder(folder)
 

@@ -1,23 +1,21 @@
 """The models of a fine-tuning run: which are kept, which checkpoints, in which order rows are seen and predicted."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import FAST, NAMES, finetune, load, read_csv, write_csv, write_jsonl, write_splits
-from transformers import TrainerState
+from finetuning import FAST, NAMES, finetune, read_csv, write_csv, write_splits
+from transformers import TrainerControl, TrainerState
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.attempts import best
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer, MarkComplete, last_checkpoint, seconds_before
 
 
 def test_a_training_that_diverged_is_said(trained, tmp_path, fails, monkeypatch):
-    def diverge(self):
+    def diverge(self, resume_from_checkpoint):
         for parameter in self.model.parameters():
             parameter.data.fill_(np.nan)
 
@@ -36,7 +34,7 @@ def test_a_training_that_diverged_is_said(trained, tmp_path, fails, monkeypatch)
 def test_of_several_rates_one_that_diverges_is_left_out(trained, tmp_path, monkeypatch, capsys):
     train = FinetuneTrainer.train
 
-    def diverge_at_the_first_rate(self):
+    def diverge_at_the_first_rate(self, resume_from_checkpoint):
         train(self)
         if self.args.learning_rate == 1e-2:
             for parameter in self.model.parameters():
@@ -73,7 +71,7 @@ def test_older_checkpoints_are_deleted_after_the_new_one_is_marked(limit, best, 
     mark.before = 100.0
     state.global_step, state.best_model_checkpoint = 12, best and str(tmp_path / f"checkpoint-{best}")
     state.save_to_json(str(tmp_path / "checkpoint-12" / "trainer_state.json"))
-    mark.on_save(arguments, state, None)
+    mark.on_save(arguments, state, TrainerControl())
     assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == kept
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
     assert 100 <= seconds_before(tmp_path / "checkpoint-12") < 160
@@ -138,51 +136,7 @@ def test_after_a_training_in_bf16_the_metrics_are_those_of_the_predictions_in_fl
     assert metrics["test_mse"] == pytest.approx(np.mean(errors), rel=1e-5)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_newer_options(trained, tmp_path, monkeypatch):
-    command = ["finetune", str(trained), "--task=classification", *write_splits(tmp_path), "--max_steps=2"]
-    command.append(f"--output_dir={tmp_path / 'out'}")
-
-    def stop(*arguments):
-        raise UserError("stopped")
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(run, "run_all", stop)
-        assert main(command) == 2
-    record = json.loads((tmp_path / "out" / "run_config.json").read_text())
-    del record["identity"]["train_sampling_strategy"]
-    (tmp_path / "out" / "run_config.json").write_text(json.dumps(record))
-    assert main([*command, "--resume_from_checkpoint=latest", "--train_sampling_strategy=group_by_length"]) == 2
-    assert main([*command, "--resume_from_checkpoint=latest"]) == 0
-
-
 def test_of_equal_metrics_the_lower_loss_is_better():
     figures = ((1, 3), (1, 2), (1, 2), (0, 1))
     results = [{"validation": {"accuracy": accuracy, "loss": loss}} for accuracy, loss in figures]
     assert best(results, "accuracy") == 1 and best(results, "loss") == 3 and best([{}, {}], "accuracy") == 0
-
-
-def test_a_metric_that_is_always_0_and_a_warm_up_without_training_are_said(trained, tmp_path, capsys, fails):
-    rows = [{"text": f"Then {NAMES[n % 4].title()} sold it, {n}.", "label": n / 7} for n in range(8)]
-    file = f"--train_file={write_csv(tmp_path / 'rows.csv', rows)}"
-    command = ["finetune", str(trained), "--task=regression", file, f"--output_dir={tmp_path / 'out'}"]
-    line = fails(*command, "--warmup_steps=4", "--max_steps=4")
-    assert "warmup_steps 4: the warm-up (4 steps) is not shorter than the run (4 steps)" in line
-    assert "warmup_ratio 0.5: the warm-up (1 step)" in fails(*command, "--warmup_ratio=0.5", "--num_train_epochs=1")
-    assert not (tmp_path / "out").exists()
-    finetune(trained, tmp_path / "out", *command[2:4], "--max_steps=1")
-    said = capsys.readouterr().err
-    assert "the warm-up takes the whole run (1 step), at rate 0" in said
-    assert "pearson_spearman_mean is 0 there whatever is predicted" in said
-
-
-def test_metrics_that_no_prediction_can_change(tmp_path):
-    def found(task, *labels, **options):
-        rows = [{"text": "a", "tokens": ["a"], "label": label} for label in labels]
-        kind, data = load(write_jsonl(tmp_path / "rows.jsonl", rows), task, **options)
-        return [set(kind.constant_metrics(data.train.select(chosen))) for chosen in ([0, 1], [0], [1])]
-
-    of_numbers = {"pearson", "spearman", "pearson_spearman_mean"}
-    assert found("regression", 1, 2) == [set(), of_numbers, of_numbers]
-    assert found("classification", "a", "b") == [set(), {"f1", "matthews_correlation"}, {"matthews_correlation"}]
-    assert found("multilabel", [], ["a"]) == [set(), {"f1", "macro_f1"}, set()]
-    assert found("tags", ["O"], ["B-X"]) == [set(), {"f1", "precision", "recall", "strict_f1"}, set()]

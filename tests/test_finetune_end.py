@@ -17,6 +17,7 @@ from transformers import (
 from d2l_bert import train_wordpiece
 from d2l_bert.cli import main
 from d2l_bert.training.finetuning import run as finetuning_run
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,20 +43,6 @@ def test_contexts_in_windows_are_not_called_truncated(tmp_path, tokenizer):
     assert "contexts are longer than 28 tokens" in card and "are truncated" not in card
 
 
-def test_a_warm_up_is_compared_with_the_steps_over_windows(tmp_path, tokenizer, fails):
-    """20 rows of several windows each make more than two steps of 8."""
-    base = make_base(tmp_path / "base", tokenizer)
-    rows = [{**row, "context": row["context"] + " and the apple" * 12} for row in answer_rows(20, 3)]
-    train = write_rows(tmp_path / "a.jsonl", rows)
-    options = ["--task=answers", f"--train_file={train}", "--max_seq_length=28", "--validation_share=0"]
-    options += ["--per_device_train_batch_size=8", "--num_train_epochs=1"]
-    finetune(base, tmp_path / "out", *options, "--warmup_steps=3")
-    steps = json.loads((tmp_path / "out" / "metrics.json").read_text())["seeds"][0]["steps"]
-    assert steps > 3
-    said = fails("finetune", base, f"--output_dir={tmp_path / 'other'}", *options, f"--warmup_steps={steps}")
-    assert f"not shorter than the run ({steps} steps)" in said and not (tmp_path / "other").exists()
-
-
 def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyError("type")
@@ -66,8 +53,10 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
         output = tmp_path / name
         command = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", "--max_steps=2"]
         assert main([*command, *options]) == 1
+        monkeypatch.undo()
+        monkeypatch.setattr(FinetuneTrainer, "train", fail)  # the model is there, and is not trained again
+        assert main([*command, *options, "--resume_from_checkpoint=latest"]) == 0
         AutoModelForSequenceClassification.from_pretrained(output)
-        assert json.loads((output / "metrics.json").read_text())["test_accuracy"] >= 0
         assert (output / "predictions.csv").exists()
         monkeypatch.undo()
 
@@ -111,7 +100,7 @@ def test_resuming_with_another_rate_says_that_none_was_given(trained, tmp_path, 
     (output / "model.safetensors").unlink()
     said = fails("finetune", trained, f"--output_dir={output}", *options, "--learning_rate=1e-3",
                  "--resume_from_checkpoint=latest")  # fmt: skip
-    assert "started without learning_rate, and is resumed with learning_rate 1e-3" in said
+    assert "learning_rate was [] when the run was started, and is ['1e-3'] now" in said
 
 
 def test_the_share_of_the_most_frequent_class_stands_beside_the_accuracy(trained, tmp_path, capsys):
@@ -133,6 +122,6 @@ def test_the_share_of_the_most_frequent_class_stands_beside_the_accuracy(trained
 
 def test_the_curve_of_a_share_is_drawn_over_the_whole_range(tmp_path):
     log = [{"step": 1, "eval_loss": 1.0, "eval_accuracy": 0.287}, {"step": 2, "eval_loss": 0.9, "eval_accuracy": 0.3}]
-    figure = finetuning_run.draw_curves([{"name": "a", "log": log}], 0, "accuracy", "t", tmp_path / "curves.png")
+    figure = finetuning_run.draw_curves({"a": log}, "a", "accuracy", "t", tmp_path / "curves.png")
     panel = figure.axes[1]
     assert panel.get_ylim() == (0, 100) and list(panel.lines[0].get_ydata()) == pytest.approx([28.7, 30.0])

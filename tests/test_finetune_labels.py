@@ -41,30 +41,6 @@ def test_one_rule_reads_all_labels_of_a_column(tmp_path):
     assert targets((["2", "0", "1"], 2), (["2", "0", "1"], 0)) == [2, 0]
 
 
-def test_columns_of_choices_that_count_from_1_are_said_if_no_label_is_0(tmp_path):
-    rows = [{"context": "a", "choice1": "b", "choice2": "c", "choice3": "d", "label": n} for n in (1, 2)]
-    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple_choice")
-    assert any("label 0 is 'choice1', and no row has label 0" in note for note in data.notes)
-    _, data = load(write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "label": 0}]), "multiple_choice")
-    assert not any("no row has label 0" in note for note in data.notes)
-
-
-@pytest.mark.parametrize(
-    "tags, words",
-    [
-        (["b-per", "o"], "not as BIO does (O, B-... and I-..., in capitals), such as 'b-per'"),
-        (["S-PER", "O"], "such as 'S-PER': entities are not counted"),
-        (["B", "O"], "entities of the tag 'B' have no type"),
-        (["DET", "NOUN"], None),
-        (["B-PER", "O"], None),
-    ],
-)
-def test_tags_that_are_nearly_bio_are_said(tags, words, tmp_path):
-    rows = [{"tokens": ["Ada", "left"], "tags": tags}, {"tokens": ["Bo", "left"], "tags": tags}]
-    notes = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")[1].notes
-    assert words in notes[0] if words else not any("entities" in note for note in notes)
-
-
 @pytest.mark.filterwarnings("error")
 def test_one_class_alone_has_no_correlation_and_no_warning():
     assert class_metrics(np.array([1, 1]), np.array([1, 1]), 2)["matthews_correlation"] == 0
@@ -83,15 +59,6 @@ def test_a_damaged_tokenizer_is_said_once(trained, tmp_path, fails):
     write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}])
     line = fails("finetune", base, "--task=classification", f"--train_file={tmp_path / 'rows.jsonl'}")
     assert str(base) in line and line.count("cannot be loaded") == 1
-
-
-def test_labels_with_another_separator_are_said(tmp_path):
-    path = tmp_path / "rows.csv"
-    write_table(path, {"text": ["one", "two", "three"], "label": ["c", "a;b", "b"]})
-    notes = load(path, "multilabel")[1].notes
-    assert any("holds the separator ','" in note and "one label is 'a;b'" in note for note in notes)
-    kind, data = load(path, "multilabel", label_separator=";")
-    assert kind.classes == ["a", "b", "c"] and not any("separator" in note for note in data.notes)
 
 
 def test_columns_of_whole_numbers_as_floats_are_0_and_1(tmp_path):

@@ -79,7 +79,7 @@ def rows_for(model, count=12):
 
 def trainer_for(model, folder, layerwise_decay=None, **options):
     config = FinetuneConfig(model="m", task="classification", validation_share=0, save_total_limit=1, **options)
-    arguments = make_arguments(config, folder, 0.01, 1, 1, "loss", 12, ["labels"])
+    arguments = make_arguments(config, folder, 0.01, 1, 1, "loss", ["labels"])
     return FinetuneTrainer(model, arguments, train_dataset=rows_for(model), layerwise_decay=layerwise_decay)
 
 
@@ -158,8 +158,8 @@ def test_the_benchmark_gives_the_difference_and_its_standard_error():
 def test_curves_are_those_of_the_log(steps, tmp_path):
     log = [{"step": step, "loss": 1 / step} for step in range(1, steps + 1)]
     log += [{"step": steps, "eval_loss": 0.5, "eval_accuracy": 0.9}]
-    attempts = [{"name": f"attempt {number}", "log": log} for number in range(3)]
-    losses, metric = draw_curves(attempts, 1, "accuracy", "title", tmp_path / "curves.png").axes
+    logs = dict.fromkeys(("a", "b", "c"), log)
+    losses, metric = draw_curves(logs, "b", "accuracy", "title", tmp_path / "curves.png").axes
     assert len(losses.lines) == 6 and len(metric.lines) == 3
     assert losses.lines[-2].get_ydata() == pytest.approx([row["loss"] for row in log if "loss" in row])
     assert metric.lines[-1].get_ydata() == pytest.approx([90])

@@ -18,7 +18,7 @@ import d2l_bert
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, D2lBertForSequenceClassification
 from d2l_bert.modeling import configuration_d2l_bert, modeling_d2l_bert
 from d2l_bert.modeling.bert_checkpoints import from_bert
-from d2l_bert.modeling.saving import AUTO_MAP
+from d2l_bert.modeling.conversion import AUTO_MAP
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

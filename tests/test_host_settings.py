@@ -97,7 +97,7 @@ def test_a_run_that_ends_with_an_error_leaves_the_settings_unchanged_too(job, ho
         seen.update(host())
         raise error
 
-    monkeypatch.setattr("d2l_bert.training.loop.finish_folder", fail)
+    monkeypatch.setattr("d2l_bert.training.pretrain.finish_folder", fail)
     before = copy.copy(host())
     with pytest.raises(type(error)):
         pretrain(*job)

@@ -57,7 +57,7 @@ def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books,
 
 def test_an_architecture_given_in_python_must_be_that_of_the_start_model(books, trained, tmp_path):
     options = PretrainConfig(corpus=[str(books)], output_dir=str(tmp_path / "out"), max_steps=1, max_seq_length=48)
-    with pytest.raises(ValueError, match="hidden_size is 32 in the model, and 128 in this run"):
+    with pytest.raises(ValueError, match="hidden_size is 32 there, and 128 here"):
         pretrain(D2lBertConfig(), replace(options, init_from=str(trained)))
     assert not (tmp_path / "out").exists()
 

@@ -12,9 +12,7 @@ import torch
 from interrupted_runs import RESUME, SHORT, contents, error_line, rows, weights
 
 from d2l_bert.cli import main
-from d2l_bert.errors import UserError
-from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.interruption import StopSignals, explain_failures
+from d2l_bert.training.interruption import StopSignals
 
 
 FILES = (
@@ -152,30 +150,6 @@ def test_a_run_stopped_by_a_signal_in_this_process_resumes_to_the_same_weights(
     assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}" != "checkpoint-6"
     assert main(command(tmp_path, *SHORT, RESUME)) == 0
     assert weights(tmp_path) == weights(short)
-
-
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3107",
-            "Connection closed by peer [127.0.0.1]:3107",
-        ),
-        (
-            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled system error",
-            "NCCL error in: unhandled system error",
-        ),
-    ],
-)
-def test_errors_of_gloo_and_nccl_are_shown_without_places_in_their_source_code(monkeypatch, reason, words):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(UserError) as refusal:
-        with explain_failures(PretrainConfig()):
-            raise RuntimeError(reason)
-    assert str(refusal.value) == (
-        f"another process of this run is gone, or cannot be reached ({words}): read the messages of that process; "
-        f"go on with --resume_from_checkpoint latest"
-    )
 
 
 def test_a_dry_run_out_of_memory_names_the_helpful_options_but_no_run_to_resume(

@@ -30,7 +30,7 @@ def test_the_automatic_micro_batch_size_is_found_once_and_kept_on_resuming(books
         tried.append(find(*arguments))
         return 2  # whatever is fastest here
 
-    monkeypatch.setattr("d2l_bert.training.loop.find_micro_batch", watched)
+    monkeypatch.setattr("d2l_bert.training.pretrain.find_micro_batch", watched)
     options = ("--max_steps=4", "--save_steps=2", "--mixed_precision=no")
     found = run(books, tmp_path / "found", *options, "--micro_batch_size=auto")
     assert len(tried) == 1 and tried[0] in (1, 2, 4, 8)
@@ -40,6 +40,10 @@ def test_the_automatic_micro_batch_size_is_found_once_and_kept_on_resuming(books
     again = run(books, tmp_path / "found", *options, "--micro_batch_size=auto", "--resume_from_checkpoint=latest")
     assert len(tried) == 1 and again == found, "a resumed run obeys what was found"
     assert json.loads((tmp_path / "found" / "run_config.json").read_text())["run"]["micro_batch_size"] == 2
+
+
+def job_of(run):
+    return SimpleNamespace(run=run, text=None, sharding=None)
 
 
 class Timed:
@@ -64,8 +68,7 @@ class Timed:
     def try_step(self, micro_batches):
         self.try_gradient(*micro_batches)
 
-    def clear_gradients(self):
-        pass
+    wrapped_model = SimpleNamespace(zero_grad=lambda: None)
 
     def reset_optimizers(self):
         self.reset += 1
@@ -81,13 +84,13 @@ class Timed:
 )
 def test_the_micro_batch_size_grows_while_that_makes_steps_faster(monkeypatch, seconds, fits, pairs, expected):
     learner = Timed(monkeypatch, seconds, fits)
-    assert machine.find_micro_batch(PretrainConfig(global_batch_size=pairs), learner, None, None) == expected
+    assert machine.find_micro_batch(job_of(PretrainConfig(global_batch_size=pairs)), learner) == expected
     assert learner.reset == 1
 
 
 def test_a_single_pair_that_does_not_fit_is_refused(monkeypatch):
     with pytest.raises(UserError, match="gradient_checkpointing"):
-        machine.find_micro_batch(PretrainConfig(), Timed(monkeypatch, lambda size: 1.0, fits=0), None, None)
+        machine.find_micro_batch(job_of(PretrainConfig()), Timed(monkeypatch, lambda size: 1.0, fits=0))
 
 
 def test_out_of_memory_names_the_helpful_options(books, tmp_path, capsys, monkeypatch):
@@ -98,7 +101,7 @@ def test_out_of_memory_names_the_helpful_options(books, tmp_path, capsys, monkey
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=2"]
     assert main([*command, "--micro_batch_size=4"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert "out of memory with micro-batches of 4 pairs; lower --micro_batch_size" in line
+    assert "out of memory; lower --micro_batch_size" in line
 
 
 def test_settings_chosen_for_the_machine_are_recorded(books, tmp_path):

@@ -1,6 +1,5 @@
 """The package's messages are records of the standard library's logging; the command shows them on stderr."""
 
-import io
 import json
 import logging
 import re
@@ -14,8 +13,7 @@ from tqdm import tqdm
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.progress import counted, messages_shown, report, shortened
-from d2l_bert.tokenization.prepare import reading_report
+from d2l_bert.progress import counted, messages_shown, shortened
 from d2l_bert.training.run_folder import start_folder
 
 
@@ -73,12 +71,6 @@ def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tm
 def test_one_thing_is_in_the_singular():
     assert [counted(number, "line") for number in (0, 1, 2000)] == ["0 lines", "1 line", "2,000 lines"]
     assert counted(1, "row is", "rows are") == "1 row is" and counted(2, "row is", "rows are") == "2 rows are"
-    counts = {"files_without_text": 1, "rows_without_text": 2, "files_of_other_kinds": 1}
-    assert list(reading_report({**counts, "blocks_as_documents": 16, "long_sentences": 1})) == [
-        "passed over: 1 file without text, 2 rows without text, 1 file of another kind",
-        "cut between words: 1 sentence of more than 1,000 characters",
-        "few documents: 16 blocks of sentences will each count as a document",
-    ]
 
 
 def test_a_long_text_is_shortened_to_its_beginning():
@@ -90,29 +82,15 @@ def test_the_blocks_of_a_text_of_one_document_are_said_to_count_as_documents(tmp
     assert main(["prepare", f"--corpus={tmp_path / 'one.txt'}", f"--output_dir={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr().err
     assert "reading one.txt: 1 document in" in said
-    blocks = re.search(r"few documents: (\d+) blocks of sentences will each count as a document", said)[1]
+    blocks = re.search(r"one.txt: (\d+) blocks of sentences that count as documents", said)[1]
     assert f"tokenizing: {blocks} documents in" in said
 
 
 def test_a_message_beside_a_progress_bar_gets_a_line_of_its_own(capsys):
     with messages_shown(), tqdm(total=3, file=sys.stderr, desc="bar") as bar:
         bar.update()
-        logging.getLogger("d2l_bert.training.loop").warning("100 % of it went well")
+        logging.getLogger("d2l_bert.training.pretrain").warning("100 % of it went well")
     assert "100 % of it went well" in capsys.readouterr().err.replace("\r", "\n").splitlines()
-
-
-@pytest.mark.parametrize(
-    "error, said",
-    [(OSError(28, "No space left on device"), "No space left"), (BrokenPipeError(32, "Broken pipe"), "Broken")],
-)
-def test_a_report_that_stdout_cannot_take_is_refused_in_one_line(error, said, capsys, monkeypatch):
-    class Full(io.StringIO):
-        def write(self, text):
-            raise error
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    with pytest.raises(UserError, match=f"stdout: the report cannot be written .{said}"), messages_shown():
-        report.info("What it learnt")
 
 
 def test_a_run_record_that_cannot_be_written_leaves_no_file_and_is_named(tmp_path, monkeypatch):

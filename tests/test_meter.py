@@ -1,19 +1,15 @@
-"""What a run measures: speed, padding, waiting, memory, and loss spikes."""
+"""What a run measures: speed, padding, waiting, memory."""
 
 import ctypes
-import math
-import re
 import time
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from measured_steps import SKIPPED, STEP, meter_of, operations, strictly
 
-from d2l_bert.training.meter import SpikeDetector, used_memory
+from d2l_bert.training.meter import used_memory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,72 +121,3 @@ def test_memory_on_a_gpu_is_the_peak_since_the_last_row():
     torch.empty(64_000_000, dtype=torch.uint8, device=device)  # freed at once
     assert used_memory(device) == pytest.approx(before + 64, abs=1)
     assert used_memory(device) == pytest.approx(before, abs=1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss spikes
-
-
-def warnings_of(losses, detector=None):
-    """The steps, counted from 1, for which a spike is reported."""
-    detector = detector or SpikeDetector()
-    return [step for step, loss in enumerate(losses, 1) if detector.update(step, loss)]
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.005, 0.05, 0.2]))
-def test_noise_around_a_falling_loss_gives_no_warning_in_20000_steps(seed, size):
-    steps = np.arange(20_000)
-    falling = 3 + 7 * np.exp(-steps / 300) + np.exp(-steps / 5000)
-    assert not warnings_of(falling + np.random.default_rng(seed).normal(0, size, len(steps)))
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 2**32 - 1), st.integers(60, 900), st.sampled_from([1, 5, 1000]))
-def test_a_jump_is_reported_once_whether_the_loss_returns_or_stays(seed, place, lasting):
-    losses = 4 + np.random.default_rng(seed).normal(0, 0.05, 1000)
-    losses[place : place + lasting] += 2
-    assert warnings_of(losses) == [place + 1]
-
-
-def test_two_jumps_far_apart_are_both_reported_and_a_jump_down_is_not():
-    losses = 4 + np.random.default_rng(0).normal(0, 0.05, 2000)
-    losses[[500, 1500]] += 2
-    losses[1000] -= 2
-    assert warnings_of(losses) == [501, 1501]
-
-
-def test_a_jump_in_the_first_steps_is_not_reported():
-    losses = np.r_[np.full(20, 4.0), 30.0, np.full(40, 4.0)] + np.random.default_rng(0).normal(0, 0.05, 61)
-    assert not warnings_of(losses)
-
-
-def test_the_warning_states_the_loss_and_the_losses_before():
-    detector = SpikeDetector()
-    for step, loss in enumerate(4 + np.random.default_rng(0).normal(0, 0.05, 300), 1):
-        detector.update(step, loss)
-    line = detector.update(301, 9.5)
-    jump, before, usual = map(float, re.findall(r"\d\.\d{3}", line))
-    assert line.startswith("step 301: ") and "\n" not in line
-    assert jump == 9.5 and before == pytest.approx(4, abs=0.03) and usual == pytest.approx(0.04, abs=0.015)
-
-
-def test_a_loss_that_is_not_finite_does_not_change_the_detector():
-    detector = SpikeDetector()
-    warnings_of([4.0, 4.1, 3.9], detector)
-    before = detector.state()
-    assert detector.update(4, math.nan) is None and detector.update(5, math.inf) is None and detector.state() == before
-
-
-def test_resumed_spike_detection_warns_at_the_same_steps():
-    losses = 4 + np.random.default_rng(0).normal(0, 0.05, 400)
-    losses[[100, 130, 200]] += 2  # step 131 falls into the silence after step 101
-    whole = SpikeDetector()
-    expected = warnings_of(losses, whole)
-    assert expected == [101, 201]
-    for stop in (0, 10, 99, 100, 101, 125, 180, 300):
-        first = SpikeDetector()
-        found = warnings_of(losses[:stop], first)
-        resumed = SpikeDetector(strictly(first.state()))
-        found += [stop + step for step in warnings_of(losses[stop:], resumed)]
-        assert found == expected and resumed.state() == whole.state(), stop

@@ -1,8 +1,6 @@
 """Steps whose loss or gradient is not finite are left out; ten in a row end the run."""
 
 import itertools
-import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.training.interruption import NonFiniteGuard
-from d2l_bert.training.meter import StepStats
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,21 +101,6 @@ def test_ten_steps_in_a_row_without_a_finite_loss_end_the_run(command, spoil, tm
     assert {path.name for path in folder.iterdir() if "checkpoint" in path.name} == {"checkpoint-3"}
     assert main(["fill-mask", str(folder / "checkpoint-3"), "anna [MASK] to the garden ."]) == 0
     assert not any(path.name in ("model.safetensors", "metrics.json") for path in Path(folder).iterdir())
-
-
-def step_figures(skipped):
-    return StepStats(*[math.nan if skipped else 1.0] * 3, *[1.0] * 5, float(skipped))
-
-
-def test_skipped_steps_are_counted_only_in_a_row_and_also_across_a_resume(tmp_path):
-    guard = NonFiniteGuard(tmp_path, {})
-    for step in range(1, 40):
-        guard.check(step, step_figures(skipped=step % 10))  # nine skipped steps in a row, several times
-    guard = NonFiniteGuard(tmp_path, json.loads(json.dumps(guard.state())))
-    with pytest.raises(
-        ValueError, match="10 steps in a row, up to step 40 .loss nan, gradient norm nan.; start again"
-    ):
-        guard.check(40, step_figures(skipped=True))
 
 
 def test_a_skipped_step_does_not_change_the_moving_average(command, spoil, tmp_path):

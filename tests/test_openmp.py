@@ -126,9 +126,10 @@ def test_waits_are_adapted_while_a_command_computes(command, trained, books, tmp
             blocks[-1] += 1
         return forward(self, *arguments, **options)
 
-    names = ("evaluation.pseudo_likelihood.", "evaluation.text.") if command == "evaluate" else ("openmp.",)
+    names = ("training.evaluation.pseudo_likelihood", "training.evaluation.text")
+    names = names if command == "evaluate" else ("commands",)
     for name in names:
-        monkeypatch.setattr(f"d2l_bert.training.{name}short_waits", Block)
+        monkeypatch.setattr(f"d2l_bert.{name}.short_waits", Block)
     monkeypatch.setattr(D2lBertModel, "forward", counted)
     text = books / "book-00.txt"
     options = [f"--corpus={books}", "--pppl_sentences=2", "--max_eval_pairs=4"]

@@ -16,7 +16,6 @@ from d2l_bert.training.optim import (
     learning_rate_share,
     make_adamw,
     make_optimizers,
-    parameter_groups,
 )
 
 
@@ -60,7 +59,9 @@ class PaperAdamW:
 @pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
 def test_all_parameters_but_biases_and_layer_norms_get_weight_decay(switches):
     model = make_model(**switches)
-    decayed, others = parameter_groups(model.parameters())
+    decayed, others = (
+        group["params"] for group in make_adamw(model.parameters(), 0.1, 0.1, (0.9, 0.99), 1e-8).param_groups
+    )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     expected = {name for name in names.values() if is_decayed(name)}
     assert {names[id(parameter)] for parameter in decayed} == expected
@@ -73,7 +74,7 @@ def test_all_parameters_but_biases_and_layer_norms_get_weight_decay(switches):
 def test_adamw_steps_as_in_its_paper(switches):
     model = make_model(**switches)
     rate, decay, betas, epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
-    optimizer = make_adamw(model, rate, decay, betas, epsilon)
+    optimizer = make_adamw(model.parameters(), rate, decay, betas, epsilon)
     paper = {
         name: PaperAdamW(parameter.detach(), decay if is_decayed(name) else 0.0, betas, epsilon)
         for name, parameter in model.named_parameters()
@@ -180,7 +181,7 @@ def test_adamw_alone_is_one_optimizer_with_the_same_groups():
     model = make_model()
     (adamw,) = make_optimizers(model, "adamw", 0.01, 0.3, (0.8, 0.95), 1e-3)
     assert type(adamw) is torch.optim.AdamW
-    assert adamw.state_dict() == make_adamw(model, 0.01, 0.3, (0.8, 0.95), 1e-3).state_dict()
+    assert adamw.state_dict() == make_adamw(model.parameters(), 0.01, 0.3, (0.8, 0.95), 1e-3).state_dict()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

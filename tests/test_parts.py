@@ -101,34 +101,6 @@ def test_the_order_of_the_parts_is_the_order_of_their_documents(parts):
     assert forwards.tokens.fingerprint() != backwards.tokens.fingerprint()
 
 
-def test_parts_hold_out_no_more_than_one_corpus_would_and_the_rest_trains(parts, tmp_path, capsys):
-    alone = [prepare(TextConfig(corpus=[str(part)])) for part in parts]
-    together = prepare(TextConfig(corpus=paths(parts)))
-    candidates = {24 * number + int(document) for number, text in enumerate(alone) for document in text.held_out}
-    held_out = set(together.held_out.tolist())
-    # 5 % of 96 documents of about the same size are 5; each part alone holds out 2.
-    assert len(candidates) == 2 * PARTS and held_out < candidates and len(held_out) == 5
-    sizes = together.tokens.sizes(np.arange(96))
-    assert sizes[list(held_out)].sum() >= 0.05 * sizes.sum() > sizes[list(held_out)].sum() - sizes.max()
-    train = together.train_documents()
-    assert set(train.nth(np.arange(len(train))).tolist()) == set(range(96)) - held_out
-    data = together.counts()
-    assert (data["train_documents"], data["held_out_documents"]) == (91, 5)
-
-
-def test_a_cap_on_the_held_out_part_holds_for_all_parts_together(texts, tokenizer, tmp_path):
-    most = 3000  # characters: a book has about 1,500
-    for text in texts:
-        out = [f"--output_dir={tmp_path / text.name}", "--max_validation_characters", str(most)]
-        assert (
-            main(["prepare", f"--tokenizer={tokenizer}", f"--corpus={text}", "--validation_fraction=0.5", *out]) == 0
-        )
-    alone = [prepare(TextConfig(corpus=[str(part)])) for part in sorted(tmp_path.iterdir())]
-    together = prepare(TextConfig(corpus=paths(sorted(tmp_path.iterdir()))))
-    assert sum(len(text.held_out) for text in alone) >= 8
-    assert 2 <= len(together.held_out) <= 3
-
-
 def test_every_document_is_in_some_pair_of_an_epoch_once(parts):
     """Without a second loss a token is in exactly one sequence of an epoch."""
     text = prepare(TextConfig(corpus=paths(parts)))
@@ -162,7 +134,7 @@ def test_source_weights_are_one_for_each_part(parts, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["pretrain", "--corpus", *parts, f"--output_dir={out}", *OPTIONS, "--max_steps=2"]
     said = refused(capsys, *arguments, "--source_weights", "1", "2")
-    assert "source_weights: 2 weights for 4 sources; give one weight for each source" in said and not out.exists()
+    assert "source_weights: 2 weights for 4 sources; give one for each" in said and not out.exists()
     assert pretrain(out, parts, "--max_steps=2", "--source_weights", "1", "0", "0", "3") == 0
     run = PretrainConfig(
         corpus=paths(parts), max_steps=1, max_seq_length=48, objective="none", source_weights=["1", "0", "0", "3"]
@@ -298,7 +270,7 @@ def test_parts_given_twice_or_beside_plain_text_are_refused(parts, texts, tmp_pa
     shutil.rmtree(copy)
     for more in ([texts[0]], ["--dataset", "some/set"]):
         said = refused(capsys, "pretrain", "--corpus", parts[0], *more, *beside, "--vocab_size=400")
-        assert f"corpus {parts[0]}: a prepared folder goes with other prepared folders only; give it alone" in said
+        assert f"{parts[0]}: a prepared folder, not text" in said
     assert os.listdir(tmp_path) == []
 
 

@@ -14,7 +14,6 @@ from d2l_bert.cli import main
 from d2l_bert.tokenization import prepared_folder
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.run_folder import default_output_dir
 
@@ -90,7 +89,7 @@ def test_options_that_the_prepared_folder_fixes_are_refused(books, prepared, tmp
     assert "exists already" in refused(capsys, "prepare", f"--corpus={books}", f"--output_dir={prepared}")
     for more in ([str(books)], ["--dataset", "x/y"]):
         said = refused(capsys, "prepare", "--corpus", prepared, *more, f"--output_dir={tmp_path / 'out'}")
-        assert "give it alone" in said
+        assert "a prepared folder, not text" in said
     assert os.listdir(tmp_path) == []
 
 
@@ -123,7 +122,7 @@ def test_a_bug_while_reading_a_prepared_folder_is_shown_as_a_bug(prepared, tmp_p
     def fail(*_, **how):
         raise KeyError("of ours")
 
-    monkeypatch.setattr("d2l_bert.tokenization.prepare.TokenizedCorpus", fail)
+    monkeypatch.setattr("d2l_bert.tokenization.prepared_folder.TokenizedCorpus", fail)
     code = main(["pretrain", f"--corpus={prepared}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")])
     assert code == 1 and "this is a bug of d2l-bert" in capsys.readouterr().err
 
@@ -170,7 +169,7 @@ def test_check_notices_one_changed_byte_in_any_file_of_a_prepared_folder(prepare
     files = [path for path in folder.rglob("*") if path.is_file()]
     tokens = prepared_folder.read_prepared_folder(folder).tokens
     size = sum(path.stat().st_size for path in files if path.name != "prepared.json")
-    counts = f"{len(files) - 1} files, {size:,} bytes, 24 documents, {TokenizedCorpus(tokens).size:,} tokens"
+    counts = f"{len(files) - 1} files, {size:,} bytes, 24 documents, {tokens.size:,} tokens"
     assert capsys.readouterr().out.splitlines() == [f"{path}: whole; {counts}" for path in (folder, other)]
     assert len(files) >= 12
     for file in files:
@@ -207,7 +206,7 @@ def test_a_run_notices_files_of_another_size_and_changed_small_files(prepared, t
     shutil.copytree(prepared, folder)
     (folder / "prepared.json").unlink()
     said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
-    assert "a prepared folder without its prepared.json" in said
+    assert "a prepared folder, not text" in said
     assert os.listdir(tmp_path) == ["tokens"]
 
 
@@ -240,9 +239,11 @@ def test_a_damaged_cache_is_refused_with_the_mend(tmp_path, capsys, monkeypatch)
 
 def test_names_that_are_not_utf_8_and_sources_given_twice_are_refused_at_once(books, tmp_path, capsys):
     out = f"--output_dir={tmp_path}/r\udcff"
-    assert "its name is not UTF-8" in refused(capsys, "prepare", f"--corpus={books}", out)
+    with pytest.raises(SystemExit):
+        main(["prepare", f"--corpus={books}", out])
+    assert "is not UTF-8" in capsys.readouterr().err
     assert "is not UTF-8" in refused(capsys, "pretrain", f"--corpus={books}", out, *SMALL, "--max_steps=1")
-    assert "given 2 times" in refused(capsys, "prepare", "--corpus", books, books, f"--output_dir={tmp_path / 'out'}")
+    assert "is given twice" in refused(capsys, "prepare", "--corpus", books, books, f"--output_dir={tmp_path / 'out'}")
     assert os.listdir(tmp_path) == []
 
 
@@ -254,7 +255,7 @@ def test_cleaning_is_reported_and_recorded(books, tmp_path, capsys):
     rules = ["--drop_duplicate_paragraphs", "--min_paragraph_characters=20", "--unicode_normalization=NFC"]
     out = ["--vocab_size=400", f"--output_dir={tmp_path / 'tokens'}"]
     assert main(["prepare", f"--corpus={tmp_path / 'books'}", *rules, *out]) == 0
-    assert " duplicates" in capsys.readouterr().err
+    assert " duplicate paragraphs" in capsys.readouterr().err
     record = json.loads((tmp_path / "tokens" / "prepared.json").read_text())
     assert record["reading"]["paragraphs"] == 10 * 25 and record["reading"]["duplicates"] >= paragraphs
     assert record["token_options"]["unicode_normalization"] == "NFC"

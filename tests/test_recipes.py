@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForPreTraining
 
-from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert import D2lBertConfig, D2lBertForPreTraining, commands
+from d2l_bert.cli import main, make_parser
 from d2l_bert.commands import resolve_pretrain
-from d2l_bert.flags import make_parser
 from d2l_bert.folders import base_name
 from d2l_bert.tokenization import prepare
 from d2l_bert.training import batching, pretrain
@@ -101,7 +100,7 @@ def chosen(monkeypatch):
 
     def choose(*options):
         runs = []
-        monkeypatch.setattr(pretrain, "pretrain", lambda architecture, run: runs.append(run))
+        monkeypatch.setattr(commands, "pretrain", lambda architecture, run: runs.append(run))
         assert main(["pretrain", *options]) == 0
         runs[0].check()
         return runs[0]

@@ -200,19 +200,15 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
 
 
 @pytest.mark.slow
-def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_explained(
-    root, given, tmp_path, in_process, capsys
-):
+def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_said(root, given, tmp_path, in_process, capsys):
     folder = tmp_path / "made"
     assert make(root, given, folder, record=True) == 0
     changed(root, "max_steps = 6\n", "max_steps = 7\n")
-    with pytest.raises(
-        UserError, match=r"made in another way: max_steps \(6, here 7\); make it anew with --overwrite_output_dir"
-    ):
+    with pytest.raises(UserError, match="made in another way, or changed since; make it anew with --overwrite"):
         make(root, given, folder)
     assert make(root, given, folder, overwrite=True) in (0, 1)
     said = capsys.readouterr().out
-    assert re.search(rf"{NAME}: other bytes than recorded; different: max_steps \(6, here 7\)\n", said)
+    assert f"{NAME}: other bytes than recorded" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +268,7 @@ def test_a_figure_agrees_up_to_four_standard_deviations_of_a_difference(tmp_path
         write_json(folder / "metrics.json", {**figures, "eval_mlm_loss": loss})
         assert release.compare(folder, place) == code
         said = capsys.readouterr().out
-        assert "m: other bytes than recorded; different: threads (2, here 1); torch (2.13.0, here 2.14.0)\n" in said
+        assert "m: other bytes than recorded" in said
         assert f"here {loss:.3f} nats, {'NOT WITHIN' if code else 'within'} 0.566 nats\n" in said
 
 

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import d2l_bert
+from d2l_bert.cli import make_parser
 from d2l_bert.commands import resolve_pretrain
-from d2l_bert.flags import make_parser
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import card_of
 from d2l_bert.model_cards.figures import deviations, reported_metrics

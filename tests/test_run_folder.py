@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from d2l_bert import folders
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training import loop, run_folder
+from d2l_bert.training import pretrain, run_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.meter import Meter
 
@@ -37,7 +37,7 @@ def same_figures(monkeypatch):
     """Make a run's files independent of the time it took, and skip drawing the curves and measuring the peak."""
     speed = Meter.speed
     monkeypatch.setattr(Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
-    monkeypatch.setattr("d2l_bert.training.tracking.peak_of", lambda _: 1e12)
+    monkeypatch.setattr("d2l_bert.training.tracking.matmul_peak", lambda *_: 1e12)
 
     def plot(rows, path):
         path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))
@@ -82,7 +82,7 @@ def dying(monkeypatch):
         monkeypatch.setattr(os, name, counted("delete", getattr(os, name)))
     monkeypatch.setattr(folders, "sync", counted("sync", folders.sync))
     for function in (run_folder.start_folder, run_folder.finish_folder):
-        monkeypatch.setattr(loop, function.__name__, watched(function))
+        monkeypatch.setattr(pretrain, function.__name__, watched(function))
 
     def die(number):
         nonlocal last, dead

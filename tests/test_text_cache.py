@@ -46,7 +46,7 @@ def test_a_cache_that_cannot_be_written_is_refused_with_a_mend_for_its_cause(tmp
 
     with pytest.raises(UserError) as refusal:
         write_once(tmp_path / "x", "writing", fail)
-    assert str(refusal.value) == f"cache {tmp_path}: cannot be written {words}"
+    assert str(refusal.value) == f"{tmp_path / 'x'}: cannot be written {words}"
 
 
 def test_half_written_files_of_a_killed_process_are_removed_by_the_next_write(tmp_path):

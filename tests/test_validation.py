@@ -251,9 +251,9 @@ def world(tmp_path, books, check_books, prepared, monkeypatch):
 
 REFUSED = [  # options, then words of the error line: the value, its place, the mend
     ("--validation_corpus empty", "empty: no text file in this folder; give a folder with files"),
-    ("--validation_corpus nowhere", "nowhere: no such file or folder; give a text file"),
-    ("--validation_corpus blank", "validation text blank: 0 documents with sentences", "give more text"),
-    ("--validation_corpus short.txt", "validation text short.txt: 1 document with sentences", "give more text"),
+    ("--validation_corpus nowhere", "nowhere: no text file or folder"),
+    ("--validation_corpus blank", "validation text blank: cache ", "no token in the text"),
+    ("--validation_corpus short.txt", "validation text short.txt: too few documents", "give more text"),
     (
         "--validation_corpus symbols",
         "validation text symbols: cache ",
@@ -262,11 +262,11 @@ REFUSED = [  # options, then words of the error line: the value, its place, the 
     ("--validation_corpus few", "validation text few: too few documents hold a token that the tokenizer knows"),
     ("--validation_corpus latin.txt", "latin.txt: cannot be read as UTF-8 text"),
     ("--validation_corpus titles.jsonl", "titles.jsonl: cannot be read", "'text'"),
-    ("--validation_corpus tokens", "validation_corpus tokens: a prepared folder; give its text"),
-    ("--validation_corpus check check", "validation_corpus check: given 2 times; give it once"),
+    ("--validation_corpus tokens", "tokens: a prepared folder, not text"),
+    ("--validation_corpus check check", "validation_corpus: check is given twice"),
     ("--validation_dataset nowhere", "dataset nowhere: cannot be read"),
     ("--validation_dataset set --validation_split test", "dataset set: cannot be read", "--validation_split"),
-    ("--validation_dataset set set", "validation_dataset set: given 2 times; give it once"),
+    ("--validation_dataset set set", "set is given twice"),
     ("--validation_dataset set:en", "dataset set: cannot be read", "ID:CONFIG"),
     ("--validation_dataset check/book-00.txt", "dataset check/book-00.txt: cannot be read", "--validation_corpus"),
     ("--validation_split test", "validation_split is for validation_dataset"),

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert import folders
-from d2l_bert.errors import ENVIRONMENT_ERRNOS, UserError, launched_rank, why_unwritable
+from d2l_bert.errors import UserError, writing
 
 
 logger = logging.getLogger(__name__)
@@ -41,28 +41,6 @@ def content_hash(file: Path) -> str:
         raise UserError(f"{file}: cannot be read ({error.strerror}); allow reading it, or leave it out") from None
 
 
-@contextmanager
-def hold_lock(lock: Path, label: str) -> Iterator[None]:
-    """
-    Hold a lock file while the block runs. If another process holds the lock, wait for it; rank 0 logs a long wait.
-
-    Args:
-        lock: path of the lock file, in the cache.
-        label: what the process that holds the lock is doing, for that message: "reading books".
-    """
-    lock = FileLock(lock)
-    try:
-        lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
-        if launched_rank() == 0:
-            logger.info(f"waiting for another process that is {label} (cache {Path(lock.lock_file).parent})")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     """
     Write a folder of the cache atomically, unless it exists.
@@ -79,14 +57,18 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: the cache cannot be written.
     """
-    try:
+    with writing(f"cache {path.parent}", ANOTHER_CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(path.with_name(f".{path.name}.lock"), label):
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            held = lock.acquire(timeout=SILENT_SECONDS)
+        except Timeout:
+            logger.info(f"waiting for another process that is {label} (cache {path.parent})")
+            held = lock.acquire()
+        with held:
             if not path.exists():  # else another process wrote the folder while this one waited for the lock
-                with folders.atomic_folder(path) as partial:
+                with folders.atomic_folder(path, ANOTHER_CACHE) as partial:
                     write(partial)
-    except OSError as error:
-        raise UserError(f"cache {path.parent}: {why_unwritable(error, ANOTHER_CACHE)}") from None
 
 
 @contextmanager
@@ -99,12 +81,6 @@ def reading_cache(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        if getattr(error, "errno", None) in ENVIRONMENT_ERRNOS:
-            raise UserError(
-                f"cache {folder}: cannot be read ({error.strerror}); make this folder readable, or delete it"
-            ) from None
+    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:  # of NumPy, PyArrow and json
         reason = " ".join(str(error).split())
         raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, option
@@ -18,6 +18,11 @@ class TextConfig(Options):
     Raises:
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
+
+    # A separate text to evaluate on: options of `pretrain` alone, as `prepare` holds out a part of the text.
+    validation_corpus: ClassVar[list[str]] = []
+    validation_dataset: ClassVar[list[str]] = []
+    validation_split: ClassVar[str] = ""
 
     corpus: list[str] | None = option(
         None,
@@ -103,22 +108,20 @@ class TextConfig(Options):
         within="[0, 16777216]",
     )
 
-    def check(self) -> None:
-        """Refuse wrong and contradicting options, before any text is read."""
-        super().check()
-        if not self.text_paths() and not self.dataset:
-            raise UserError("corpus names no text; give files, folders or python-docs")
-        if self.dataset_config is not None and len(self.dataset) != 1:
-            raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
-        for name, config in self.named_datasets():
-            if not name or config == "" or (config is not None and self.dataset_config not in (None, config)):
-                raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {name}:{config}")
-        if not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
-            raise UserError(f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}")
-        if self.extend_vocab and self.existing_tokenizer() is None:
-            raise UserError(
-                "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one"
-            )
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            "corpus names no text; give files, folders or python-docs": not self.text_paths() and not self.dataset,
+            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
+                self.dataset_config is not None and len(self.dataset) != 1
+            ),
+            f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
+                not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
+            ),
+            "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one": (
+                self.extend_vocab and self.existing_tokenizer() is None
+            ),
+        }
 
     def existing_tokenizer(self) -> str | None:
         """Folder or Hub id of an existing tokenizer; None if a tokenizer is to be trained."""
@@ -134,28 +137,23 @@ class TextConfig(Options):
         """The Hub id or folder of each dataset, and its configuration or None."""
         return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
 
-    def validation_paths(self) -> list[str]:
-        """The files and folders to evaluate on; none here: `prepare` holds out a part of the text."""
-        return []
-
-    def validation_datasets(self) -> list[tuple[str, str | None]]:
-        """The datasets to evaluate on; none here."""
-        return []
-
-    def validation_split_name(self) -> str:
-        """The split of the datasets to evaluate on."""
-        return self.dataset_split
-
     def token_options(self) -> dict:
         """The options that determine the token ids of a given text, with their values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if f.metadata["identity"]}
 
 
 def dataset_and_config(dataset: str, default: str | None = None) -> tuple[str, str | None]:
-    """The Hub id or folder in ID or ID:CONFIG, and its configuration or `default`."""
+    """
+    The Hub id or folder in ID or ID:CONFIG, and its configuration or `default`.
+
+    Raises:
+        UserError: the id or the configuration is empty, or the configuration is not `default`.
+    """
     name, colon, config = dataset.rpartition(":")
     if not colon or Path(dataset).exists():  # a folder's name may contain a colon
         return dataset, default
+    if not name or not config or default not in (None, config):
+        raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {dataset}")
     return name, config
 
 

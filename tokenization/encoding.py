@@ -24,11 +24,6 @@ TOKENIZED_AT_ONCE = 64  # blocks that a process encodes in one call
 MOST_KNOWN_WORDS = 200_000
 
 
-def library_versions() -> list[str]:
-    """The versions of the libraries on which token ids depend: only that of `tokenizers`."""
-    return [importlib.metadata.version("tokenizers")]
-
-
 def prepare_tokens(text: TextStore, tokenizer, folder: Path, processes: int = 1) -> Path:
     """
     Write a token store, unless `folder` already has a store of the same text and tokenizer.
@@ -47,7 +42,7 @@ def prepare_tokens(text: TextStore, tokenizer, folder: Path, processes: int = 1)
             started.
     """
     backend = tokenizer.backend_tokenizer.to_str()
-    identity = [ENCODING_FORMAT, STORE_FORMAT, library_versions(), text.folder.name, backend]
+    identity = [ENCODING_FORMAT, STORE_FORMAT, [importlib.metadata.version("tokenizers")], text.folder.name, backend]
     path = folder / f"tokens-{fingerprint(identity)}"
     if not path.exists():
         blocks = len(text.rows())

@@ -1,12 +1,12 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +14,16 @@ from transformers import BertTokenizer
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import cores
-from d2l_bert.progress import counted
-from d2l_bert.tokenization import encoding, prepared_folder, wordpiece
+from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
-from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.config import TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.existing import load_tokenizer
+from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
 from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
-from d2l_bert.tokenization.split import AllBut, Only, held_out_documents
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus, held_out_documents
+from d2l_bert.tokenization.wordpiece import load_tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -36,121 +35,6 @@ DESCRIBED_SENTENCES = 20_000
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary: cached tokenizers
 # are then trained again. `tests/test_formats.py` fails until it is raised.
 TOKENIZER_FORMAT = 1
-
-
-@dataclass
-class ValidationText:
-    """
-    A separate text to evaluate on, tokenized as the training text is.
-
-    Args:
-        name: the names of the text's sources.
-        tokens: the token ids of all documents, memory-mapped.
-        texts: the number of files and rows in the text.
-        texts_in_training: how many of these files and rows are also in the training text, with equal paragraphs.
-    """
-
-    name: str
-    tokens: TokenizedCorpus
-    texts: int
-    texts_in_training: int
-
-
-@dataclass
-class PreparedText:
-    """
-    A tokenized corpus, split into training and held-out documents.
-
-    Args:
-        token_options: the options that determined the tokens (`TextConfig.token_options`).
-        corpus_name: the names of all sources.
-        hub_datasets: the names of the sources that are datasets on the Hub.
-        source_fingerprints: a hash of each source's identity.
-        reading: counts of paragraphs, and of files, rows and sentences that were left out or cut (`TextStore`).
-        tokenizer_report: the tokenizer's statistics on held-out text (`wordpiece.describe`).
-        tokens: the token ids of all documents, memory-mapped.
-        source_ends: documents up to the end of each source.
-        held_out: the numbers of the documents not to train on, ascending; empty with a validation text.
-        text_hashes: a hash of each file or row of the text; one memory-mapped array for each store.
-        validation: the text to evaluate on instead of `held_out`.
-    """
-
-    token_options: dict
-    corpus_name: str
-    hub_datasets: list[str]
-    source_fingerprints: list[str]
-    reading: dict[str, int]
-    tokenizer: BertTokenizer
-    tokenizer_report: dict
-    tokens: TokenizedCorpus
-    source_ends: list[int]
-    held_out: np.ndarray
-    text_hashes: list[np.ndarray]
-    validation: ValidationText | None = None
-
-    def train_documents(self) -> AllBut:
-        """The documents to train on: all but the held-out documents."""
-        return AllBut(len(self.tokens), self.held_out)
-
-    def evaluation(self) -> tuple[TokenizedCorpus, AllBut | Only]:
-        """The corpus and the documents to evaluate on: all of the validation text, or else the held-out documents."""
-        if self.validation is not None:
-            return self.validation.tokens, AllBut(len(self.validation.tokens), np.zeros(0, dtype=np.int64))
-        return self.tokens, Only(self.held_out)
-
-    def summary(self) -> str:
-        """One line with the numbers of documents and tokens, and the size of the vocabulary."""
-        counts = self.counts()
-        held_out = "held out" if self.validation is None else f"of {self.validation.name} to evaluate on"
-        train, others = (counted(counts[f"{part}_documents"], "document") for part in ("train", "held_out"))
-        return (
-            f"{self.corpus_name}: {train}, {counts['train_tokens']:,} tokens to train on; "
-            f"{others}, {counts['held_out_tokens']:,} tokens {held_out}; "
-            f"vocabulary {len(self.tokenizer):,}"
-        )
-
-    def counts(self) -> dict:
-        """The entry `data` of run_config.json: names, fingerprint, numbers of documents, tokens and words."""
-        total = len(self.tokens), self.tokens.size, int(self.tokens.document_words.at(np.array(len(self.tokens) - 1)))
-        held_out = _document_counts(self.tokens, self.held_out)
-        train = [count - held_out_count for count, held_out_count in zip(total, held_out, strict=True)]
-        if self.validation is not None:
-            held_out = (len(self.validation.tokens), self.validation.tokens.size)
-        counts = {
-            "corpus_name": self.corpus_name,
-            "corpus_fingerprint": self.tokens.fingerprint(),
-            "hub_datasets": self.hub_datasets,
-            "reading": self.reading,
-            "train_documents": train[0],
-            "train_tokens": train[1],
-            "train_words": train[2],
-            "held_out_documents": held_out[0],
-            "held_out_tokens": held_out[1],
-            "tokenizer": self.tokenizer_report,
-        }
-        if self.validation is not None:
-            counts["validation"] = {
-                "corpus_name": self.validation.name,
-                "corpus_fingerprint": self.validation.tokens.fingerprint(),
-                "texts": self.validation.texts,
-                "texts_in_training": self.validation.texts_in_training,
-            }
-        return counts
-
-
-def _document_counts(tokens, documents):
-    """The numbers of documents, tokens and words in these documents."""
-    words = tokens.document_words.at(documents) - tokens.document_words.before(documents)
-    return len(documents), int(tokens.sizes(documents).sum()), int(words.sum())
-
-
-def split_fingerprint(text: PreparedText) -> str:
-    """A hash of the split: of the held-out documents, the ends of the sources, and the validation text, if any."""
-    digest = hashlib.sha256(json.dumps([len(text.tokens), [int(end) for end in text.source_ends]]).encode())
-    digest.update(np.ascontiguousarray(text.held_out, dtype="<i8"))
-    if text.validation is not None:
-        digest.update(text.validation.tokens.fingerprint().encode())
-    return digest.hexdigest()[:16]
 
 
 def prepare(run: TextConfig) -> PreparedText:
@@ -166,21 +50,17 @@ def prepare(run: TextConfig) -> PreparedText:
             trained or extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
             written; or a process was killed or could not be started.
     """
-    validation_sources = [("corpus", path) for path in run.validation_paths()]
-    validation_sources += [("dataset", name) for name, _ in run.validation_datasets()]
-    for option, path in validation_sources:
-        if prepared_folder.is_prepared_folder(path):
-            raise UserError(f"validation_{option} {path}: a prepared folder; give its text")
     validation = open_sources(
-        run.validation_paths(),
-        run.validation_datasets(),
-        run.validation_split_name(),
+        run.validation_corpus,
+        [dataset_and_config(dataset) for dataset in run.validation_dataset],
+        run.validation_split,
         run,
         None,
         ("--validation_corpus", "--validation_split"),
     )
     if prepared_folder.corpus_is_prepared(run):
-        prepared = _from_prepared_folders(run.text_paths(), bool(validation))
+        prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
+        prepared.held_out = prepared.held_out[: 0 if validation else None]
     else:
         prepared = _from_text(run, bool(validation))
     if validation:
@@ -193,26 +73,14 @@ def _from_text(run, has_validation):
     """The `PreparedText` of files and datasets, without the validation text."""
     existing = run.existing_tokenizer()
     tokenizer = None if existing is None else load_tokenizer(existing)
-    prepared_folder.refuse_beside_text(run)
-    for path in (paths := run.text_paths()):
-        if paths.count(path) > 1:
-            raise UserError(
-                f"corpus {path}: given {paths.count(path)} times; give it once, and its share with --source_weights"
-            )
     sources = open_sources(run.text_paths(), run.named_datasets(), run.dataset_split, run, run.max_documents)
-    corpus_name = ", ".join(source.name for source in sources)
+    corpus_name, text = read_sources(sources, run.language, Cleaning.of(run.token_options()))
     cache = cache_folder()
-    text = TextStore(prepare_text(sources, run.language, cleaning_of(run.token_options()), cache))
-    for line in reading_report(text.reading):
-        logger.info(line)
     try:
         held_out = np.zeros(0, dtype=np.int64)
         if not has_validation:
             fraction, most = run.validation_fraction, run.max_validation_characters
             held_out = held_out_documents(text.document_characters, fraction, most)
-        elif len(text) < 2:
-            documents = counted(len(text), "document")
-            raise UserError(f"too little text: {documents} with sentences, and two are needed; add text")
         sample = SentenceSample(text, held_out, leave_out=True)
         if tokenizer is None:
             tokenizer = train_or_load_tokenizer(run, sample, cache)
@@ -256,48 +124,10 @@ def documents_with_tokens(documents: np.ndarray, tokens: TokenizedCorpus) -> np.
     return documents - np.searchsorted(empty, documents)
 
 
-def _from_prepared_folders(paths, has_validation):
-    """The `PreparedText` of one or more prepared folders, without the validation text."""
-    parts = prepared_folder.read_parts([Path(path) for path in paths])
-    tokens = TokenizedCorpus(*(part.tokens for part in parts))
-    first = parts[0]
-    if has_validation:
-        held_out = np.zeros(0, dtype=np.int64)
-    elif len(parts) == 1:
-        held_out = first.held_out
-    else:
-        held_out = prepared_folder.held_out_of_parts(parts, tokens)
-    reading = {}
-    for part in parts:
-        for name, count in part.reading.items():
-            reading[name] = reading.get(name, 0) + count
-    return PreparedText(
-        token_options=prepared_folder.common_options(parts),
-        corpus_name=prepared_folder.joined_names([part.corpus_name for part in parts]),
-        hub_datasets=list(dict.fromkeys(itertools.chain(*(part.hub_datasets for part in parts)))),
-        source_fingerprints=[part.fingerprint for part in parts],
-        reading=reading,
-        tokenizer=first.tokenizer,
-        tokenizer_report=first.tokenizer_report,
-        tokens=tokens,
-        source_ends=first.source_ends if len(parts) == 1 else tokens.document_ends.starts[1:].tolist(),
-        held_out=held_out,
-        text_hashes=[part.text_hashes for part in parts],
-    )
-
-
 def _add_validation(prepared, sources, run):
     """Read and tokenize the validation text like the training text, and count the texts that are in both."""
-    name = ", ".join(source.name for source in sources)
     options, cache = prepared.token_options, cache_folder()
-    text = TextStore(prepare_text(sources, options["language"], cleaning_of(options), cache))
-    for line in reading_report(text.reading):
-        logger.info(f"validation text: {line}")
-    if len(text) < 2:
-        raise UserError(
-            f"validation text {name}: {counted(len(text), 'document')} with sentences, and random second segments "
-            f"need two; give more text"
-        )
+    name, text = read_sources(sources, options["language"], Cleaning.of(options))
     processes = run.preprocessing_num_workers or default_processes()
     try:
         tokens = TokenizedCorpus(prepare_tokens(text, prepared.tokenizer, cache, processes))
@@ -307,7 +137,7 @@ def _add_validation(prepared, sources, run):
         raise UserError(
             f"validation text {name}: too few documents hold a token that the tokenizer knows; give more text"
         )
-    in_both = count_in_both(text.text_hashes, prepared.text_hashes)
+    in_both = int(np.any([np.isin(text.text_hashes, hashes) for hashes in prepared.text_hashes], axis=0).sum())
     prepared.validation = ValidationText(name, tokens, len(text.text_hashes), in_both)
     if not prepared.tokenizer_report:
         prepared.tokenizer_report = describe_tokenizer(
@@ -320,34 +150,12 @@ def _add_validation(prepared, sources, run):
         )
 
 
-_HASHES_AT_ONCE = 1 << 20  # hashes that are compared together, to bound memory
-
-
-def count_in_both(hashes: np.ndarray, others: Sequence[np.ndarray]) -> int:
-    """How many texts with these `hashes` (n,) are also among the texts of `others`, arrays of hashes (m,)."""
-    count = 0
-    for start in range(0, len(hashes), _HASHES_AT_ONCE):
-        group = np.sort(hashes[start : start + _HASHES_AT_ONCE])
-        in_both = np.zeros(len(group), dtype=bool)
-        for table in others:
-            for first in range(0, len(table), _HASHES_AT_ONCE):
-                in_both |= np.isin(group, table[first : first + _HASHES_AT_ONCE])
-        count += int(in_both.sum())
-    return count
-
-
-def cleaning_of(options: dict) -> Cleaning:
-    """How to clean paragraphs, from `TextConfig.token_options`."""
-    names = ("unicode_normalization", "min_paragraph_characters", "drop_duplicate_paragraphs")
-    return Cleaning(*(options[name] for name in names))
-
-
 def describe_tokenizer(tokenizer: BertTokenizer, sentences: SentenceSample) -> dict:
     """The statistics of `wordpiece.describe`, logged in one line."""
     report = wordpiece.describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES))
     logger.info(
         f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
-        f"{report['unknown_share']:.2%} [UNK]; longest pieces {' '.join(report['longest_pieces'])}"
+        f"{report['unknown_share']:.2%} [UNK]"
     )
     return report
 
@@ -377,7 +185,12 @@ def open_sources(
     processes = run.preprocessing_num_workers or default_processes()
     files = [file_source(path, run.text_column, max_documents, processes) for path in paths]
     reading = (split, run.text_column, run.streaming, max_documents, options)
-    return files + [dataset_source(name, config, *reading) for name, config in datasets]
+    sources = files + [dataset_source(name, config, *reading) for name, config in datasets]
+    identities = [source.identity for source in sources]
+    for source in sources:
+        if identities.count(source.identity) > 1:
+            raise UserError(f"{options[0]}: {source.name} is given twice; give it once")
+    return sources
 
 
 def default_processes() -> int:
@@ -385,30 +198,42 @@ def default_processes() -> int:
     return min(cores(), 8)
 
 
-def reading_report(counts: dict[str, int]) -> Iterator[str]:
-    """Yield messages: which files and rows reading left out, how many sentences it cut, what cleaning did."""
-    left_out = {
-        "files_without_text": ("file without text", "files without text"),
-        "rows_without_text": ("row without text", "rows without text"),
-        "files_of_other_kinds": ("file of another kind", "files of other kinds"),
-    }
-    if numbers := [counted(counts[key], *words) for key, words in left_out.items() if counts.get(key)]:
-        yield f"passed over: {', '.join(numbers)}"
-    if cut := counts.get("long_sentences"):
-        yield f"cut between words: {counted(cut, 'sentence')} of more than {LONGEST_SENTENCE:,} characters"
-    if blocks := counts.get("blocks_as_documents"):
-        yield f"few documents: {counted(blocks, 'block')} of sentences will each count as a document"
-    cleaned = {"normalized": "normalised", "too_short": "too short", "duplicates": "duplicates"}
-    if numbers := [f"{counts[rule]:,} {word}" for rule, word in cleaned.items() if rule in counts]:
-        yield f"cleaning, of {counted(counts['paragraphs'], 'paragraph')}: {', '.join(numbers)}"
+# What reading a text counts (`TextStore.reading`), as far as the user should know of it.
+COUNTS_SHOWN = {
+    "files_without_text": "files without text",
+    "rows_without_text": "rows without text",
+    "files_of_other_kinds": "files of other kinds",
+    "long_sentences": f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words",
+    "blocks_as_documents": "blocks of sentences that count as documents, as there are few",
+    "normalized": "normalised paragraphs",
+    "too_short": "paragraphs too short",
+    "duplicates": "duplicate paragraphs",
+}
+
+
+def read_sources(sources: Sequence[Source], language: str, cleaning: Cleaning) -> tuple[str, TextStore]:
+    """
+    The names of some sources, and their text, read or found in the cache.
+
+    Logs which files and rows reading passed over, how many sentences it cut, and what cleaning did.
+    """
+    name = ", ".join(source.name for source in sources)
+    store = TextStore(prepare_text(sources, language, cleaning, cache_folder()))
+    if shown := [f"{store.reading[key]:,} {words}" for key, words in COUNTS_SHOWN.items() if store.reading.get(key)]:
+        logger.info(f"{name}: {'; '.join(shown)}")
+    return name, store
 
 
 def train_or_load_tokenizer(run: TextConfig, sample: SentenceSample, cache: Path) -> BertTokenizer:
     """Train a tokenizer on the sample, or read the cached tokenizer of the same sample and options."""
     training_options = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
     blocks = hashlib.sha256(np.ascontiguousarray(sample.blocks, dtype="<i8")).hexdigest()
-    versions = [TOKENIZER_FORMAT, encoding.library_versions()]
-    inputs = (versions, sample.text.folder.name, blocks, training_options)
+    inputs = (
+        [TOKENIZER_FORMAT, [importlib.metadata.version("tokenizers")]],
+        sample.text.folder.name,
+        blocks,
+        training_options,
+    )
     path = cache / f"tokenizer-{fingerprint(inputs)}"
 
     def write(partial):

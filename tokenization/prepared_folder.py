@@ -1,13 +1,17 @@
-"""Prepared folders, with tokenizer and token ids for many runs: writes, reads and checks them, joins several.
+"""`PreparedText`; prepared folders, which keep one for many runs: writes, reads and checks them, joins several.
 
 `d2l-bert prepare` writes a prepared folder: `prepared.json` (the record), the tokenizer's files, `tokens/` (a token
 store, see `token_store.py`), `held_out_documents.npy` and `text_hashes.npy`. Runs write nothing into the folder, so
 that the folder may be read-only. A prepared folder that makes one corpus with others is called a part.
 """
 
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +19,15 @@ from pathlib import Path
 import numpy as np
 from transformers import BertTokenizer
 
-from d2l_bert.errors import UserError
-from d2l_bert.random_numbers import random_keys, random_numbers
+from d2l_bert.errors import UserError, refuse_first
+from d2l_bert.folders import read_json
+from d2l_bert.progress import counted
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
-from d2l_bert.tokenization.existing import load_tokenizer
 from d2l_bert.tokenization.sources import PREPARED_FILE
-from d2l_bert.tokenization.split import HELD_OUT_SEED
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import AllBut, Only, TokenizedCorpus
+from d2l_bert.tokenization.wordpiece import load_tokenizer
 
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
@@ -32,9 +36,6 @@ PREPARED_FORMAT = 2
 TOKENS_FOLDER = "tokens"
 HELD_OUT_FILE = "held_out_documents.npy"
 HASHES_FILE = "text_hashes.npy"
-
-# The most names of parts in the name of a corpus.
-MOST_NAMES = 4
 
 
 def is_prepared_folder(path: str | Path) -> bool:
@@ -48,31 +49,130 @@ def corpus_is_prepared(run: TextConfig) -> bool:
     return not run.dataset and bool(paths) and all(is_prepared_folder(path) for path in paths)
 
 
-def refuse_beside_text(run: TextConfig) -> None:
-    """Raise a `UserError` for a prepared folder among sources of text, or a prepared folder without its record."""
-    for path in run.text_paths():
-        if is_prepared_folder(path):
-            raise UserError(
-                f"corpus {path}: a prepared folder goes with other prepared folders only; give it alone, or give its "
-                f"text"
-            )
-        if (Path(path) / TOKENS_FOLDER / "ids.npy").exists():
-            raise UserError(f"corpus {path}: a prepared folder without its {PREPARED_FILE}; prepare the text again")
-    for name, _ in run.named_datasets():
-        if is_prepared_folder(name):
-            raise UserError(f"dataset {name}: a prepared folder; give it with --corpus")
+# ---------------------------------------------------------------------------------------------------------------------
+# The text
+
+
+@dataclass
+class ValidationText:
+    """
+    A separate text to evaluate on, tokenized as the training text is.
+
+    Args:
+        name: the names of the text's sources.
+        tokens: the token ids of all documents, memory-mapped.
+        texts: the number of files and rows in the text.
+        texts_in_training: how many of these files and rows are also in the training text, with equal paragraphs.
+    """
+
+    name: str
+    tokens: TokenizedCorpus
+    texts: int
+    texts_in_training: int
+
+
+@dataclass
+class PreparedText:
+    """
+    A tokenized corpus, split into training and held-out documents.
+
+    Args:
+        token_options: the options that determined the tokens (`TextConfig.token_options`).
+        corpus_name: the names of all sources.
+        hub_datasets: the names of the sources that are datasets on the Hub.
+        source_fingerprints: a hash of each source's identity.
+        reading: counts of paragraphs, and of files, rows and sentences that were left out or cut (`TextStore`).
+        tokenizer_report: the tokenizer's statistics on held-out text (`wordpiece.describe`).
+        tokens: the token ids of all documents, memory-mapped.
+        source_ends: documents up to the end of each source.
+        held_out: the numbers of the documents not to train on, ascending; empty with a validation text.
+        text_hashes: a hash of each file or row of the text; one memory-mapped array for each store.
+        validation: the text to evaluate on instead of `held_out`.
+    """
+
+    token_options: dict
+    corpus_name: str
+    hub_datasets: list[str]
+    source_fingerprints: list[str]
+    reading: dict[str, int]
+    tokenizer: BertTokenizer
+    tokenizer_report: dict
+    tokens: TokenizedCorpus
+    source_ends: list[int]
+    held_out: np.ndarray
+    text_hashes: list[np.ndarray]
+    validation: ValidationText | None = None
+
+    def train_documents(self) -> AllBut:
+        """The documents to train on: all but the held-out documents."""
+        return AllBut(len(self.tokens), self.held_out)
+
+    def evaluation(self) -> tuple[TokenizedCorpus, AllBut | Only]:
+        """The corpus and the documents to evaluate on: all of the validation text, or else the held-out documents."""
+        if self.validation is not None:
+            return self.validation.tokens, AllBut(len(self.validation.tokens), np.zeros(0, dtype=np.int64))
+        return self.tokens, Only(self.held_out)
+
+    def summary(self) -> str:
+        """One line with the numbers of documents and tokens, and the size of the vocabulary."""
+        counts = self.counts()
+        held_out = "held out" if self.validation is None else f"of {self.validation.name} to evaluate on"
+        train, others = (counted(counts[f"{part}_documents"], "document") for part in ("train", "held_out"))
+        return (
+            f"{self.corpus_name}: {train}, {counts['train_tokens']:,} tokens to train on; "
+            f"{others}, {counts['held_out_tokens']:,} tokens {held_out}; "
+            f"vocabulary {len(self.tokenizer):,}"
+        )
+
+    def counts(self) -> dict:
+        """The entry `data` of run_config.json: names, fingerprint, numbers of documents, tokens and words."""
+        ends, words = np.array([len(self.tokens) - 1]), self.tokens.document_words
+        held_out_words = words.at(self.held_out) - words.before(self.held_out)
+        held_out = len(self.held_out), int(self.tokens.sizes(self.held_out).sum())
+        train = len(self.tokens) - held_out[0], self.tokens.size - held_out[1]
+        if self.validation is not None:
+            held_out = len(self.validation.tokens), self.validation.tokens.size
+        counts = {
+            "corpus_name": self.corpus_name,
+            "corpus_fingerprint": self.tokens.fingerprint(),
+            "hub_datasets": self.hub_datasets,
+            "reading": self.reading,
+            "train_documents": train[0],
+            "train_tokens": train[1],
+            "train_words": int(words.at(ends).sum() - held_out_words.sum()),
+            "held_out_documents": held_out[0],
+            "held_out_tokens": held_out[1],
+            "tokenizer": self.tokenizer_report,
+        }
+        if self.validation is not None:
+            counts["validation"] = {
+                "corpus_name": self.validation.name,
+                "corpus_fingerprint": self.validation.tokens.fingerprint(),
+                "texts": self.validation.texts,
+                "texts_in_training": self.validation.texts_in_training,
+            }
+        return counts
+
+
+def split_fingerprint(text: PreparedText) -> str:
+    """A hash of the split: of the held-out documents, the ends of the sources, and the validation text, if any."""
+    digest = hashlib.sha256(json.dumps([len(text.tokens), [int(end) for end in text.source_ends]]).encode())
+    digest.update(np.ascontiguousarray(text.held_out, dtype="<i8"))
+    if text.validation is not None:
+        digest.update(text.validation.tokens.fingerprint().encode())
+    return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
 
 
-def write_prepared_folder(text, folder: Path) -> None:
+def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     """
     Write a prepared folder.
 
     Args:
-        text: a `PreparedText` with one token store and without a validation text.
+        text: has one token store and without a validation text.
         folder: an empty folder.
     """
     wordpiece.save_tokenizer(text.tokenizer, folder)
@@ -102,110 +202,67 @@ def write_prepared_folder(text, folder: Path) -> None:
 # Read
 
 
-@dataclass
-class Part:
-    """
-    The content of a prepared folder. The fields are those of `PreparedText`; `tokens` is the token store's path, and
-    `files` has the size and the SHA-256 of each file.
-    """
-
-    folder: Path
-    token_options: dict
-    corpus_name: str
-    fingerprint: str
-    hub_datasets: list
-    reading: dict
-    source_ends: list
-    tokenizer_report: dict
-    files: dict
-    tokenizer: BertTokenizer
-    tokens: Path
-    held_out: np.ndarray
-    text_hashes: np.ndarray
-
-
-def read_parts(folders: Sequence[Path]) -> list[Part]:
-    """
-    Read the prepared folders that make one corpus. Of large files only the sizes are checked.
-
-    Raises:
-        UserError: a folder is damaged or has an earlier format, its tokenizer or options differ from those of the
-            first folder, or two folders have the same tokens.
-    """
-    parts, part_of_fingerprint = [], {}
-    for folder in folders:
-        part = read_prepared_folder(folder)
-        first = parts[0] if parts else part
-        if wordpiece.fingerprint(part.tokenizer) != wordpiece.fingerprint(first.tokenizer):
-            raise UserError(
-                f"corpus {folder}: its tokenizer is not that of {first.folder}, and all parts need the same; prepare "
-                f"it again with --tokenizer {first.folder}"
-            )
-        _refuse_other_options(part, first)
-        same = part_of_fingerprint.setdefault(part.fingerprint, part)
-        if same is not part:
-            raise UserError(f"corpus {folder}: holds the same tokens as {same.folder}; give each part once")
-        parts.append(part)
-    return parts
-
-
 # The options that may differ between parts: those of the tokenizer, since the tokenizers themselves are compared, and
 # the language, since each part may have its own.
 _FREE_OPTIONS = {*TOKENIZER_TRAINING_OPTIONS, "extend_vocab", "language"}
 
 
-def _refuse_other_options(part, first):
-    """Raise a `UserError` if an option, apart from `_FREE_OPTIONS`, differs between a part and the first part."""
-    for name, value in first.token_options.items():
-        if name not in _FREE_OPTIONS and part.token_options.get(name) != value:
-            raise UserError(
-                f"corpus {part.folder}: was prepared with {name} {part.token_options.get(name)!r}, and {first.folder} "
-                f"with {value!r}; prepare both alike"
-            )
-
-
-def common_options(parts: Sequence[Part]) -> dict:
-    """The options that the parts share. `language` lists the languages of all parts."""
-    languages = list(dict.fromkeys(part.token_options["language"] for part in parts))
-    return {**parts[0].token_options, "language": ", ".join(languages)}
-
-
-def joined_names(names: Sequence[str]) -> str:
-    """The names of a corpus's parts in one string: at most `MOST_NAMES`, else the first few and a count."""
-    if len(names) <= MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: MOST_NAMES - 1])} and {len(names) - MOST_NAMES + 1:,} others"
-
-
-def held_out_of_parts(parts: Sequence[Part], tokens: TokenizedCorpus) -> np.ndarray:
+def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     """
-    Choose the documents to hold out of a corpus of several parts.
+    The text of the prepared folders that make one corpus. Of large files only the sizes are checked.
 
-    They are chosen at random from the held-out documents of all parts, and have as many tokens as the held-out
-    documents of a single text of the same size. The rest of these documents are trained on.
+    Raises:
+        UserError: a folder is damaged or has an earlier format, its tokenizer or options differ from those of the
+            first folder, or two folders have the same tokens.
+    """
+    parts, folder_of = [], {}
+    for folder in folders:
+        part = read_prepared_folder(folder)
+        first = parts[0] if parts else part
+        same = folder_of.setdefault(part.tokens.fingerprint(), folder)
+        cases = {
+            f"its tokenizer is not that of {folders[0]}; prepare it again with --tokenizer {folders[0]}": (
+                wordpiece.fingerprint(part.tokenizer) != wordpiece.fingerprint(first.tokenizer)
+            ),
+            **{
+                f"was prepared with {name} {part.token_options.get(name)!r}, and {folders[0]} with {value!r}; prepare "
+                f"both alike": name not in _FREE_OPTIONS and part.token_options.get(name) != value
+                for name, value in first.token_options.items()
+            },
+            f"holds the same tokens as {same}; give each part once": same is not folder,
+        }
+        refuse_first(cases, f"corpus {folder}: ")
+        parts.append(part)
+    if len(parts) == 1:
+        return first
+    tokens = TokenizedCorpus(*(folder / TOKENS_FOLDER for folder in folders))
+    first_documents = tokens.document_ends.starts.tolist()
+    held_out = [number + part.held_out for part, number in zip(parts, first_documents, strict=False)]
+    reading = Counter()
+    for part in parts:
+        reading.update(part.reading)
+    languages = dict.fromkeys(part.token_options["language"] for part in parts)
+    names = ", ".join(part.corpus_name for part in parts)
+    return dataclasses.replace(
+        first,
+        token_options={**first.token_options, "language": ", ".join(languages)},
+        corpus_name=textwrap.shorten(names, 100, placeholder=" ..."),
+        hub_datasets=list(dict.fromkeys(name for part in parts for name in part.hub_datasets)),
+        source_fingerprints=[part.tokens.fingerprint() for part in parts],
+        reading=dict(reading),
+        tokens=tokens,
+        source_ends=tokens.document_ends.starts[1:].tolist(),
+        held_out=np.concatenate(held_out),
+        text_hashes=[hashes for part in parts for hashes in part.text_hashes],
+    )
+
+
+def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedText:
+    """
+    The text of a prepared folder.
 
     Args:
-        tokens: the parts as one corpus.
-
-    Returns:
-        Document numbers in `tokens`, ascending: at least two.
-    """
-    candidates, random = [], []
-    for part, first in zip(parts, tokens.document_ends.starts.tolist(), strict=False):
-        candidates.append(first + part.held_out)
-        random.append(random_numbers(random_keys((HELD_OUT_SEED, int(part.fingerprint, 16)), part.held_out), 0))
-    candidates = np.concatenate(candidates)[np.argsort(np.concatenate(random), kind="stable")]
-    characters = sum(part.reading["characters"] for part in parts)
-    options = parts[0].token_options
-    share = min(options["validation_fraction"], options["max_validation_characters"] / max(characters, 1))
-    count = int(np.searchsorted(np.cumsum(tokens.sizes(candidates)), share * tokens.size)) + 1
-    return np.sort(candidates[: max(count, 2)])
-
-
-def read_prepared_folder(folder: Path) -> Part:
-    """
-    Read a prepared folder. Of the files that grow with the text only the sizes are checked (`check_prepared_folder`
-    reads them whole).
+        check_large: read the files that grow with the text whole, to check them, too; else their sizes are checked.
 
     Raises:
         UserError: the folder is damaged or has an earlier format.
@@ -217,23 +274,17 @@ def read_prepared_folder(folder: Path) -> Part:
         for name, file in record["files"].items():
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-            if not is_large(name) and content_hash(folder / name) != file["sha256"]:
+            if (check_large or not is_large(name)) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
         held_out, hashes = (np.load(folder / name, mmap_mode="r") for name in (HELD_OUT_FILE, HASHES_FILE))
-        names = ("token_options", "corpus_name", "fingerprint", "hub_datasets", "reading", "source_ends")
-        return Part(
-            folder=folder,
-            **{name: record[name] for name in names},
-            tokenizer_report=record["counts"]["tokenizer"],
-            files=record["files"],
-            tokenizer=load_tokenizer(str(folder)),
-            tokens=folder / TOKENS_FOLDER,
-            held_out=np.array(held_out),
-            text_hashes=hashes,
-        )
+        entries = {name: record[name] for name in ("token_options", "corpus_name", "hub_datasets", "reading")}
+        entries |= {"source_fingerprints": [record["fingerprint"]], "source_ends": record["source_ends"]}
+        entries |= {"tokenizer": load_tokenizer(str(folder)), "tokenizer_report": record["counts"]["tokenizer"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
+    tokens = TokenizedCorpus(folder / TOKENS_FOLDER)
+    return PreparedText(**entries, tokens=tokens, held_out=np.array(held_out), text_hashes=[hashes])
 
 
 def is_large(name: str) -> bool:
@@ -256,14 +307,8 @@ def check_prepared_folder(folder: Path) -> str:
         raise UserError(
             f"{folder}: no prepared folder (no {PREPARED_FILE}); give one that `d2l-bert prepare` has made"
         )
-    part = read_prepared_folder(folder)
-    for name, file in part.files.items():
-        if content_hash(folder / name) != file["sha256"]:
-            raise UserError(
-                f"corpus {folder}: a damaged prepared folder ({name} has changed since it was written); prepare the "
-                f"text again"
-            )
-    tokens = TokenizedCorpus(part.tokens)
-    total = sum(file["bytes"] for file in part.files.values())
-    counts = f"{len(part.files)} files, {total:,} bytes, {len(tokens):,} documents, {tokens.size:,} tokens"
+    tokens = read_prepared_folder(folder, check_large=True).tokens
+    files = read_json(folder / PREPARED_FILE)["files"]
+    total = sum(file["bytes"] for file in files.values())
+    counts = f"{len(files)} files, {total:,} bytes, {len(tokens):,} documents, {tokens.size:,} tokens"
     return f"{folder}: whole; {counts}"

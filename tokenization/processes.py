@@ -42,33 +42,22 @@ def in_order(
         items, results = iter(items), deque()
         try:
             for item in items:
-                results.append(_submit(pool, processes, function, item))
+                results.append(pool.submit(function, item))  # the first item starts the processes
                 if len(results) > 2 * processes:
                     yield results.popleft().result()
             while results:
                 yield results.popleft().result()
-        except BrokenProcessPool:
+        except (BrokenProcessPool, BlockingIOError) as error:
             raise UserError(
-                f"one of {processes} processes was killed, perhaps because memory ran out; "
-                f"lower --preprocessing_num_workers"
+                f"one of {processes} processes was killed or cannot be started ({error}), perhaps because memory ran "
+                f"out; lower --preprocessing_num_workers"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _submit(pool, processes, function, item):
-    """Submit an item to the pool. The first item starts the processes."""
-    try:
-        return pool.submit(function, item)
-    except OSError as error:
-        raise UserError(
-            f"{processes} processes cannot be started ({error.strerror or error}); lower --preprocessing_num_workers"
-        ) from None
-
-
 def _set_up_process(initializer, arguments):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the command's handler would print a line in each process
     # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()

@@ -98,6 +98,11 @@ class Cleaning:
     min_paragraph_characters: int = 0
     drop_duplicate_paragraphs: bool = False
 
+    @classmethod
+    def of(cls, options: dict) -> "Cleaning":
+        """From `TextConfig.token_options`."""
+        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+
 
 def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
     """

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import base_name
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -102,28 +103,16 @@ def file_source(
     files = text_files(path, counts)
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
     documents = _documents(files, text_column, max_documents, counts)
-    return Source(_name_of_source(Path(path).resolve()), identity, documents, counts)
-
-
-def _name(path):
-    """The name of a file or folder. Bytes that are not UTF-8 become a replacement character."""
-    return os.fsencode(path.name).decode(errors="replace")
-
-
-def _name_of_source(path):
-    """The name of a file or folder; if it has no letter, such as 0.txt, with the name of its parent."""
-    name = _name(path)
-    has_letter = any(map(str.isalpha, name.partition(".")[0]))
-    return name if has_letter or path == path.parent else f"{_name(path.parent)}/{name}"
+    return Source(base_name(path), identity, documents, counts)
 
 
 def _documents(files, text_column, max_documents, counts):
     texts = itertools.islice(_texts(files, text_column, counts), max_documents)
     for file, group in itertools.groupby(texts, key=operator.itemgetter(0)):
         if tables.suffix_unpacked(file) in tables.TABLE_SUFFIXES:
-            yield from row_documents(_name(file), (text for _, text in group))
+            yield from row_documents(base_name(file), (text for _, text in group))
         else:
-            yield from (Document(_name(file), paragraphs) for _, paragraphs in group)
+            yield from (Document(base_name(file), paragraphs) for _, paragraphs in group)
 
 
 def _texts(files, text_column, counts):
@@ -159,14 +148,12 @@ def text_files(path: str | Path, counts: Counter | None = None) -> list[Path]:
             text file, or one of its folders cannot be read.
     """
     path = Path(path)
-    if path.is_file():
-        if tables.suffix_unpacked(path) == ".json":
-            raise UserError(f"{path}: a JSON file is not a text file; write its texts as lines of JSON (.jsonl)")
+    if path.is_file() and tables.suffix_unpacked(path) != ".json":
         return [path]
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder; give a text file, a folder, or {PYTHON_DOCS}")
     if not path.is_dir():
-        raise UserError(f"{path}: neither a file nor a folder; write its text into a file")
+        raise UserError(
+            f"{path}: no text file or folder; give one, or {PYTHON_DOCS}, and texts of JSON as lines of JSON (.jsonl)"
+        )
     files, counts = [], Counter() if counts is None else counts
     for file in _files_below(path):
         if tables.suffix_unpacked(file) not in READ_SUFFIXES and file.suffix.lower() not in tables.PACKED_SUFFIXES:
@@ -190,7 +177,7 @@ def _files_below(path):
     seen = set()
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         seen.add(os.path.realpath(folder))
-        if PREPARED_FILE in names:
+        if {PREPARED_FILE, "text_hashes.npy"} & set(names):  # also one that has lost its record
             raise UserError(
                 f"{folder}: a prepared folder, not text; give the text, or name every prepared folder to pretrain: "
                 f"--corpus {folder} ..."
@@ -270,9 +257,11 @@ def dataset_source(
     """
     of_files, of_split = options
     is_on_hub = not Path(name).exists()
-    shown = name if is_on_hub else _name(Path(name).resolve())
+    shown = name if is_on_hub else base_name(name)
     hint = f"give an id on the Hub, or a folder of save_to_disk or of data files; {of_files} takes files"
     with dataset_errors(name, f"{hint}; {of_split} names the split, ID:CONFIG a configuration"):
+        if Path(name, PREPARED_FILE).exists():
+            raise ValueError("a prepared folder, which --corpus of pretrain takes")
         if is_saved_dataset(name):
             if config is not None:
                 raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
@@ -280,9 +269,6 @@ def dataset_source(
         else:
             rows, content = _open_dataset(name, config, split, streaming)
         if rows.features is not None:  # None for a stream whose columns are known only from its rows
-            kind = rows.features[text_column]
-            if getattr(kind, "dtype", None) not in ("string", "large_string"):
-                raise TypeError(f"column {text_column} holds {kind}, not text")
             rows = rows.select_columns([text_column])
     counts = Counter()
     texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
@@ -400,17 +386,11 @@ def check_lines_file(file: str) -> None:
     Raises:
         UserError: there is no such file, it is a folder, or it is a `.json` file.
     """
-    path = Path(file)
-    if file == STDIN:
-        return
-    if not path.exists():
+    if file != STDIN and (not Path(file).is_file() or suffix_unpacked(Path(file)) == ".json"):
         raise UserError(
-            f"{file}: no such file; give a file with a text in each line, or {STDIN} for the standard input"
+            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
+            f"JSON as lines of JSON (.jsonl)"
         )
-    if path.is_dir():
-        raise UserError(f"{file}: a folder; give one file with a text in each line")
-    if suffix_unpacked(path) == ".json":
-        raise UserError(f"{file}: a JSON file has no texts in lines; write its texts as lines of JSON (.jsonl)")
 
 
 def text_lines(file: str, text_column: str = "text") -> Iterator[str]:

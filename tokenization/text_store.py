@@ -4,6 +4,7 @@ The sentences are in an Arrow file. Each of its rows is a block: some consecutiv
 (`sentences.Block`). Tables in `.npy` files say where documents end.
 """
 
+import array
 import importlib.metadata
 import json
 import unicodedata
@@ -44,11 +45,6 @@ _SCHEMA = pa.schema(
 )
 
 
-def library_versions() -> list[str]:
-    """The versions that change sentences: of the sentence splitter, and of Python's Unicode tables."""
-    return [importlib.metadata.version("sentencex"), unicodedata.unidata_version]
-
-
 def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, folder: Path) -> Path:
     """
     Write a text store, unless `folder` already has a store of the same sources, language and cleaning.
@@ -62,7 +58,9 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    identity = [TEXT_FORMAT, library_versions(), [source.identity for source in sources], language, vars(cleaning)]
+    # Sentences depend on the splitter, and on Python's Unicode tables.
+    versions = [importlib.metadata.version("sentencex"), unicodedata.unidata_version]
+    identity = [TEXT_FORMAT, versions, [source.identity for source in sources], language, vars(cleaning)]
     path = folder / f"text-{fingerprint(identity)}"
     name = ", ".join(source.name for source in sources)
 
@@ -94,71 +92,24 @@ def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> tuple[
     Returns:
         For each source, the number of documents up to the source's end; and whether each block counts as a document.
     """
-    characters = rows = documents = 0
-    source_rows, source_documents = [0] * sources, [0] * sources
-    last_document = None
-    with (
-        ArrowWriter(
-            features=datasets.Features.from_arrow_schema(_SCHEMA),
-            path=str(folder / "data.arrow"),
-            writer_batch_size=200,
-        ) as writer,
-        _EndTables(folder, "row") as row_tables,
-        _EndTables(folder, "document") as document_tables,
-    ):
+    columns = [array.array("q") for _ in range(3)]  # of each row: its document, its source, its characters
+    features = datasets.Features.from_arrow_schema(_SCHEMA)
+    with ArrowWriter(features=features, path=str(folder / "data.arrow"), writer_batch_size=200) as writer:
         for block in blocks:
-            if last_document is not None and block.document != last_document:
-                document_tables.append(rows, characters)
-            last_document = block.document
             writer.write({name: getattr(block, name) for name in _SCHEMA.names})
-            rows += 1
-            characters += sum(map(len, block.sentences))
-            row_tables.append(rows, characters)
-            source_rows[block.source] = rows
-            source_documents[block.source] = documents = document_tables.count + 1
-        if rows:
-            document_tables.append(rows, characters)
+            for column, value in zip(
+                columns, (block.document, block.source, sum(map(len, block.sentences))), strict=True
+            ):
+                column.append(value)
         writer.finalize()
-    one_for_each_block = documents < FEWEST_DOCUMENTS
-    kept, dropped = ("row", "document") if one_for_each_block else ("document", "row")
-    for name in ("ends", "characters"):
-        (folder / f"{dropped}_{name}.npy").unlink()
-        (folder / f"{kept}_{name}.npy").rename(folder / f"document_{name}.npy")
-    # A source without text ends where the previous source ends.
-    ends = np.maximum.accumulate(source_rows if one_for_each_block else source_documents)
-    return ends.tolist(), one_for_each_block
-
-
-class _EndTables:
-    """
-    Writes the tables `<unit>_ends.npy` and `<unit>_characters.npy`, with an entry for each unit: a row or a document.
-
-    An entry is the number of rows, or of characters, from the start of the store up to the end of that unit. A row is
-    one block.
-    """
-
-    def __init__(self, folder, unit):
-        self.files = [NumberFile(folder / f"{unit}_{table}.npy") for table in ("ends", "characters")]
-        self.unwritten, self.count = [], 0
-
-    def append(self, rows, characters):
-        self.unwritten.append((rows, characters))
-        self.count += 1
-        if len(self.unwritten) == 4096:
-            self._write()
-
-    def _write(self):
-        for file, numbers in zip(self.files, zip(*self.unwritten, strict=True), strict=False):
-            file.append(np.array(numbers))
-        self.unwritten = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._write()
-        for file in self.files:
-            file.__exit__()
+    documents, sources_of_rows, characters = (np.array(column, dtype=np.int64) for column in columns)
+    ends = np.flatnonzero(np.diff(documents, append=-1)) + 1  # the number of rows up to the end of each document
+    if one_for_each_block := len(ends) < FEWEST_DOCUMENTS:
+        ends = np.arange(1, len(documents) + 1)
+    np.save(folder / "document_ends.npy", ends)
+    np.save(folder / "document_characters.npy", np.cumsum(characters)[ends - 1])
+    source_ends = np.searchsorted(sources_of_rows[ends - 1], np.arange(sources), side="right")
+    return source_ends.tolist(), one_for_each_block
 
 
 class TextStore:
@@ -217,33 +168,15 @@ class SentenceSample:
         most_characters: int = TOKENIZER_SAMPLE_CHARACTERS,
     ):
         self.text = text
-        starts, ends = (_before(text.document_ends, documents + following) for following in (0, 1))
-        # The number of rows of `documents` before each of these documents; the last entry counts all of these rows.
-        rows_before = np.cumsum(np.append(0, ends - starts))
-        characters = int(
-            (_before(text.document_characters, documents + 1) - _before(text.document_characters, documents)).sum()
-        )
-        rows = int(rows_before[-1])
-        if leave_out:
-            characters = int(text.document_characters[-1:].sum()) - characters
-            rows = int(text.document_ends[-1:].sum()) - rows
-        self.share = min(1.0, most_characters / max(characters, 1))
-        chosen = np.unique((np.arange(int(rows * self.share)) / self.share).astype(int)) if rows else np.zeros(0, int)
-        if leave_out:
-            # `starts - rows_before[:-1]` is the number of rows that stay before each document that is left out.
-            documents_before = np.searchsorted(starts - rows_before[:-1], chosen, side="right")
-            self.blocks = chosen + rows_before[documents_before]
-        else:
-            document = np.searchsorted(rows_before, chosen, side="right") - 1
-            self.blocks = chosen - rows_before[document] + starts[document]
+        is_taken = np.full(len(text.document_ends), leave_out)
+        is_taken[np.asarray(documents, dtype=np.int64)] = not leave_out
+        rows, characters = (np.diff(table, prepend=0) for table in (text.document_ends, text.document_characters))
+        blocks = np.flatnonzero(np.repeat(is_taken, rows))
+        self.share = min(1.0, most_characters / max(int(characters[is_taken].sum()), 1))
+        self.blocks = blocks[np.unique((np.arange(int(len(blocks) * self.share)) / self.share).astype(int))]
 
     def __iter__(self) -> Iterator[str]:
         sentences = self.text.rows().select_columns("sentences")
         for first in range(0, len(self.blocks), 100):
             for block in sentences[self.blocks[first : first + 100].tolist()]["sentences"]:
                 yield from block
-
-
-def _before(ends, documents):
-    """The number of rows, or characters, before each of these documents (n,), from a table of ends."""
-    return np.where(documents > 0, ends[np.maximum(documents, 1) - 1], 0)

@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
+from d2l_bert.progress import counted
+from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization.cache import reading_cache
 
 
@@ -161,14 +163,10 @@ class TokenStore:
                 f"this folder, and prepare the text again"
             )
         for name in ("ids", *END_TABLES, "empty_documents"):
-            table = read_table(folder / f"{name}.npy")
-            if len(table) != counts.get(name):
-                raise UserError(
-                    f"cache {folder}: damaged ({name}.npy has {len(table):,} numbers, {STORE_FILE} says "
-                    f"{counts.get(name)}); delete this folder and run again"
-                )
-            setattr(self, name, table)
-        if self.sentence_ends[-1:].sum() != len(self.ids) or self.document_ends[-1:].sum() != len(self.sentence_ends):
+            setattr(self, name, read_table(folder / f"{name}.npy"))
+        lengths = {name: len(getattr(self, name)) for name in counts}
+        ends = self.sentence_ends[-1:].sum(), self.document_ends[-1:].sum()
+        if lengths != counts or ends != (len(self.ids), len(self.sentence_ends)):
             raise UserError(
                 f"cache {folder}: damaged (its files have lengths that contradict each other); delete this folder and "
                 f"run again"
@@ -307,3 +305,95 @@ class TokenizedCorpus:
         """The numbers of a document's sentences (sentences,)."""
         first, end = self.document_ends.before(np.array([document, document + 1]))
         return np.arange(first, end)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Selections of documents by number
+
+
+# A fixed seed: all runs on a corpus have the same held-out documents, pairs and masks.
+HELD_OUT_SEED = 20_181_011
+
+
+class AllBut:
+    """
+    A selection: all documents of a corpus but some.
+
+    Args:
+        count: the number of documents in the corpus.
+        left_out: the numbers of the documents that are not selected, ascending (n,).
+    """
+
+    def __init__(self, count: int, left_out: np.ndarray):
+        self.count, self.left_out = count, left_out
+        self._kept_before = left_out - np.arange(len(left_out))  # selected documents before each of `left_out`
+
+    def __len__(self):
+        return self.count - len(self.left_out)
+
+    def nth(self, numbers: np.ndarray) -> np.ndarray:
+        """The numbers in the corpus of the n-th documents of this selection; n counts from 0, in any shape."""
+        return numbers + np.searchsorted(self._kept_before, numbers, side="right")
+
+    def before(self, document: int) -> int:
+        """How many documents of this selection have a smaller number than `document`."""
+        return int(document - np.searchsorted(self.left_out, document))
+
+    def within(self, first: int, end: int) -> np.ndarray:
+        """The documents of this selection with numbers from `first` to `end` - 1, ascending (n,)."""
+        return self.nth(np.arange(self.before(first), self.before(end)))
+
+
+class Only:
+    """A selection: the documents with these numbers, ascending (n,). The methods are those of `AllBut`."""
+
+    def __init__(self, documents: np.ndarray):
+        self.documents = documents
+
+    def __len__(self):
+        return len(self.documents)
+
+    def nth(self, numbers: np.ndarray) -> np.ndarray:
+        """As in `AllBut`."""
+        return self.documents[numbers]
+
+    def before(self, document: int) -> int:
+        """As in `AllBut`."""
+        return int(np.searchsorted(self.documents, document))
+
+    def within(self, first: int, end: int) -> np.ndarray:
+        """As in `AllBut`."""
+        return self.documents[self.before(first) : self.before(end)]
+
+
+def held_out_documents(ends: np.ndarray, fraction: float, most: int) -> np.ndarray:
+    """
+    Choose the documents to hold out; the choice is the same for every run on a corpus.
+
+    Documents are taken in a random order until they have enough text. A document with more text than is to be held out
+    in all is taken only if the smaller documents do not suffice, the smallest first.
+
+    Args:
+        ends: characters, or tokens, up to the end of each document (documents,).
+        fraction: the share of the text to hold out.
+        most: the largest amount of text to hold out, in the unit of `ends`; the last document may exceed it. More text
+            would take longer to evaluate and hardly make the metrics more exact.
+
+    Returns:
+        Document numbers, ascending (n,): at least two documents are held out, and at least two are left to train on.
+
+    Raises:
+        UserError: the corpus has fewer than four documents.
+    """
+    documents = len(ends)
+    if documents < 4:
+        raise UserError(
+            f"too little text: {counted(documents, 'document')} with sentences, and training and evaluation need two "
+            f"each; add text, or break one long sentence into several"
+        )
+    sizes, wanted = np.diff(ends, prepend=0), min(fraction * int(ends[-1]), most)
+    random = random_numbers(random_keys((HELD_OUT_SEED,), np.arange(documents)), 0)
+    # The large documents last, by size; the others, and equal sizes, by random numbers.
+    order = np.lexsort((random, np.where(sizes > wanted, sizes, 0)))
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
+    return np.sort(order[: min(max(enough, 2), documents - 2)])

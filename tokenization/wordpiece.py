@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import BertTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, reading_model
 
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
@@ -179,20 +182,17 @@ def count_words(tokenizer: BertTokenizer, texts: Iterable[str]) -> Counter:
     return words
 
 
-def describe(tokenizer: BertTokenizer, sentences: Iterable[str], longest: int = 10) -> dict:
+def describe(tokenizer: BertTokenizer, sentences: Iterable[str]) -> dict:
     """
     Statistics of a tokenizer on a text.
 
     Args:
         sentences: text that the tokenizer was not trained on.
-        longest: length of `longest_pieces`.
 
     Returns:
         `words`: number of words in the sentences, as in `count_words`.
         `pieces_per_word`: mean number of tokens in a word; 0 without words.
         `unknown_share`: share of `[UNK]` among the tokens; 0 without words.
-        `longest_pieces`: the entries of the vocabulary with the most characters, without counting `##`; of equal
-        lengths the lower id comes first. Special tokens and entries such as `[unused7]` are left out.
     """
     model = tokenizer.backend_tokenizer.model
     words = tokens = unknown = 0
@@ -205,7 +205,6 @@ def describe(tokenizer: BertTokenizer, sentences: Iterable[str], longest: int = 
         "words": words,
         "pieces_per_word": tokens / words if words else 0.0,
         "unknown_share": unknown / tokens if words else 0.0,
-        "longest_pieces": list(itertools.islice(_merged_pieces(tokenizer), longest)),
     }
 
 
@@ -242,18 +241,100 @@ def fingerprint(tokenizer: BertTokenizer) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _merged_pieces(tokenizer):
-    """Entries of several characters, longest first, without those that the pre-tokenizer splits: [MASK], [unused7]."""
-    vocabulary, split = tokenizer.get_vocab(), tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = {piece: piece.removeprefix(CONTINUATION) for piece in vocabulary}
-    for piece in sorted(vocabulary, key=lambda piece: (-len(characters[piece]), vocabulary[piece])):
-        if len(characters[piece]) > 1 and len(split(characters[piece])) == 1:
-            yield piece
-
-
 def _commonest_characters(texts, normalizer, limit):
     counts = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(text))
     ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
     return sorted(character for _, character in ranked[:limit])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Existing tokenizers, of a folder or the Hub; code that lies beside them is never run
+
+
+def load_tokenizer(name: str) -> BertTokenizer:
+    """
+    Load an existing WordPiece tokenizer to train with.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be loaded, it is not a BertTokenizer with BERT's special tokens, or
+            these have ids near the end of the vocabulary.
+    """
+    with reading_model(name, "tokenizer "):
+        tokenizer = stock_tokenizer(name)
+    missing = [
+        token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
+    ]
+    # Masking draws random tokens after the special ones.
+    has_late = not missing and 2 * max(tokenizer.all_special_ids) > len(tokenizer)
+    if not isinstance(tokenizer, BertTokenizer) or missing or has_late:
+        raise UserError(
+            f"tokenizer {name}: it is a {type(tokenizer).__name__}, and must be a BertTokenizer with BERT's five "
+            f"special tokens, before the others{f' (it has no {missing[0]} token)' if missing else ''}; give another"
+        )
+    return tokenizer
+
+
+# The files of a tokenizer's vocabulary, of which each model has one or the other.
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
+)
+
+
+def has_tokenizer(name: str) -> bool:
+    """
+    Whether a model's folder or repository on the Hub also holds a tokenizer.
+
+    For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
+    """
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
+
+
+def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        UserError: the tokenizer's class is defined by such code.
+        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
+    """
+    settings = get_tokenizer_config(name)
+    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
+    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
+        raise UserError(
+            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
+            "BertTokenizer"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
+    return tokenizer
+
+
+def read_tokenizer(name: str, config):
+    """
+    The tokenizer in a model's folder or repository; None if there is none.
+
+    Args:
+        name: a folder or an id on the Hub.
+        config: the model's configuration.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or has more tokens than the model.
+    """
+    if not has_tokenizer(name):
+        return None
+    tokenizer = stock_tokenizer(name)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
+            f"or take it out"
+        )
+    return tokenizer

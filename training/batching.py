@@ -11,13 +11,12 @@ from d2l_bert.errors import UserError
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
-from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.tokenization.split import Only
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.prepared_folder import PreparedText
+from d2l_bert.tokenization.token_store import Only, TokenizedCorpus
 from d2l_bert.training import data, masking
-from d2l_bert.training.arithmetic import micro_batch_cost
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection, source_passes
+from d2l_bert.training.meter import micro_batch_cost
 from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.packing import ALONE, Sharding
 
@@ -106,7 +105,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
         else:
             pairs = EpochPairs(selection, pairing_arguments(run, length), run.seed, text.corpus_name)
             first_pair, make_batch = 0, make_batch_maker(run, text.tokens, text.tokenizer, length)
-            pairs.first_window()  # raises if the text has no pair
+            pairs.place_of(0)  # raises if the text has no pair
         pairs_a_step = batch_size * (run.max_seq_length // length)
         phases.append(
             data.Phase(first_step, first_pair, pairs, make_batch, pairs_a_step, most_tokens(run), run.packing)
@@ -119,24 +118,23 @@ def stage_changes(run: PretrainConfig, max_steps: int) -> dict[int, dict]:
     For each change of sequence length or batch size, the event to write to the training log.
 
     Returns:
-        Events by the first step of the new stage, counted from 1. In an event, `length` is in tokens and `batch` in
-        pairs of full length; `length_before` and `batch_before` are the values of the stage before.
+        Events by the first step of the new stage, counted from 1. The `label` is for the curves: tokens a row, and
+        pairs of full length a step.
     """
     changes = {}
     for (_, length_before, batch_before), (first_step, length, batch) in itertools.pairwise(run.stages(max_steps)):
         step, examples = first_step + 1, unit(PAIR_TASKS.get(run.objective))
         step_examples = batch * (run.max_seq_length // length)
         reason = f"step {step}: from here on, a step has {step_examples:,} {examples} of {length} tokens"
+        label = [f"batch {batch_before} → {batch}"] if batch != batch_before else []
         if length != length_before:
+            label.insert(0, f"{length_before} → {length} tokens")
             reason += f"; the evaluation always uses {run.max_seq_length} tokens"
         changes[step] = {
             "step": step,
             "event": "stage",
             "reason": reason,
-            "length_before": length_before,
-            "length": length,
-            "batch_before": batch_before,
-            "batch": batch,
+            "label": ", ".join(label),
         }
     return changes
 
@@ -144,10 +142,7 @@ def stage_changes(run: PretrainConfig, max_steps: int) -> dict[int, dict]:
 def check_source_weights(run: PretrainConfig, sources: int) -> None:
     """Raise `UserError` if `source_weights` has more or fewer entries than the text has sources."""
     if run.source_weights and len(run.source_weights) != sources:
-        raise UserError(
-            f"source_weights: {len(run.source_weights)} weights for {sources} source{'s' * (sources != 1)}; give one "
-            f"weight for each source"
-        )
+        raise UserError(f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each")
 
 
 def make_passes(run: PretrainConfig, text: PreparedText):
@@ -177,7 +172,7 @@ def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = 
     make_batch = make_batch_maker(run, tokens, text.tokenizer, run.max_seq_length)
     # Evaluation holds all logits of a micro-batch in memory, training does not: evaluation may need smaller ones.
     token_limit = min(most_tokens(run), int(LOGITS_AT_ONCE / len(text.tokenizer) / make_batch.mlm_probability))
-    selection = Selection(tokens, documents, [len(tokens)], is_one_chunk=isinstance(documents, Only))
+    selection = Selection(tokens, documents, [len(tokens)], is_one_stretch=isinstance(documents, Only))
     held_out = data.HeldOutPairs(
         selection,
         pairing_arguments(run, run.max_seq_length),
@@ -198,35 +193,14 @@ def pairing_arguments(run: PretrainConfig, length: int) -> dict:
     return {**arguments, "short_seq_prob": run.short_seq_prob} if run.pairing == "segments" else arguments
 
 
-def warn_of_unbalanced_labels(steps: data.PretrainingSteps) -> None:
-    """Log a warning if one of the two labels of pairs is much more frequent than the other."""
-    if not steps.phases[-1].make_batch.has_labels:
-        return
-    labels = steps.phases[-1].pairs.first_window()["next_sentence_label"]
-    share = labels.mean()
-    if abs(share - 0.5) > 0.1 and len(labels) > 100:
-        logger.warning(
-            f"{share:.0%} of the pairs have label 1, not about 50%: the text has too few documents in which one "
-            f"sentence follows another"
-        )
-
-
 def make_sharding(architecture: D2lBertConfig, run: PretrainConfig, world_size: int = 1, rank: int = 0) -> Sharding:
     """This process's share of each step, and the fixed cost of a micro-batch for the model."""
-    cost = micro_batch_cost(architecture, counts_of_full_pairs(run, 1), run.objective in PAIR_TASKS)
+    tokens = run.max_seq_length
+    counts = SimpleNamespace(  # of a pair of full length, masked at the run's highest share
+        tokens=tokens, squared_lengths=tokens**2, examples=1, masked_tokens=max(run.mlm_probabilities()) * tokens
+    )
+    cost = micro_batch_cost(architecture, counts, run.objective in PAIR_TASKS)
     return Sharding(world_size, rank, cost)
-
-
-def counts_of_full_pairs(run: PretrainConfig, pairs: int) -> SimpleNamespace:
-    """
-    The argument `counts` of `training_arithmetic`, for `pairs` pairs of full length.
-
-    These are the tokens, squared lengths, examples and masked tokens; the tokens are masked at the run's highest
-    `mlm_probability`.
-    """
-    tokens = pairs * run.max_seq_length
-    counts = {"tokens": tokens, "squared_lengths": tokens * run.max_seq_length, "examples": pairs}
-    return SimpleNamespace(**counts, masked_tokens=max(run.mlm_probabilities()) * tokens)
 
 
 def micro_batch_pairs(run: PretrainConfig) -> int:
@@ -237,16 +211,6 @@ def micro_batch_pairs(run: PretrainConfig) -> int:
 def most_tokens(run: PretrainConfig) -> int:
     """The largest number of tokens in a micro-batch, padding included."""
     return micro_batch_pairs(run) * run.max_seq_length
-
-
-def most_words(run: PretrainConfig, counts: dict, max_steps: int) -> float:
-    """
-    The most words of text that `max_steps` steps can see: all pairs full, as many words a token as in the text.
-
-    Args:
-        counts: what `PreparedText.counts` returned.
-    """
-    return full_length_pairs(run, max_steps) * run.max_seq_length * counts["train_words"] / counts["train_tokens"]
 
 
 def full_length_pairs(run: PretrainConfig, max_steps: int) -> int:
@@ -272,9 +236,11 @@ class RunSchedule:
 
     def __init__(self, run: PretrainConfig, max_steps: int):
         self.run, self.max_steps = run, max_steps
-        self.log_every = run.logging_steps or math.ceil(max_steps / DEFAULT_ROWS)
-        self.evaluate_every = run.eval_steps or math.ceil(max_steps / DEFAULT_EVALUATIONS)
-        self.save_every = run.save_steps or math.ceil(max_steps / DEFAULT_CHECKPOINTS)
+        self.every = {
+            "log": run.logging_steps or math.ceil(max_steps / DEFAULT_ROWS),
+            "evaluate": run.eval_steps or math.ceil(max_steps / DEFAULT_EVALUATIONS),
+            "save": run.save_steps or math.ceil(max_steps / DEFAULT_CHECKPOINTS),
+        }
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
@@ -282,17 +248,7 @@ class RunSchedule:
         kind = self.run.lr_scheduler_type
         return self.run.learning_rate * learning_rate_share(kind, step - 1, warmup_steps, self.max_steps, decay_steps)
 
-    def should_log(self, step: int) -> bool:
-        """Whether to write a row of the log after a step."""
-        return self._is_due(step, self.log_every) or self.should_evaluate(step) or self.should_save(step)
-
-    def should_evaluate(self, step: int) -> bool:
-        """Whether to evaluate after a step."""
-        return self._is_due(step, self.evaluate_every)
-
-    def should_save(self, step: int) -> bool:
-        """Whether to save a checkpoint after a step."""
-        return self._is_due(step, self.save_every)
-
-    def _is_due(self, step, every):
-        return step % every == 0 or step == self.max_steps
+    def due_at(self, step: int) -> set[str]:
+        """What is to be done after a step: `log`, `evaluate`, `save`. Every evaluation and checkpoint is logged."""
+        due = {name for name, every in self.every.items() if step % every == 0 or step == self.max_steps}
+        return {*due, "log"} if due else due

@@ -14,10 +14,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.modeling.saving import save_with_code
+from d2l_bert.errors import GO_ON, UserError, refuse_first
+from d2l_bert.model_cards.card import RUN_FILE
+from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.config import folder_name, words_of
+from d2l_bert.training.distributed import on_main
 
 
 logger = logging.getLogger(__name__)
@@ -53,20 +56,15 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
         UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints are
             unchanged.
     """
-    try:
-        with folders.atomic_folder(final) as partial:
-            save_with_code(model, partial)
-            save_tokenizer(tokenizer, partial)
-            for name, named in tensors.items():
-                if named:
-                    save_file(named, partial / name)
-            (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-            hashes = {path.name: content_hash(path) for path in sorted(partial.iterdir())}
-            (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes}, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"{final}: {why_unwritable(error, f', and {GO_ON}')}; earlier checkpoints are unchanged"
-        ) from None
+    with folders.atomic_folder(final, f", and {GO_ON}; earlier checkpoints are unchanged") as partial:
+        save_with_code(model, partial)
+        save_tokenizer(tokenizer, partial)
+        for name, named in tensors.items():
+            if named:
+                save_file(named, partial / name)
+        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+        hashes = {path.name: content_hash(path) for path in sorted(partial.iterdir())}
+        (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes}, indent=2) + "\n")
     for old in checkpoints(final.parent)[:-keep]:
         try:
             delete(old)
@@ -77,9 +75,6 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
 
 def delete(checkpoint: Path) -> None:
     """Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint."""
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
-        return
     if not checkpoint.name.startswith("."):
         checkpoint = checkpoint.rename(folders.hidden(checkpoint))
     shutil.rmtree(checkpoint)
@@ -173,15 +168,15 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     if not paths:
         logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
         return None
-    for path in reversed(paths[1:]):
+    for path in reversed(paths):
         try:
             return read_checkpoint(path)
         except UserError as error:
+            if path == paths[0]:
+                raise UserError(
+                    f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
+                ) from None
             logger.warning(f"{error}; trying the checkpoint before")
-    try:
-        return read_checkpoint(paths[0])
-    except UserError as error:
-        raise UserError(f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew") from None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -201,3 +196,148 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); give another checkpoint") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The output folder of a run
+
+
+def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
+    """
+    Check that a run may write to a folder, which need not exist.
+
+    Args:
+        run: the options, with `overwrite_output_dir` and `resume_from_checkpoint`.
+        start: the folder or id of the model to start from, if there is one.
+        is_finetuning: whether the command is `finetune`.
+
+    Raises:
+        UserError: the path is a file; the folder holds the model to start from, other files without a run, or a run
+            of another command; or a run that the options neither resume nor replace, or both, or that is finished and
+            has no checkpoint to resume from.
+    """
+    if not folder.is_dir():
+        return
+    entries = {path.name for path in folder.iterdir()} - {folders.LOCK_FILE, f".{RUN_FILE}.part"}  # of killed runs
+    source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
+    of_finetuning = "finetune" in folders.read_json(folder / RUN_FILE)
+    is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
+    ways_out = "replace it with --overwrite_output_dir, or name another folder"
+    cases = {
+        "holds the model to start from; name another folder": (
+            start and source.exists() and folder.resolve() in (source, *source.parents)
+        ),
+        f"holds other files ({min(entries, default='')}) and no run; name a new or empty folder": (
+            entries and RUN_FILE not in entries
+        ),
+    }
+    if RUN_FILE in entries:
+        cases |= {
+            "holds a run of another command; name a new or empty folder": is_finetuning != of_finetuning,
+            "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one": (
+                resumed and not is_kept
+            ),
+            f"holds another run than that of {resumed}; name a new folder": (
+                is_named and Path(resumed).resolve().parent != folder.resolve()
+            ),
+            f"holds a finished run and no checkpoint to go on from; {ways_out}": (
+                is_kept and not is_named and WEIGHTS_FILE in entries and not checkpoints(folder)
+            ),
+            f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
+        }
+    refuse_first(cases, f"output_dir {folder}: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models saved by the number of words seen (--save_words)
+
+
+WORDS_FILE = "words_seen.json"
+
+
+def word_folders(folder: Path) -> dict[Path, int]:
+    """The models that runs have saved in an output folder, each with the number in its name."""
+    found = {path: words_of(path.name) for path in folder.iterdir() if (path / WORDS_FILE).is_file()}
+    return dict(sorted((entry for entry in found.items() if entry[1] is not None), key=lambda entry: entry[1]))
+
+
+class WordSaver:
+    """
+    Counts the words that a run has seen, and saves the model when they reach a number of `--save_words`.
+
+    Every process must call each method at the same point of the run.
+
+    Args:
+        learner: the run's `Learner`.
+        folder: the run's output folder.
+        tokenizer: saved with every model.
+        marks: the numbers of words, ascending.
+        state: the state in a checkpoint to resume from; a dict without counts of words at the start of a run.
+    """
+
+    def __init__(self, learner, folder: Path, tokenizer, marks: list[int], state: dict):
+        self.learner, self.folder, self.tokenizer = learner, folder, tokenizer
+        self.seen = state.get("words_seen", 0.0)  # the run adds the words of each step
+        # Words seen when the last model was due: a step that is skipped saves none, and the next step makes up for it.
+        self.settled = state.get("words_settled", 0.0)
+        self.waiting = [mark for mark in marks if mark > self.settled]
+
+    def start(self) -> list[Path] | None:
+        """
+        Delete saved models that the run will save again, or that are of an earlier run.
+
+        Returns:
+            In the main process, the models that were saved before the checkpoint to resume from; else None.
+        """
+
+        def keep_earlier():
+            for path, words in word_folders(self.folder).items():
+                if words > self.settled:
+                    delete(path)
+            return list(word_folders(self.folder))
+
+        return on_main(self.learner.accelerator, keep_earlier, share_result=False)
+
+    def save_due(self, step: int) -> list[Path]:
+        """
+        Save the model under the name of every number that the words seen have reached since the last call.
+
+        The model has the weights that the run evaluates and publishes: their moving average, if the run keeps one.
+
+        Returns:
+            The new folders.
+
+        Raises:
+            UserError: a folder cannot be written.
+        """
+        reached = [mark for mark in self.waiting if mark <= self.seen]
+        self.settled = self.seen
+        if not reached:
+            return []
+        self.waiting = self.waiting[len(reached) :]
+        model = self.learner.full_model(averaged=True)
+        arguments = (self.folder, model, self.tokenizer, reached, {"step": step, "words_seen": self.seen})
+        return on_main(self.learner.accelerator, write_models, *arguments)
+
+
+def write_models(folder: Path, model, tokenizer, marks: list[int], reached: dict) -> list[Path]:
+    """
+    Write the model once for each number of words. A folder appears when all of it is on the disk.
+
+    Args:
+        model: an unsharded model on the CPU.
+        reached: the step, and the words seen after it: the content of `words_seen.json`.
+
+    Raises:
+        UserError: a folder cannot be written. Checkpoints are unchanged.
+    """
+    paths = []
+    for mark in marks:
+        final = folder / folder_name(mark)
+        with folders.atomic_folder(final, f", and {GO_ON}; the checkpoints are unchanged") as partial:
+            save_with_code(model, partial)
+            save_tokenizer(tokenizer, partial)
+            folders.write_json(partial / WORDS_FILE, {"words": mark, **reached})
+        logger.info(f"{final}: saved after {reached['words_seen']:,.0f} words (step {reached['step']:,})")
+        paths.append(final)
+    return paths

@@ -9,10 +9,9 @@ from typing import Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
-from d2l_bert.tokenization.config import TextConfig, dataset_and_config
+from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.training.masking import MASK_REPLACE_PROB, RANDOM_REPLACE_PROB, Masking
 from d2l_bert.training.optim import Optim, Schedule
-from d2l_bert.training.word_marks import word_marks
 
 
 # A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
@@ -295,89 +294,53 @@ class PretrainConfig(TextConfig):
     )
 
     def __post_init__(self):
-        """Convert `mlm_probability` from text to a number."""
-        if isinstance(self.mlm_probability, str):
-            with contextlib.suppress(ValueError):  # 0.30->0.15 stays text
-                self.mlm_probability = float(self.mlm_probability)
+        """Convert numbers in the text of options that may be a number or a word."""
+        for name, number in (("mlm_probability", float), ("micro_batch_size", int)):
+            if isinstance(getattr(self, name), str):
+                with contextlib.suppress(ValueError):  # 0.30->0.15 and auto stay text
+                    setattr(self, name, number(getattr(self, name)))
 
-    def check(self) -> None:
-        """
-        Check the values of all options, before anything is read or written.
-
-        Raises:
-            UserError: a value is out of its range, or values contradict each other.
-        """
-        super().check()
-        length_options = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
-        if len(length_options) != 1:
-            given = " and ".join(length_options) or "none"
-            raise UserError(f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got {given}")
-        self._check_validation()
-        if self.dry_run and self.resume_from_checkpoint:
-            raise UserError("dry_run starts a new run; leave resume_from_checkpoint out")
-        for share in self.mlm_probabilities():
-            if not 0 < share <= 1:
-                raise UserError(f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}")
-        if self.mask_replace_prob + self.random_replace_prob > 1:
-            raise UserError(
-                f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) "
-                f"are more than all tokens to predict; lower one"
-            )
-        if self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_share() > 1:
-            raise UserError(
-                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
-                f"lower one"
-            )
-        for weight in self.source_weights:
-            if not re.fullmatch(r"\d*\.?\d+", weight):
-                raise UserError(f"source_weights are numbers such as 2 or 0.5, got {weight!r}")
-            if not math.isfinite(float(weight)):
-                raise UserError(
-                    f"source_weights: {weight:.20}... is too large; give smaller numbers, such as 2 or 0.5"
-                )
-        if self.source_weights and not any(float(weight) for weight in self.source_weights):
-            raise UserError("source_weights are all 0; give one source at least some weight")
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
+        lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
+        first_share, last_share = self.mlm_probabilities()
+        are_weights = all(re.fullmatch(r"\d{0,9}\.?\d{1,9}", weight) for weight in self.source_weights)
+        has_validation = self.validation_corpus or self.validation_dataset
         word_marks(self.save_words)
         self.stages(1)
-        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler supports one optimizer
-            raise UserError("optim muon cannot be used with mixed_precision fp16; give bf16, or adamw")
-        if self.init_from is not None and self.attention_init != "normal":
-            raise UserError(
-                f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; "
-                f"leave it out"
-            )
+        return {
+            **super().contradictions(),
+            f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got "
+            f"{' and '.join(lengths) or 'none'}": len(lengths) != 1,
+            **{
+                f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} out": (
+                    has_validation and getattr(self, name) != getattr(type(self), name)
+                )
+                for name in ("validation_fraction", "max_validation_characters")
+            },
+            f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}": (
+                not (0 < first_share <= 1 and 0 < last_share <= 1)
+            ),
+            f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) are "
+            f"more than all tokens to predict; lower one": self.mask_replace_prob + self.random_replace_prob > 1,
+            f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
+            f"lower one": self.lr_scheduler_type == "warmup_stable_decay"
+            and self.warmup_ratio + self.decay_share() > 1,
+            f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}": not are_weights,
+            "source_weights are all 0; give one source at least some weight": (
+                self.source_weights and are_weights and not any(map(float, self.source_weights))
+            ),
+            # Accelerate's scaler supports one optimizer.
+            "optim muon cannot be used with mixed_precision fp16; give bf16, or adamw": (
+                self.optim == "muon" and self.mixed_precision == "fp16"
+            ),
+            f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; leave it "
+            f"out": (self.init_from is not None and self.attention_init != "normal"),
+        }
 
     def existing_tokenizer(self) -> str | None:
         """The folder or Hub id of an existing tokenizer to use; None to train a tokenizer."""
         return self.init_from if self.tokenizer is None else self.tokenizer
-
-    def validation_paths(self) -> list[str]:
-        """The files and folders to evaluate on."""
-        return self.validation_corpus
-
-    def validation_datasets(self) -> list[tuple[str, str | None]]:
-        """The Hub id or folder of each dataset to evaluate on, and its configuration or None."""
-        return [dataset_and_config(dataset) for dataset in self.validation_dataset]
-
-    def validation_split_name(self) -> str:
-        """The split of the datasets to evaluate on."""
-        return self.validation_split
-
-    def _check_validation(self):
-        has_text = bool(self.validation_corpus or self.validation_dataset)
-        for name in ("validation_corpus", "validation_dataset"):
-            values = getattr(self, name)
-            for value in values:
-                if values.count(value) > 1:
-                    raise UserError(f"{name} {value}: given {values.count(value)} times; give it once")
-        for dataset, config in self.validation_datasets():
-            if not dataset or config == "":
-                raise UserError(f"validation_dataset takes ID or ID:CONFIG, got {dataset}:{config}")
-        for name in ("validation_fraction", "max_validation_characters"):
-            if has_text and getattr(self, name) != getattr(type(self), name):
-                raise UserError(
-                    f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} out"
-                )
 
     def decay_share(self) -> float:
         """The share of the steps in which the rate of `warmup_stable_decay` falls."""
@@ -413,12 +376,13 @@ class PretrainConfig(TextConfig):
         stages, share, most = [], 0.0, getattr(self, last)
         for entry in getattr(self, schedule):
             value, _, entry_share = entry.partition(":")
-            if not value.isdecimal() or not re.fullmatch(r"0?\.\d+", entry_share) or not 0 < float(entry_share) < 1:
-                raise UserError(f"{schedule} takes {metavar}:SHARE such as {least + 8}:0.4, got {entry!r}")
-            if not least <= int(value) < most:
-                raise UserError(f"{schedule}: {value} must be at least {least} and below {last} ({most})")
-            if stages and int(value) <= stages[-1][1]:
-                raise UserError(f"{schedule}: {value} must be more than the {stages[-1][1]} before it")
+            smallest = max(least, stages[-1][1] + 1) if stages else least
+            is_entry = value.isdecimal() and re.fullmatch(r"0?\.\d+", entry_share) and 0 < float(entry_share) < 1
+            if not is_entry or not smallest <= int(value) < most:
+                raise UserError(
+                    f"{schedule} takes {metavar}:SHARE such as {least + 8}:0.4, rising, each at least {least} and "
+                    f"below {last} ({most}), got {entry!r}"
+                )
             stages.append((round(share * max_steps), int(value)))
             share += float(entry_share)
         if share >= 1:
@@ -453,3 +417,43 @@ def _value_at(step, stages):
 HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `save_words`
+
+PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
+UNITS = {"": 1, "k": 10**3, "M": 10**6}
+
+
+def word_marks(entries: list[str]) -> list[int]:
+    """
+    The numbers of words in `save_words`, ascending: 10k is 10,000, 1M and 1_000_000 are a million.
+
+    Raises:
+        UserError: an entry is no number of words, or is not more than the entry before it.
+    """
+    marks = []
+    for entry in entries:
+        match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
+        unit = match and {"": "", "k": "k", "m": "M"}[match[2].lower()]
+        words = match and int(match[1].replace("_", "")) * UNITS[unit]
+        if not words or words >= 2**63:
+            raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
+        if marks and words <= marks[-1]:
+            before = entries[len(marks) - 1]
+            raise UserError(f"save_words: {entry} must be more than the {before} before it; give each once, in order")
+        marks.append(words)
+    return marks
+
+
+def folder_name(words: int) -> str:
+    """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
+    unit = next(unit for unit in ("M", "k", "") if words % UNITS[unit] == 0)
+    return f"{PREFIX}{words // UNITS[unit]}{unit}"
+
+
+def words_of(name: str) -> int | None:
+    """The number of words in the name of a folder; None for any other name."""
+    match = re.fullmatch(rf"{PREFIX}(\d+)([kM]?)", name)
+    return match and int(match[1]) * UNITS[match[2]]

@@ -14,19 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from d2l_bert.tokenization.split import HELD_OUT_SEED
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
 from d2l_bert.training.packing import ALONE, Sharding
 from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
-
-
-def pair_lengths(pairs: np.ndarray) -> np.ndarray:
-    """Tokens in each pair (n,), special tokens included."""
-    a, b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
-    return a + b + np.where(b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
 
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
@@ -306,7 +299,8 @@ def batches(
 
     The arguments are as in `Phase`, `BatchMaker` and `PretrainingSteps`.
     """
-    lengths = pair_lengths(pairs)
+    in_a, in_b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+    lengths = in_a + in_b + np.where(in_b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
     layout = packing.pack(lengths, make_batch.max_seq_length) if packed else [[pair] for pair in range(len(pairs))]
     row_lengths = [int(lengths[row].sum()) for row in layout] if packed else lengths.tolist()
     for micro_batch in packing.micro_batches(row_lengths, most_tokens, sharding):

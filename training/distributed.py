@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.utils import logging
 
-from d2l_bert.errors import UserError, launched_rank
+from d2l_bert.errors import UserError, launched_rank, refuse_first
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertEncoderBlock
 
 
@@ -47,12 +47,14 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     """
     check_launcher_environment()
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-    precision = mixed_precision or ("bf16" if has_bf16(on_cpu) else "no")
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if on_cpu:
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     group = InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)
     accelerator = Accelerator(
         cpu=on_cpu,
-        mixed_precision=precision,
+        mixed_precision=mixed_precision or ("bf16" if has_bf16 else "no"),
         kwargs_handlers=[group],
         # `train_step` divides the losses; Accelerate must not divide them again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -78,19 +80,17 @@ def check_engine(accelerator: Accelerator) -> None:
     Raises:
         UserError: the number of processes differs, or FSDP was asked for and Accelerate did not set up FSDP2.
     """
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched != accelerator.num_processes:
-        raise UserError(
-            f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; "
-            f"set ACCELERATE_USE_CPU=true or mend the launcher's configuration"
-        )
-    if is_set("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
-        raise UserError(
-            f"FSDP was asked for, but Accelerate has no FSDP on {accelerator.device.type} with "
-            f"{accelerator.num_processes} processes; launch without FSDP, or on several GPUs"
-        )
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
+    launched, is_fsdp = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type == DistributedType.FSDP
+    cases = {
+        f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; set "
+        f"ACCELERATE_USE_CPU=true or mend the launcher's configuration": launched != accelerator.num_processes,
+        f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with {accelerator.num_processes} "
+        f"processes; launch without FSDP, or on several GPUs": is_set("ACCELERATE_USE_FSDP") and not is_fsdp,
+        "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
+            is_fsdp and not accelerator.is_fsdp2
+        ),
+    }
+    refuse_first(cases)
 
 
 def check_launcher_environment() -> None:
@@ -98,17 +98,8 @@ def check_launcher_environment() -> None:
     Check the environment variables that launchers set.
 
     Raises:
-        UserError: `LOCAL_RANK` or a `WORLD_SIZE` other than 1 is set, but another variable of `torchrun` is missing;
-            or a variable asks for an unsupported engine.
+        UserError: a variable asks for an unsupported engine.
     """
-    launcher_variables = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [variable for variable in launcher_variables if variable not in os.environ]
-    if missing and (os.environ.get("WORLD_SIZE", "1") != "1" or "LOCAL_RANK" in os.environ):
-        present = [variable for variable in launcher_variables if variable in os.environ]
-        raise UserError(
-            f"the environment has {' and '.join(present)} and no {missing[0]}: start the processes by torchrun or "
-            f"accelerate launch, or unset these variables"
-        )
     for variable, name in UNSUPPORTED_ENGINES.items():
         if is_set(variable):
             raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
@@ -117,13 +108,6 @@ def check_launcher_environment() -> None:
 def is_set(variable: str) -> bool:
     """Whether an environment variable of the launcher is true."""
     return os.environ.get(variable, "false").lower() in ("1", "true", "yes", "on")
-
-
-def has_bf16(on_cpu: bool) -> bool:
-    """Whether the hardware computes in bf16, without emulation."""
-    if on_cpu:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @contextlib.contextmanager

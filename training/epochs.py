@@ -2,10 +2,10 @@
 
 Also decides from which documents random second segments are drawn.
 
-The corpus is cut into stretches of 16,384 tokens. A chunk is 16 stretches from random places of the corpus; a window
-is 64 chunks, and the pairs of a window are shuffled. To lay out a chunk is to make its pairs (`pairs.lay_out`). The
-pairs are a pure function of (corpus, options, seed, epoch, chunk): every process that makes batches lays out the
-chunks that it needs, some 700,000 pairs a second, and no pair is stored on disk.
+The corpus is cut into stretches of 16,384 tokens. An epoch is a random order of the stretches, read in windows of
+1,024; the pairs of a window are shuffled. The pairs are a pure function of (corpus, options, seed, epoch, window):
+every process that makes batches lays out the windows that it needs (`pairs.lay_out`), some 700,000 pairs a second, and
+no pair is stored on disk.
 """
 
 import bisect
@@ -17,25 +17,21 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_order
-from d2l_bert.tokenization.split import AllBut, Only
-from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training.pairs import PAIR, Pieces, lay_out
+from d2l_bert.tokenization.token_store import AllBut, Only, TokenizedCorpus
+from d2l_bert.training.pairs import Pieces, lay_out
 
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
 # by 1 when the same run would train on other pairs, with other masks or in another order.
-DATA_ORDER = 3
+DATA_ORDER = 4
 
 # Tokens in a stretch. Stretches are short, so that a window has text from 1,024 places: a step of 512 pairs then has
 # text from 400 different books, against 500 if a large epoch is shuffled as a whole. Only documents with more tokens
 # are cut.
 STRETCH_TOKENS = 2**14
 
-# Stretches in a chunk.
-CHUNK_STRETCHES = 16
-
-# Chunks in a window. A window has 16.8 million tokens: 131,000 pairs of 128 tokens in 4 MB, laid out in 0.2 s.
-WINDOW_CHUNKS = 64
+# A window has 16.8 million tokens: 131,000 pairs of 128 tokens in 4 MB, laid out in 0.2 s.
+WINDOW_STRETCHES = 1024
 
 # With weights, a source has at least this many stretches: an epoch takes a whole number of stretches of each source.
 WEIGHTED_STRETCHES = 32
@@ -45,8 +41,8 @@ MOST_EMPTY_WINDOWS = 100
 
 # The second entry of every seed says what the random numbers are for. Without this entry, even seeds of different
 # length could collide: NumPy draws the same numbers from (1, 2), which would be the seed of the order of epoch 2, and
-# from (1, 2, 0), which would be the seed of that epoch's chunk 0.
-_PLAN, _MASKS, _VISITS, _ORDER, _SHUFFLE = 1, 2, 3, 4, 5
+# from (1, 2, 0), which would be the seed of that epoch's window 0.
+_PAIRS, _MASKS, _VISITS, _ORDER = 1, 2, 3, 4
 
 
 def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
@@ -77,14 +73,14 @@ class Selection:
         documents: which documents of the corpus.
         source_ends: documents of the corpus up to the end of each source (sources,).
         passes: how many times an epoch goes through each source (sources,); None for once.
-        is_one_chunk: whether all documents make one chunk: for a few documents of a large corpus.
+        is_one_stretch: whether all documents of a source make one stretch: for a few documents of a large corpus.
     """
 
     corpus: TokenizedCorpus
     documents: AllBut | Only
     source_ends: Sequence[int]
     passes: np.ndarray | None = None
-    is_one_chunk: bool = False
+    is_one_stretch: bool = False
 
     def source_tokens(self) -> np.ndarray:
         """The number of tokens in the selected documents of each source (sources,)."""
@@ -193,7 +189,7 @@ class EpochPairs:
         self.sources = []
         for first, end, tokens in zip(ends[:-1], ends[1:], selection.source_tokens().tolist(), strict=True):
             stretch_tokens = STRETCH_TOKENS
-            if selection.is_one_chunk:
+            if selection.is_one_stretch:
                 stretch_tokens = selection.corpus.size
             elif selection.passes is not None:
                 stretch_tokens = min(STRETCH_TOKENS, -(-tokens // WEIGHTED_STRETCHES))
@@ -231,21 +227,17 @@ class EpochPairs:
             ]
         )
 
-    def chunks(self, epoch: int) -> int:
-        """The number of chunks in an epoch."""
-        firsts, ends = self._visits_of_sources(epoch).T
-        return int(-(-(ends - firsts).sum() // CHUNK_STRETCHES))
-
     def windows(self, epoch: int) -> int:
         """The number of windows in an epoch, at least one."""
-        return max(1, -(-self.chunks(epoch) // WINDOW_CHUNKS))
+        firsts, ends = self._visits_of_sources(epoch).T
+        return max(1, -(-int((ends - firsts).sum()) // WINDOW_STRETCHES))
 
-    def pieces(self, epoch: int, chunk: int) -> Pieces:
-        """The documents of a chunk, and the sentences of each."""
+    def pieces(self, epoch: int, window: int) -> Pieces:
+        """The documents of a window, and the sentences of each."""
         firsts, ends = self._visits_of_sources(epoch).T
         # The stretches that this epoch takes from the first source, from the first two, and so on.
         visits_up_to = np.cumsum(ends - firsts)
-        places = np.arange(chunk * CHUNK_STRETCHES, min((chunk + 1) * CHUNK_STRETCHES, int(visits_up_to[-1])))
+        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, int(visits_up_to[-1])))
         visits = random_order(places, int(visits_up_to[-1]), (self.seed, _ORDER, epoch))
         sources = np.searchsorted(visits_up_to, visits, side="right")
         visits += firsts[sources] - np.append(0, visits_up_to[:-1])[sources]  # numbers through all turns of a source
@@ -267,18 +259,12 @@ class EpochPairs:
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs
 
-    def chunk(self, epoch: int, number: int) -> np.ndarray:
-        """The pairs of one chunk, an array of `pairs.PAIR`."""
-        rng = np.random.default_rng((self.seed, _PLAN, epoch, number))
-        return lay_out(self.selection.corpus, self.pieces(epoch, number), self.others, rng, **self.pairing)
-
     def window(self, epoch: int, number: int) -> np.ndarray:
         """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
         if (epoch, number) not in self._open:
-            first = number * WINDOW_CHUNKS
-            chunks = range(first, min(first + WINDOW_CHUNKS, self.chunks(epoch)))
-            pairs = np.concatenate([*(self.chunk(epoch, chunk) for chunk in chunks), np.zeros(0, dtype=PAIR)])
-            pairs = pairs[np.random.default_rng((self.seed, _SHUFFLE, epoch, number)).permutation(len(pairs))]
+            rng = np.random.default_rng((self.seed, _PAIRS, epoch, number))
+            pairs = lay_out(self.selection.corpus, self.pieces(epoch, number), self.others, rng, **self.pairing)
+            pairs = pairs[rng.permutation(len(pairs))]
             self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
         return self._open[epoch, number]
 
@@ -314,11 +300,8 @@ class EpochPairs:
             count = len(self.window(last.epoch, last.window))
             empty = 0 if count else empty + 1
             if empty == MOST_EMPTY_WINDOWS:
-                raise self._no_pair()
+                raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
             self._places.append(Place(*self._next(last), last.first_pair + count))
-
-    def _no_pair(self):
-        return UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
 
     def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The pairs number `start` to `stop` - 1 of the run, and for each the key of its random masks (n,)."""
@@ -336,39 +319,21 @@ class EpochPairs:
         """The keys of the masks of the pairs from `first` to `last` - 1 of a window (n,)."""
         return random_keys((self.seed, _MASKS, epoch, window), np.arange(first, last))
 
-    def first_window(self) -> np.ndarray:
-        """
-        The pairs of the first window that has any. The place that `go_on_from` has set is kept.
-
-        Raises:
-            UserError: no pair can be made of the text.
-        """
-        return self.window(*self._first_window())
-
-    def _first_window(self):
-        place = Place()
-        for _ in range(MOST_EMPTY_WINDOWS):
-            if len(self.window(place.epoch, place.window)):
-                return place.epoch, place.window
-            place = Place(*self._next(place))
-        raise self._no_pair()
-
     def pairs_in_an_epoch(self) -> float:
         """
         The number of pairs in an epoch: exact if an epoch is one window; else an estimate from the first window, which
         assumes as many pairs a token in the rest of the epoch.
+
+        Raises:
+            UserError: no pair can be made of the text.
         """
-        epoch, number = self._first_window()
-        first = self.window(epoch, number)
-        if self.windows(epoch) == 1:
-            return float(len(first))
-        corpus, tokens = self.selection.corpus, 0
-        for chunk in range(number * WINDOW_CHUNKS, min((number + 1) * WINDOW_CHUNKS, self.chunks(epoch))):
-            pieces = self.pieces(epoch, chunk)
-            firsts, ends = corpus.sentence_ends.before(pieces.firsts), corpus.sentence_ends.before(pieces.ends)
-            tokens += int((ends - firsts).sum())
+        place = self.place_of(0)
+        pairs, pieces = (make(place.epoch, place.window) for make in (self.window, self.pieces))
+        if self.windows(place.epoch) == 1:
+            return float(len(pairs))
+        first_tokens, ends = (self.selection.corpus.sentence_ends.before(at) for at in (pieces.firsts, pieces.ends))
         passes = 1 if self.selection.passes is None else self.selection.passes
-        return len(first) / tokens * float((self.selection.source_tokens() * passes).sum())
+        return len(pairs) / float((ends - first_tokens).sum()) * float((self.selection.source_tokens() * passes).sum())
 
     def position(self, pair: int) -> dict:
         """The fields of the last known `Place` at or before this pair, for JSON."""

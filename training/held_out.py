@@ -72,7 +72,10 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
         else:
             batch_sums += [*sums.new_zeros(2), count_examples(batch)]
         if top_5:
-            batch_sums.append(_count_in_top_5(logits, batch["labels"]))
+            is_labelled = batch["labels"] != -100
+            scores, labels = logits[is_labelled], batch["labels"][is_labelled]
+            better = (scores > scores.gather(1, labels[:, None])).sum(1)  # tokens with a higher score than the label's
+            batch_sums.append((better < 5).sum())
         sums += torch.stack([value.to(place).double() for value in batch_sums])
     model.train(was_training)
     return sums
@@ -87,13 +90,6 @@ def _loss_correct_count(logits, labels):
     is_labelled = labels != -100
     logits, labels = logits[is_labelled].float(), labels[is_labelled]
     return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), is_labelled.sum()
-
-
-def _count_in_top_5(logits, labels):
-    """At how many labels that are not -100 fewer than five tokens have a higher score than the label."""
-    is_labelled = labels != -100
-    logits, labels = logits[is_labelled], labels[is_labelled]
-    return ((logits > logits.gather(1, labels[:, None])).sum(1) < 5).sum()
 
 
 def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -156,7 +152,11 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
     predictions = []
     for text in texts:
         encoded = tokenizer(text, return_tensors="pt")
-        _check_length(text, encoded, model, tokenizer)
+        length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
+        if limit is not None and length > limit:
+            raise UserError(
+                f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text"
+            )
         masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
         if not len(masked_positions):
             raise UserError(
@@ -173,12 +173,6 @@ def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[l
             ]
         )
     return predictions
-
-
-def _check_length(text, encoded, model, tokenizer):
-    length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
-    if limit is not None and length > limit:
-        raise UserError(f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text")
 
 
 @torch.no_grad()
@@ -205,13 +199,15 @@ def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
         tokens[position] = f"[{truth}]"
         mark = "=" if guess == label else " "
         rows.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (the model saw {seen})")
-    segments = batch["token_type_ids"][0]
-    real = batch["attention_mask"][0] == 1
-    lines = [
-        f"  {name}: "
-        + _join([token for token, s, r in zip(tokens, segments, real, strict=True) if r and s == segment])
-        for segment, name in enumerate("AB" if task else "A")
-    ]
+    segment_of = batch["token_type_ids"][0].where(batch["attention_mask"][0] == 1, -1).tolist()
+    lines = []
+    for segment, name in enumerate("AB" if task else "A"):
+        words = [
+            token
+            for token, of_token in zip(tokens, segment_of, strict=True)
+            if of_token == segment and token not in ("[CLS]", "[SEP]")
+        ]
+        lines.append(f"  {name}: {' '.join(words).replace(' ##', '').replace(' [##', '[##')}")
     lines += [f"    {'':1} {'truth':<20} {'prediction':<20}", *rows]
     if task:
         truth = task.labels[int(batch["next_sentence_label"].flatten()[0])]
@@ -219,12 +215,6 @@ def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
         guess = task.labels[int(probability < 0.5)]
         lines.append(f"  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})")
     return "\n".join(lines)
-
-
-def _join(tokens):
-    """The text of WordPiece tokens, without [CLS] and [SEP]."""
-    words = [token for token in tokens if token not in ("[CLS]", "[SEP]")]
-    return " ".join(words).replace(" ##", "").replace(" [##", "[##")
 
 
 def example_sentences(text, max_length: int, count: int = 5) -> list[str]:

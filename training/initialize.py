@@ -7,14 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 
-from d2l_bert.errors import UserError, reading_model, wrong_model_type
+from d2l_bert.errors import UserError, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.modeling.saving import FREE_FIELDS
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.existing import has_tokenizer, load_tokenizer
-from d2l_bert.tokenization.wordpiece import added_entries
+from d2l_bert.tokenization.wordpiece import added_entries, has_tokenizer, load_tokenizer
 from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
 
@@ -92,7 +91,8 @@ def read_architecture(name: str) -> D2lBertConfig:
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, D2lBertConfig):
-            raise UserError(wrong_model_type(name, config.model_type))
+            mend = f"first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else "give another"
+            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one; {mend}")
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
@@ -128,73 +128,11 @@ def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
     return tokenizer
 
 
-def check_start(name: str, architecture: D2lBertConfig, given: str | None = None) -> None:
-    """
-    Check, before any text is read, that a run can start from a saved model's architecture and tokenizer.
-
-    Args:
-        name: the model, a folder or an id on the Hub.
-        architecture: the run's; its vocabulary size is not compared.
-        given: as in `read_start_tokenizer`.
-
-    Raises:
-        UserError: as in `read_start_tokenizer`, or the architecture is not the model's (dropout may differ).
-    """
-    saved = read_architecture(name)
-    for field in D2lBertConfig.__annotations__:
-        of_model, of_run = getattr(saved, field), getattr(architecture, field)
-        if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
-            raise UserError(
-                f"init_from {name}: {field} is {of_model!r} in the model, and {of_run!r} in this run; take the "
-                f"model's value"
-            )
-    read_start_tokenizer(name, given)
-
-
-def check_weights(model_class: type[PreTrainedModel], name: str, architecture: D2lBertConfig) -> None:
-    """
-    Check, before any text is read, that a saved model's weights can be loaded: load them once, and drop them.
-
-    The tokenizer is not checked here; `check_start` checks it.
-
-    Args:
-        model_class, name, architecture: as in `start_from`.
-
-    Raises:
-        UserError: the model cannot be read, a weight has another shape than `config.json` gives, or weights are
-            missing. Only whole heads (`HEADS`) may be missing.
-    """
-    config = copy.deepcopy(architecture)
-    config.vocab_size = read_architecture(name).vocab_size
-    _load(model_class, name, config)
-
-
-def _load(model_class, name, config, attn_implementation=None):
-    """
-    Load a saved model in float32.
-
-    Returns:
-        The model, and the keys of `HEADS` that the saved model lacks: these modules have fresh weights.
-
-    Raises:
-        UserError: as in `check_weights`.
-    """
-    with reading_model(name, "init_from "):
-        model, missing, _ = conversion.load_and_compare(
-            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
-        )
-        fresh = [head for head in HEADS if conversion.lacks(model, missing, head)]
-        others = sorted(key for key in missing if not key.startswith(tuple(f"{head}." for head in fresh)))
-        if others:
-            raise UserError(f"the model has no weights for {others[0]}; save the model again with save_pretrained")
-    return model, fresh
-
-
 def start_from(
     model_class: type[PreTrainedModel],
     name: str,
     architecture: D2lBertConfig,
-    tokenizer: BertTokenizer,
+    tokenizer: BertTokenizer | None = None,
     given: str | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
@@ -205,25 +143,39 @@ def start_from(
         model_class: the class to load, with both pretraining heads or with the MLM head alone.
         name: the model, a folder or an id on the Hub.
         architecture: the saved model's, except dropout, which the run may choose.
-        tokenizer: the run's; entries that the model's tokenizer lacks get embeddings from `extend_embeddings`.
+        tokenizer: the run's; entries that the model's tokenizer lacks get embeddings from `extend_embeddings`. None
+            to find out, before any text is read, whether the model can be loaded.
         given: as in `read_start_tokenizer`.
         attn_implementation: Transformers' name of the attention kernel.
 
     Raises:
-        UserError: as in `check_weights` and `read_start_tokenizer`, or the run's vocabulary does not begin with the
+        UserError: as in `read_start_tokenizer`; the architecture is not the model's (dropout may differ); weights are
+            missing, and not just those of whole heads (`HEADS`); or the run's vocabulary does not begin with the
             model's.
     """
-    known = read_start_tokenizer(name, given)
-    _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
+    saved, known = read_architecture(name), read_start_tokenizer(name, given)
+    for field in D2lBertConfig.__annotations__:
+        of_model, of_run = getattr(saved, field), getattr(architecture, field)
+        if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
+            raise UserError(
+                f"init_from {name}: {field} is {of_model!r} there, and {of_run!r} here; take the model's value"
+            )
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
-    model, fresh = _load(model_class, name, config, attn_implementation)
-    if fresh:
-        logger.warning(
-            f"init_from {name}: the model has no {' and no '.join(HEADS[head] for head in fresh)}; training starts "
-            f"with fresh weights there"
+    with reading_model(name, "init_from "):
+        model, missing, _ = conversion.load_and_compare(
+            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    extend_embeddings(model, known, tokenizer)
+        fresh = [head for head in HEADS if conversion.lacks(model, missing, head)]
+        others = sorted(key for key in missing if not key.startswith(tuple(f"{head}." for head in fresh)))
+        if others:
+            raise UserError(f"the model has no weights for {others[0]}; save the model again with save_pretrained")
+    if tokenizer is not None:
+        _refuse_another_vocabulary(f"init_from {name}", known, tokenizer)
+        extend_embeddings(model, known, tokenizer)
+        if fresh:
+            heads = " and no ".join(HEADS[head] for head in fresh)
+            logger.warning(f"init_from {name}: the model has no {heads}; training starts with fresh weights there")
     return model.train()
 
 

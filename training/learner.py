@@ -45,6 +45,12 @@ class Learner:
         self.fresh_scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
         # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
         self.parameters = dict(model.named_parameters())
+        self.optimizer_of = {
+            name: optimizer
+            for name, parameter in self.parameters.items()
+            for optimizer in self.optimizers
+            if any(parameter is other for group in optimizer.param_groups for other in group["params"])
+        }
 
     # -----------------------------------------------------------------------------------------------------------------
     # Train
@@ -60,7 +66,8 @@ class Learner:
         Returns:
             The losses, the gradient norm and the counts of the whole batch, summed over all processes.
         """
-        torch.manual_seed(step_seed(self.run.seed, number, self.accelerator.process_index))
+        # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
+        torch.manual_seed(int(fingerprint(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
         step_stats = self._step(micro_batches, learning_rate)
         if self.average and not step_stats.skipped:
             self.average.update(number)
@@ -90,10 +97,6 @@ class Learner:
                 loss = model(**micro_batch, skip_logits=not distributed.is_sharded(model)).loss
             self.accelerator.backward(loss)
         return loss
-
-    def clear_gradients(self) -> None:
-        """Set all gradients to None, as they were before `try_gradient`."""
-        self.wrapped_model.zero_grad()
 
     def reset_optimizers(self) -> None:
         """Optimizer state and fp16's scaler as they were before the first `try_step` or `try_gradient`."""
@@ -141,7 +144,12 @@ class Learner:
         """
         scaler = self.accelerator.scaler
         state = {**state, "step": step, "scaler": scaler.state_dict() if scaler else None}
-        tensors = {checkpoint.OPTIMIZER_FILE: self.full_moments(), checkpoint.AVERAGE_FILE: self.full_averages()}
+        moments = self._gather(
+            (f"{name}|{key}", tensor)
+            for name, parameter in self.parameters.items()
+            for key, tensor in self.optimizer_of[name].state[parameter].items()
+        )
+        tensors = {checkpoint.OPTIMIZER_FILE: moments, checkpoint.AVERAGE_FILE: self.full_averages()}
         model, path = self.full_model(), folder / f"checkpoint-{step}"
         arguments = (path, model, tokenizer, tensors, state, self.run.save_total_limit)
         return distributed.on_main(self.accelerator, checkpoint.write_checkpoint, *arguments)
@@ -166,7 +174,7 @@ class Learner:
                 parameter = self.parameters[name]
                 is_moment = shape == list(parameter.shape)
                 moment = torch.zeros_like(parameter) if is_moment else torch.zeros(shape, device=parameter.device)
-                moments[full_name] = self._optimizer_state(parameter)[key] = moment.detach()
+                moments[full_name] = self.optimizer_of[name].state[parameter][key] = moment.detach()
         self._read_into(saved.path / checkpoint.OPTIMIZER_FILE, moments)
         if self.average:
             self._read_into(saved.path / checkpoint.AVERAGE_FILE, self.average.tensors())
@@ -187,21 +195,6 @@ class Learner:
         """The moving average of each parameter as a full CPU tensor; empty outside the main process."""
         return self._gather(self.average.tensors().items() if self.average else ())
 
-    def full_moments(self) -> dict[str, torch.Tensor]:
-        """Optimizer state as full CPU tensors, named `<parameter>|<key>`; empty outside the main process."""
-        return self._gather(
-            (f"{name}|{key}", tensor)
-            for name, parameter in self.parameters.items()
-            for key, tensor in self._optimizer_state(parameter).items()
-        )
-
-    def _optimizer_state(self, parameter):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if any(parameter is other for other in group["params"]):
-                    return optimizer.state[parameter]
-        raise AssertionError("a parameter without an optimizer")
-
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
         gathered = {}
         for name, tensor in named:
@@ -212,7 +205,12 @@ class Learner:
 
     def _shapes(self, path):
         """The shape of each tensor in a file, by its name, in every process."""
-        return distributed.on_main(self.accelerator, _read_shapes, path)
+
+        def read():
+            with safe_open(path, "pt") as file:
+                return {name: file.get_slice(name).get_shape() for name in file.keys()}
+
+        return distributed.on_main(self.accelerator, read)
 
     def _read_into(self, path, targets):
         """Copy the tensors of a file into the targets of the same names, in every process."""
@@ -224,11 +222,6 @@ class Learner:
         with safe_open(path, "pt") if is_main else contextlib.nullcontext() as file:
             for name, target in targets.items():
                 distributed.scatter(file.get_tensor(name) if is_main else None, target)
-
-
-def _read_shapes(path):
-    with safe_open(path, "pt") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,8 +288,3 @@ def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
     counts = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
     return torch.stack([count.float() for count in counts])
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a step's dropout masks. The seed follows from the step, so that a checkpoint needs no RNG state."""
-    return int(fingerprint(seed, step, rank), 16) % 2**63

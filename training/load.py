@@ -1,14 +1,16 @@
 """Loads any pretrained encoder of Transformers, ours or a stock one, with a head or without, and its tokenizer."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from d2l_bert.errors import UserError, reading_model, reading_tokenizer
+from d2l_bert.errors import UserError, reading_model
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization.existing import has_tokenizer, stock_tokenizer
+from d2l_bert.tokenization.cache import content_hash, fingerprint
+from d2l_bert.tokenization.wordpiece import read_tokenizer
 
 
 def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -24,18 +26,15 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if conversion.is_decoder(config):
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
         raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
     if type(config) not in auto_class._model_mapping.keys():
         raise UserError(
             f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT"
         )
-    if not has_tokenizer(name):
-        raise UserError("it has no tokenizer: no tokenizer.json and no vocab.txt; save one there with save_pretrained")
-    with reading_tokenizer(name):
-        tokenizer = stock_tokenizer(name)
-    if tokenizer.pad_token_id is None:
-        raise UserError(f"its tokenizer has no padding token ({config.model_type}); give an encoder, such as a BERT")
+    tokenizer = read_tokenizer(name, config)
+    if tokenizer is None or not tokenizer.is_fast or tokenizer.pad_token_id is None:
+        raise UserError("it has no tokenizer.json, or its tokenizer has no padding token; give another model")
     return config, tokenizer
 
 
@@ -69,11 +68,6 @@ def load_pretrained(
                 f"{lacking[0]}; give a model that was trained with this head, or save it there again with "
                 f"save_pretrained"
             )
-        if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
-            raise UserError(
-                f"its tokenizer has {len(tokenizer)} tokens and the model {known}; put back the tokenizer that the "
-                f"model was trained with"
-            )
     return model.eval(), tokenizer, missing
 
 
@@ -81,6 +75,13 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     """The encoder of a model, without heads, and its tokenizer, as in `load_pretrained`; the pooler is not used."""
     model, tokenizer, _ = load_pretrained(AutoModel, name, lambda weight: "pooler" in weight, **options)
     return model, tokenizer
+
+
+def hash_of_model(folder: str | Path) -> str:
+    """A hash of the files of a model folder, or of a tokenizer's, that decide what it computes."""
+    patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
+    files = sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
+    return fingerprint([(file.name, content_hash(file)) for file in files])
 
 
 def best_device() -> torch.device:

@@ -1,5 +1,6 @@
 """Batches prepared ahead of the training step, in a thread of this process or in worker processes."""
 
+import copy
 import pickle
 import signal
 import threading
@@ -77,7 +78,7 @@ def _from_workers(steps, numbers, num_workers, workers):
         batch_size=None,
         sampler=numbers,
         num_workers=num_workers,
-        collate_fn=_unchanged,
+        collate_fn=copy.copy,  # leaves the arrays as they are; without a function, tensors would be made of them
         worker_init_fn=_start_worker,
     )
     others = active_children()
@@ -115,11 +116,11 @@ class _Arrays(Dataset):
             return arrays, getattr(step, "place", None), getattr(step, "words", 0.0), None
         except Exception as error:
             error.add_note(f"In a process that makes batches:\n{traceback.format_exc()}")
-            return None, None, None, _as_picklable(error)
-
-
-def _unchanged(item):
-    return item
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # an exception that cannot be pickled
+                error = RuntimeError(f"{type(error).__name__}: {error}\n{error.__notes__[-1]}")
+            return None, None, None, error
 
 
 def _start_worker(_):
@@ -128,11 +129,3 @@ def _start_worker(_):
     # step first, and may still need a batch of this worker.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _as_picklable(error):
-    """The exception if it can be pickled; else a `RuntimeError` with its type, message and traceback."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}\n{error.__notes__[-1]}")

@@ -22,13 +22,11 @@ from torch import nn
 from d2l_bert.errors import UserError, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import counted
-from d2l_bert.tokenization.prepare import PreparedText
-from d2l_bert.training.arithmetic import encoder_weights
 from d2l_bert.training.batching import DEFAULT_EVALUATIONS, make_steps, trial_micro_batches
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import PretrainingSteps
+from d2l_bert.training.job import Job
 from d2l_bert.training.learner import Learner
-from d2l_bert.training.packing import Sharding
 
 
 logger = logging.getLogger(__name__)
@@ -44,8 +42,13 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
     - `dataloader_num_workers`: 1 for a GPU; 0 on a CPU, where a worker would take cores from the training step.
     - `torch_compile`: true on CUDA, but for FSDP2, which gathers a block's weights at each forward pass; compiled
       programs do not expect that.
+
+    Raises:
+        UserError: the device cannot compute flex attention.
     """
     device = accelerator.device.type
+    if run.attn_implementation == "flex_attention" and device == "cpu":
+        raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
     is_eager_faster = run.max_seq_length <= 256 or architecture.attention_probs_dropout_prob > 0
     defaults = {
         "mixed_precision": accelerator.mixed_precision,
@@ -54,27 +57,6 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         "torch_compile": device == "cuda" and not accelerator.is_fsdp2,
     }
     return dataclasses.replace(run, **{name: value for name, value in defaults.items() if getattr(run, name) is None})
-
-
-def check_device(architecture: D2lBertConfig, run: PretrainConfig, accelerator: Accelerator) -> None:
-    """
-    Check that the device can train the model, before the model is built, which would fill the memory slowly.
-
-    Raises:
-        UserError: the device cannot compute flex attention, or has less memory than the encoder needs.
-    """
-    device = accelerator.device
-    if run.attn_implementation == "flex_attention" and device.type == "cpu":
-        raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
-    # At least weights, gradients and one moment, each 4 bytes; FSDP2 splits them over the processes.
-    needed = 12 * encoder_weights(architecture) // (accelerator.num_processes if accelerator.is_fsdp2 else 1)
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
-    if needed > memory:
-        raise UserError(
-            f"out of memory: the encoder's weights, gradients and optimizer state take {needed / 1e9:,.0f} GB at "
-            f"least, and this machine has {memory / 1e9:,.0f} GB; lower hidden_size, intermediate_size, "
-            f"num_hidden_layers or max_position_embeddings"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,16 +117,13 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
 MIN_GAIN = 1.05
 
 
-def find_micro_batch(run: PretrainConfig, learner: Learner, text: PreparedText, sharding: Sharding) -> int:
+def find_micro_batch(job: Job, learner: Learner) -> int:
     """
     The micro-batch size, in pairs, that trains fastest and fits into the memory of every process.
 
     Found by doubling from 1 until the gain in speed is below `MIN_GAIN`. Every process must call this function; all
     get the same answer. On FSDP2 the other processes hang if a single process runs out of memory, because all of them
     take part in each forward pass.
-
-    Args:
-        sharding: this process.
 
     Raises:
         UserError: a single pair does not fit into memory.
@@ -154,7 +133,7 @@ def find_micro_batch(run: PretrainConfig, learner: Learner, text: PreparedText, 
         """Tokens per second of the slowest process; 0 if a process runs out of memory."""
         seconds, tokens = math.inf, 0
         try:
-            tried = trial_micro_batches(run, text, size, sharding)
+            tried = trial_micro_batches(job.run, job.text, size, job.sharding)
             tokens = sum(int(batch["attention_mask"].sum()) for batch in tried)
             for number in range(4):  # the first also allocates memory, and the optimizer's moments
                 start = time.monotonic()
@@ -165,11 +144,11 @@ def find_micro_batch(run: PretrainConfig, learner: Learner, text: PreparedText, 
             if not is_out_of_memory(error):
                 raise
             seconds = math.inf
-        learner.clear_gradients()
+        learner.wrapped_model.zero_grad()
         speeds = learner.accelerator.gather(torch.tensor(tokens / seconds, device=learner.accelerator.device))
         return float(speeds.min())
 
-    most, best, speed_of_best = -(-run.global_batch_size // learner.accelerator.num_processes), 1, speed(1)
+    most, best, speed_of_best = -(-job.run.global_batch_size // learner.accelerator.num_processes), 1, speed(1)
     if not speed_of_best:
         raise UserError(
             "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq_length, or take a "
@@ -178,8 +157,7 @@ def find_micro_batch(run: PretrainConfig, learner: Learner, text: PreparedText, 
     while best < most and (speed_of_next := speed(min(2 * best, most))) >= MIN_GAIN * speed_of_best:
         best, speed_of_best = min(2 * best, most), speed_of_next
     learner.reset_optimizers()
-    if learner.accelerator.is_main_process:
-        logger.info(f"micro-batches of {best} pairs of {run.max_seq_length} tokens are the fastest that fit")
+    logger.info(f"micro-batches of {best} pairs of {job.run.max_seq_length} tokens are the fastest that fit")
     return best
 
 
@@ -193,7 +171,7 @@ PROVISIONAL_STEPS = 1000
 STEPS_TIMED_PER_LENGTH = 20
 
 
-def find_max_steps(run: PretrainConfig, learner: Learner, text: PreparedText, sharding: Sharding, held_out) -> int:
+def find_max_steps(job: Job, learner: Learner, held_out) -> int:
     """
     The number of steps in the run, from `max_steps`, `num_train_epochs` or `max_minutes`.
 
@@ -203,28 +181,19 @@ def find_max_steps(run: PretrainConfig, learner: Learner, text: PreparedText, sh
     Raises:
         UserError: `max_minutes` has no time for two steps beside the evaluations.
     """
+    run = job.run
     if run.max_steps is not None:
         return run.max_steps
-    steps = make_steps(run, text, PROVISIONAL_STEPS, sharding)
+    steps = make_steps(run, job.text, PROVISIONAL_STEPS, job.sharding)
     if run.max_minutes is None:
-        return steps_for_epochs(run, steps)
+        # Each sequence length has its own plan of an epoch's pairs; a step covers a share of a plan.
+        epochs_per_step = sum(
+            (end - phase.first_step) / PROVISIONAL_STEPS * phase.global_batch_size / phase.pairs.pairs_in_an_epoch()
+            for phase, end in _with_ends(steps.phases)
+        )
+        return math.ceil(run.num_train_epochs / epochs_per_step)
     step_seconds, evaluation_seconds = time_steps(steps, learner, held_out)
     return steps_for_minutes(run, step_seconds, evaluation_seconds)
-
-
-def steps_for_epochs(run: PretrainConfig, steps: PretrainingSteps) -> int:
-    """
-    The number of steps in a run of `num_train_epochs`.
-
-    Args:
-        steps: the steps of a run that is `PROVISIONAL_STEPS` long.
-    """
-    # Each sequence length has its own plan of an epoch's pairs; a step covers a share of a plan.
-    epochs_per_step = sum(
-        (end - phase.first_step) / PROVISIONAL_STEPS * phase.global_batch_size / phase.pairs.pairs_in_an_epoch()
-        for phase, end in _with_ends(steps.phases)
-    )
-    return math.ceil(run.num_train_epochs / epochs_per_step)
 
 
 def time_steps(steps: PretrainingSteps, learner: Learner, held_out) -> tuple[float, float]:
@@ -297,29 +266,16 @@ def describe_machine(accelerator: Accelerator) -> dict:
     `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `memory_gb` the
     machine's memory in 10^9 bytes, and `accelerator` the name of the GPU, or None on a CPU.
     """
+    device, processor = accelerator.device, platform.processor() or platform.machine()
+    if CPUINFO.exists() and (match := re.search(r"^model name\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)):
+        processor = " ".join(match[1].split())
+    name_of = {"cuda": torch.cuda.get_device_name, "mps": lambda _: torch.backends.mps.get_name()}
     return {
-        "device": str(accelerator.device),
+        "device": str(device),
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
         "openmp": {name: os.environ[name] for name in OPENMP_VARIABLES if name in os.environ},
-        "processor": processor_name(),
-        "accelerator": accelerator_name(accelerator.device),
+        "processor": processor,
+        "accelerator": name_of[device.type](device) if device.type in name_of else None,
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
     }
-
-
-def processor_name() -> str:
-    """The model of the CPU, such as `AMD EPYC-Genoa`; if the system reports none, the family, such as `aarch64`."""
-    name = None
-    if CPUINFO.exists() and (match := re.search(r"^model name\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)):
-        name = " ".join(match[1].split())
-    if name in (None, "", "unknown"):  # sandboxes report "unknown", Linux on ARM reports no model
-        return platform.processor() or platform.machine()
-    return name
-
-
-def accelerator_name(device: torch.device) -> str | None:
-    """PyTorch's name of the GPU; None for a CPU."""
-    if device.type == "cpu":
-        return None
-    return torch.backends.mps.get_name() if device.type == "mps" else torch.cuda.get_device_name(device)

@@ -1,7 +1,6 @@
-"""Measures the steps, and writes nothing: losses, speed, memory, waiting for batches, and loss spikes."""
+"""Measures the steps, and writes nothing: losses, speed, memory, waiting for batches."""
 
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PairTask, unit
 
 
@@ -185,56 +185,110 @@ def used_memory(device: torch.device) -> float:
     return (memory.rss - getattr(memory, "shared", 0)) / 1e6
 
 
-class SpikeDetector:
+# ---------------------------------------------------------------------------------------------------------------------
+# Floating-point operations, and the device's peak: both are needed for MFU
+
+
+# The dtype of matrix products for each `mixed_precision`.
+MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A micro-batch has a fixed cost for each weight of the model, equal to the time of this many operations of a matrix
+# product. Measured on two CPU cores (benchmarks/LOG.md); on other devices a guess, where a step has few micro-batches.
+OPERATIONS_PER_WEIGHT = 800
+
+# Side lengths of the square matrices that measure the peak. Two cores are fastest at 512, where the matrices fit into
+# the CPU's caches; many cores need larger matrices to keep every core busy. A GPU or another accelerator computes far
+# more at once, and needs the largest.
+CPU_SIDES, ACCELERATOR_SIDES = (512, 1024, 2048), (4096, 8192)
+
+
+def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float:
     """
-    Reports a step whose loss is far above the losses before: the learning rate may be too high, or the text broken.
+    Floating-point operations that training needs; a multiplication and an addition count as two operations.
 
-    A loss counts as a spike if it is more than `THRESHOLD` mean absolute deviations above the mean; both are moving
-    averages. Nothing is reported in the first `QUIET_STEPS` steps after a start, a spike or `pause`.
+    Only matrix products for real tokens and for tokens to predict count. Work on padding or unused slots, recomputing
+    to save memory, and the last block's work on tokens that no head reads do not count. So dividing by the device's
+    peak gives the "model FLOPs utilization" (MFU) of PaLM (Chowdhery et al., 2022, appendix B). The backward pass has
+    two matrix products for each product of the forward pass, one for the gradient of each factor.
 
-    In 600 steps of the recipe `tiny`, which include a change of sequence length, no loss was more than 2.6 mean
-    absolute deviations above the mean. For normally distributed losses, ten of these are eight standard deviations.
+    In the last block, the cost of attention is an estimate: every token of a sequence is assumed to be equally often
+    one of those that a head reads.
+
+    Args:
+        counts: of the examples trained on, over any number of steps: `tokens`, `squared_lengths` (the sum of the
+            squared lengths of the sequences), `masked_tokens` and `examples` (pairs, or sequences if there is no pair
+            task).
+        pair_task: whether the model has a pooler and a head for pairs.
     """
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    tokens_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # by a head: masked tokens, and [CLS]
+    keys_and_values = 2 * hidden**2  # multiplications for a token
+    query_work = 2 * hidden**2 + 2 * hidden * config.intermediate_size  # for a query: query, output, feed-forward
+    attention = 2 * hidden * counts.squared_lengths  # Q K^T and the probabilities times V, over all heads
 
-    DECAY = 0.98  # of the moving averages: they reach back about 50 steps
-    QUIET_STEPS = 50  # without a report, after a start, a spike or `pause`: mean and deviation have to settle first
-    THRESHOLD = 10  # mean absolute deviations
+    def block(queries):
+        share = queries / max(1, counts.tokens)
+        return keys_and_values * counts.tokens + query_work * queries + share * attention
 
-    def __init__(self, state: dict | None = None):
-        """
-        Args:
-            state: what `state` returned before the run was interrupted; None for a new run.
-        """
-        state = state or {"mean": None, "deviation": 0.0, "quiet": self.QUIET_STEPS}
-        self.mean, self.deviation, self.quiet = state["mean"], state["deviation"], state["quiet"]
+    encoder = (config.num_hidden_layers - 1) * block(counts.tokens) + block(tokens_read)
+    mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
+    pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
+    return 3.0 * 2 * (encoder + mlm + pairs)
 
-    def state(self) -> dict[str, float | None]:
-        """The state to save in a checkpoint, as JSON, so that a resumed run reports the same spikes."""
-        return {"mean": self.mean, "deviation": self.deviation, "quiet": self.quiet}
 
-    def pause(self) -> None:
-        """Report nothing for `QUIET_STEPS` steps; to be called where losses change for a known reason."""
-        self.quiet = self.QUIET_STEPS
+def micro_batch_cost(config: D2lBertConfig, counts, pair_task: bool) -> int:
+    """
+    The fixed cost of a micro-batch, as the number of tokens that take the same time.
 
-    def update(self, step: int, loss: float) -> str | None:
-        """
-        Add the loss of a step; a loss that is not finite is ignored.
+    A micro-batch of any size casts all weights to the compute dtype, and writes and accumulates all gradients. This is
+    next to nothing for a deep encoder, and much for a small encoder with a large vocabulary. Only the large weights
+    are counted: token embeddings, decoder, and the matrices of the blocks.
 
-        Returns:
-            A line for the log if the loss is a spike, else None.
-        """
-        if not math.isfinite(loss):
-            return None
-        mean = loss if self.mean is None else self.mean
-        distance = loss - mean
-        is_spike = self.quiet == 0 and distance > self.THRESHOLD * self.deviation
-        line = None
-        if is_spike:
-            line = (
-                f"step {step}: the loss jumped to {loss:.3f} from about {mean:.3f}, where {self.deviation:.3f} up or "
-                f"down is usual; if the loss does not come back, start again with a lower learning_rate"
-            )
-        self.quiet = self.QUIET_STEPS if is_spike else max(0, self.quiet - 1)
-        self.mean = mean + (1 - self.DECAY) * distance
-        self.deviation += (1 - self.DECAY) * (abs(distance) - self.deviation)
-        return line
+    Args:
+        counts, pair_task: as in `training_arithmetic`, for typical examples of the run.
+    """
+    hidden = config.hidden_size
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * hidden
+    weights = tables + config.num_hidden_layers * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
+    return round(OPERATIONS_PER_WEIGHT * weights / (training_arithmetic(config, counts, pair_task) / counts.tokens))
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """
+    The peak of a device in operations a second: the fastest of many large matrix products.
+
+    On a CPU, the products use the threads of this process. The global random generators are not used.
+
+    Args:
+        dtype: of the matrices; float32 uses the precision that `torch.set_float32_matmul_precision` has set.
+        seconds: about how long to measure.
+    """
+    sides = CPU_SIDES if device.type == "cpu" else ACCELERATOR_SIDES
+    peak = 0.0
+    for side in sides:
+        operations = 2 * side**3
+        if peak and operations / peak > seconds:  # one such product takes seconds if the CPU only emulates the dtype
+            break
+        peak = max(peak, operations / _shortest_product(device, dtype, side, seconds / len(sides)))
+    return peak
+
+
+def _shortest_product(device, dtype, side, seconds):
+    """The shortest time of a product of two (side, side) matrices, in seconds, measured for about `seconds`."""
+    # Random numbers, not zeros: on zeros a GPU draws less power and runs faster.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    shortest, end = float("inf"), time.perf_counter() + seconds
+    while shortest == float("inf") or time.perf_counter() < end:
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.matmul(left, right, out=product)
+        _synchronize(device)
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest
+
+
+def _synchronize(device):
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -48,14 +48,14 @@ def make_optimizers(
         betas, epsilon: for AdamW.
     """
     if optim == "adamw":
-        return [make_adamw(model, learning_rate, weight_decay, betas, epsilon)]
+        return [make_adamw(model.parameters(), learning_rate, weight_decay, betas, epsilon)]
     matrices = [parameter for parameter in model.base_model.encoder.parameters() if parameter.ndim == 2]
     matrix_ids = set(map(id, matrices))
     others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
     assert len(matrices) + len(others) == len(list(model.parameters()))
     return [
         Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
-        _adamw(others, learning_rate, weight_decay, betas, epsilon),
+        make_adamw(others, learning_rate, weight_decay, betas, epsilon),
     ]
 
 
@@ -112,30 +112,19 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], s
 
 
 def make_adamw(
-    model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
 ) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov and Hutter, 2017), without decay of biases and LayerNorms, as in BERT (appendix A.2)."""
-    return _adamw(model.parameters(), learning_rate, weight_decay, betas, epsilon)
-
-
-def _adamw(parameters, learning_rate, weight_decay, betas, epsilon):
-    decayed, others = parameter_groups(parameters)
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=learning_rate,
-        betas=betas,
-        eps=epsilon,
-        fused=True,
-    )
-
-
-def parameter_groups(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Two lists: parameters with weight decay (matrices, embeddings), and without (biases, LayerNorms)."""
     parameters = list(parameters)
-    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    assert len(decayed) + len(others) == len(parameters)
-    return decayed, others
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},  # matrices, embeddings
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,6 @@ The second loss predicts the label. In next sentence prediction (NSP: BERT, sect
 whether segment B follows segment A. In sentence order prediction (SOP: ALBERT; Lan et al., 2020) it says whether A and
 B are in the order of the text.
 
-Every sentence is in some pair of every epoch, with at least one token: a pair that is too long loses tokens at the
-ends of its segments, but never all tokens of a sentence. There is one exception: for SOP, a sentence of a single token
-without a sentence to pair it with is left out, since one token has no order.
-
 A pair is two spans of token numbers and a label. No token id is read here: pairs follow from the ends of sentences.
 Where a pair depends on the pair before, the code is a plain loop; all other code works on arrays of many pairs.
 """
@@ -16,7 +12,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -55,19 +51,10 @@ class Pieces:
     ends: np.ndarray
 
 
-class Population(Protocol):
-    """The documents that random second segments come from."""
-
-    several: bool  # whether there is more than one document
-
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Document numbers (count,), drawn with replacement."""
-
-
 def lay_out(
     corpus,
     pieces: Pieces,
-    others: Population,
+    others,
     rng: np.random.Generator,
     *,
     max_seq_length: int,
@@ -102,8 +89,9 @@ def lay_out(
 
     Args:
         corpus: has the tables `sentence_ends`, `document_ends` and, for `sentences`, `paragraph_ends` (`JoinedTable`).
-        pieces: the sentences to lay out; each is in some pair.
-        others: the documents that random second segments come from.
+        pieces: the sentences to lay out.
+        others: the documents that random second segments come from: `draw(rng, count)` gives their numbers (count,),
+            drawn with replacement, and `several` says whether there is more than one.
         rng: the generator of all random numbers.
         max_seq_length: the most tokens in a pair, special tokens included.
         short_seq_prob: for `segments`, the share of pairs with a random shorter length, so that the model learns from
@@ -263,86 +251,49 @@ def _as_columns(plan):
 
 def _make_pairs(plan, sentences, corpus, others, room, objective, rng):
     """The pairs of a plan: draws random second segments, truncates pairs to `room` tokens, and sets the labels."""
-    starts, ends = sentences.starts, sentences.ends
     is_cut, is_random, target = plan["is_cut"].astype(bool), plan["is_random"].astype(bool), plan["target"]
     a_first, a_last, b_first, b_last = (plan[name] for name in _PLAN[:4])
-    a, b = _Spans(starts[a_first], ends[a_last]), _Spans(starts[b_first], ends[b_last])
+    # The first token of each segment, and the token after its last (2, pairs).
+    a, b = (
+        np.stack([sentences.starts[first], sentences.ends[last]])
+        for first, last in ((a_first, a_last), (b_first, b_last))
+    )
     if is_cut.any():
-        middle = a.starts + 1 + (rng.random(len(is_cut)) * (a.lengths() - 1)).astype(np.int64)
-        a.ends, b.starts = np.where(is_cut, middle, a.ends), np.where(is_cut, middle, b.starts)
-    # Each sentence of a segment keeps a token: only the first and the last sentence may lose the others.
-    a.keep_sentences(ends[a_first], starts[a_last])
-    b.keep_sentences(ends[b_first], starts[b_last])
+        middle = a[0] + 1 + (rng.random(len(is_cut)) * (a[1] - a[0] - 1)).astype(np.int64)
+        a[1], b[0] = np.where(is_cut, middle, a[1]), np.where(is_cut, middle, b[0])
     drawn = np.flatnonzero(b_first < 0)
     if len(drawn):
-        wanted = np.maximum(1, target[drawn] - a.lengths()[drawn])
+        wanted = np.maximum(1, target[drawn] - (a[1] - a[0])[drawn])
         own = sentences.documents[a_first[drawn]]
-        b.starts[drawn], b.ends[drawn] = random_spans(corpus, others, own, a.starts[drawn], a.ends[drawn], wanted, rng)
-    # A random B may lose whole sentences: they are in other pairs, too. Half a sentence may lose all tokens but one.
-    a.allow_all(is_cut)
-    b.allow_all(is_cut | (is_random & (b_first < 0)))
+        b[:, drawn] = random_spans(corpus, others, own, *a[:, drawn], wanted, rng)
     _truncate(a, b, room, rng)
-    pairs = np.zeros(len(is_cut), dtype=PAIR)
+    labels = np.where(is_random, IS_RANDOM, IS_NEXT)
     if objective == "sop":
-        swapped = rng.random(len(pairs)) < 0.5
-        a.starts, b.starts = np.where(swapped, b.starts, a.starts), np.where(swapped, a.starts, b.starts)
-        a.ends, b.ends = np.where(swapped, b.ends, a.ends), np.where(swapped, a.ends, b.ends)
-        pairs["next_sentence_label"] = np.where(swapped, SWAPPED, IN_ORDER)
-    else:
-        pairs["next_sentence_label"] = np.where(is_random, IS_RANDOM, IS_NEXT)
-    pairs["a_start"], pairs["a_end"], pairs["b_start"], pairs["b_end"] = a.starts, a.ends, b.starts, b.ends
-    return pairs
-
-
-class _Spans:
-    """Spans of tokens (n,), and how many tokens may be cut off the front and the back of each span."""
-
-    def __init__(self, starts, ends):
-        self.starts, self.ends = starts, ends
-
-    def lengths(self):
-        return self.ends - self.starts
-
-    def keep_sentences(self, first_ends, last_starts):
-        """Allow cuts in the first sentence, which ends at `first_ends`, and in the last, but of all tokens but one."""
-        self.front, self.back = first_ends - self.starts - 1, self.ends - last_starts - 1
-
-    def allow_all(self, which):
-        """Allow cuts of all tokens but one in the spans where `which` (n,) is true."""
-        most = self.lengths() - 1
-        self.front, self.back = np.where(which, most, self.front), np.where(which, most, self.back)
-
-    def most(self):
-        """The most tokens that may be cut off each span (n,)."""
-        return np.minimum(self.front + self.back, self.lengths() - 1)
-
-    def cut(self, surplus, rng):
-        """Cut `surplus` tokens (n,) off the spans, each token at random from the front or the back."""
-        from_front = rng.binomial(surplus, 0.5)
-        from_front = np.minimum(np.maximum(from_front, surplus - self.back), self.front)
-        self.starts = self.starts + from_front
-        self.ends = self.ends - (surplus - from_front)
+        is_swapped = rng.random(len(labels)) < 0.5
+        a, b = np.where(is_swapped, b, a), np.where(is_swapped, a, b)
+        labels = np.where(is_swapped, SWAPPED, IN_ORDER)
+    return _as_pairs(*a, *b, labels)
 
 
 def _truncate(a, b, room, rng):
     """
-    Cut each pair to at most `room` tokens.
+    Cut segments (2, pairs) in place, so that each pair has at most `room` tokens.
 
-    The longer span is cut first. Tokens that one span may not lose are cut off the other span.
+    The longer segment is cut first, each token at random from its front or its back, as in BERT's own preparation.
     """
-    a_length, b_length = a.lengths(), b.lengths()
-    surplus = np.maximum(a_length + b_length - room, 0)
+    a_length, b_length = a[1] - a[0], b[1] - b[0]
     shorter = np.minimum(np.minimum(a_length, b_length), room // 2)
-    a_cut = a_length - np.where(a_length > b_length, room - shorter, shorter)
-    a_cut = np.minimum(np.maximum(a_cut, surplus - b.most()), a.most())
-    a_cut = np.where(surplus > 0, a_cut, 0)
-    a.cut(a_cut, rng)
-    b.cut(surplus - a_cut, rng)
+    a_kept = np.where(a_length > b_length, room - shorter, shorter)
+    is_too_long = a_length + b_length > room
+    for segment, length, kept in ((a, a_length, a_kept), (b, b_length, room - a_kept)):
+        surplus = np.where(is_too_long, length - kept, 0)
+        from_front = rng.binomial(surplus, 0.5)
+        segment += np.stack([from_front, from_front - surplus])
 
 
 def random_spans(
     corpus,
-    others: Population,
+    others,
     documents: np.ndarray,
     a_starts: np.ndarray,
     a_ends: np.ndarray,
@@ -416,7 +367,7 @@ def _segments_of_documents(sentences, room, short_seq_prob, draw):
             segment_end = min(start + (1 + int(draw() * room) if is_short else room), piece_end)
             add((start, segment_end))
             start = segment_end
-    return _segments(*np.array(bounds, dtype=np.int64).reshape(-1, 2).T)
+    return _as_segments(*np.array(bounds, dtype=np.int64).reshape(-1, 2).T)
 
 
 def _segments_of_sentences(sentences, room):
@@ -424,12 +375,16 @@ def _segments_of_sentences(sentences, room):
     counts = -(-(sentences.ends - sentences.starts) // room)  # the number of segments of each sentence
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
     starts = np.repeat(sentences.starts, counts) + number * room
-    return _segments(starts, np.minimum(starts + room, np.repeat(sentences.ends, counts)))
+    return _as_segments(starts, np.minimum(starts + room, np.repeat(sentences.ends, counts)))
 
 
-def _segments(starts, ends):
-    """Single segments as an array of `PAIR`."""
-    pairs = np.zeros(len(starts), dtype=PAIR)
-    pairs["a_start"], pairs["a_end"], pairs["b_start"], pairs["b_end"] = starts, ends, ends, ends
-    pairs["next_sentence_label"] = NO_LABEL
+def _as_segments(starts, ends):
+    return _as_pairs(starts, ends, ends, ends, NO_LABEL)
+
+
+def _as_pairs(a_starts, a_ends, b_starts, b_ends, labels):
+    """An array of `PAIR`, from its columns."""
+    pairs = np.zeros(len(a_starts), dtype=PAIR)
+    for name, column in zip(PAIR.names, (a_starts, a_ends, b_starts, b_ends, labels), strict=True):
+        pairs[name] = column
     return pairs

@@ -1,41 +1,66 @@
-"""`pretrain`: checks the options, prepares the text, trains, and leaves a model folder; and the dry run."""
+"""`pretrain`: from options and text to a model folder; the training loop; the dry run."""
 
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
+import logging
 import re
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
-from transformers.utils import logging
+import torch
+from accelerate.tracking import get_available_trackers
+from transformers.utils import logging as transformers_logging
 
 from d2l_bert.errors import GO_ON, UserError
 from d2l_bert.model_cards.card import count_parameters
 from d2l_bert.model_cards.config import check_license
-from d2l_bert.model_cards.push import check_push
+from d2l_bert.model_cards.push import Pusher, check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.training import distributed, interruption
-from d2l_bert.training.batching import check_architecture, check_source_weights, full_length_pairs, make_passes
-from d2l_bert.training.checkpoint import find_checkpoint
-from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.distributed import on_main, restore_host_settings
-from d2l_bert.training.initialize import check_start, check_weights, model_class_of
-from d2l_bert.training.loop import train
-from d2l_bert.training.machine import check_device, with_defaults
+from d2l_bert.training.batching import (
+    RunSchedule,
+    check_architecture,
+    check_source_weights,
+    full_length_pairs,
+    make_held_out,
+    make_passes,
+    make_sharding,
+    make_steps,
+)
+from d2l_bert.training.checkpoint import Saver, WordSaver, check_output_folder, find_checkpoint
+from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, folder_name, word_marks
+from d2l_bert.training.data import HeldOutPairs
+from d2l_bert.training.distributed import on_main, report_errors_once, restore_host_settings, shut_down
+from d2l_bert.training.initialize import make_model, model_class_of, start_from
+from d2l_bert.training.interruption import StopSignals, signal_name
+from d2l_bert.training.job import Job
+from d2l_bert.training.learner import Learner
+from d2l_bert.training.loader import load
+from d2l_bert.training.machine import compiled_blocks, find_max_steps, find_micro_batch, with_defaults
 from d2l_bert.training.openmp import short_waits
 from d2l_bert.training.run_folder import (
     LOG_FILE,
     RUN_FILE,
-    check_output_folder,
+    check_identity,
     default_output_dir,
+    finish_folder,
+    make_identity,
+    make_record,
     output_folder,
     repository,
+    start_folder,
 )
-from d2l_bert.training.tracking import check_trackers
+from d2l_bert.training.tracking import RunMonitor, check_trackers, start_trackers
+
+
+logger = logging.getLogger(__name__)
 
 
 @restore_host_settings()
@@ -66,23 +91,22 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             check_license(run.license)
     if run.dry_run:
         return dry_run(architecture, run)
-    logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
+    transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     architecture = copy.deepcopy(architecture)
     with distributed.report_errors_once():
         check_architecture(architecture, run)
         if not corpus_is_prepared(run):  # the number of sources in a prepared folder is known after reading
             check_source_weights(run, len(run.text_paths()) + len(run.named_datasets()))
-        trackers, folder = check_trackers(run.report_to), run.output_dir or default_output_dir(run)
+        trackers = check_trackers(run.report_to, [str(tracker) for tracker in get_available_trackers()])
+        folder = run.output_dir or default_output_dir(run)
         accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
         run = with_defaults(run, architecture, accelerator)
-        check_device(architecture, run, accelerator)
-    with interruption.explain_failures(run), contextlib.ExitStack() as stack:
-        if run.init_from is not None:
-            on_main(accelerator, check_start, run.init_from, architecture, run.tokenizer)
+    with interruption.explain_failures(), contextlib.ExitStack() as stack:
         folder = on_main(accelerator, stack.enter_context, output_folder(run))
         resumed = on_main(accelerator, find_checkpoint, run.resume_from_checkpoint, folder)
         if run.init_from is not None and not resumed:
-            on_main(accelerator, check_weights, model_class_of(run), run.init_from, architecture)
+            start = (model_class_of(run), run.init_from, architecture, None, run.tokenizer)
+            on_main(accelerator, start_from, *start, share_result=False)  # what cannot be loaded is refused here
         if run.push_to_hub:
             hub = (repository(run, folder), run.known_license(), run.hub_private_repo)
             on_main(accelerator, check_push, *hub, False)
@@ -96,9 +120,155 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             make_passes(run, text)  # checks source_weights against the text, before anything is written
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
+        sharding = make_sharding(architecture, run, accelerator.num_processes, accelerator.process_index)
         with short_waits():
-            train(architecture, run, text, accelerator, folder, resumed)
+            train(Job(run, architecture, text, accelerator, folder, resumed, sharding))
     return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The training loop
+
+
+def train(job: Job) -> None:
+    """
+    Build the model, train it to its last step, and write everything that the run leaves to its folder.
+
+    The run starts from step 0, or goes on from a checkpoint.
+
+    Raises:
+        SystemExit: a signal stopped the run, and a checkpoint is saved; or the main process has shown an error.
+        UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
+    """
+    torch.manual_seed(job.run.seed)
+    model = make_model(job.architecture, job.run, job.text.tokenizer, job.resumed)
+    learner = Learner(job.accelerator, model, job.run)
+    with compiled_blocks(learner.model, job.run.torch_compile):
+        train_learner(job, learner)
+
+
+def train_learner(job: Job, learner: Learner) -> None:
+    """As `train`, with a model and optimizers that are built."""
+    accelerator = job.accelerator
+    held_out, state = plan(job, learner)
+    run, folder, tokenizer, start, max_steps = job.run, job.folder, job.text.tokenizer, state["step"], job.max_steps
+    schedule = RunSchedule(run, max_steps)
+    with report_errors_once():
+        words = WordSaver(learner, folder, tokenizer, word_marks(run.save_words), state)
+        steps = make_steps(run, job.text, max_steps, job.sharding)
+        place = state.get("data_position")  # where the pairs of the next step are
+        steps.go_on_from(start, place)
+    log = on_main(accelerator, start_folder, folder, job.record, start)
+    saved_before = words.start()
+    on_main(accelerator, start_trackers, accelerator, folder, job.record, start, share_result=False)
+    monitor = RunMonitor(job, log, state)
+    pusher = on_main(accelerator, start_pusher, job, saved_before, share_result=False)
+    chosen = {"micro_batch_size": run.micro_batch_size, "max_steps": max_steps, "identity": job.identity}
+    saver = Saver(learner, folder, tokenizer, chosen, job.resumed)
+    # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
+    stop = StopSignals(accelerator)
+    with stop, closing(monitor.bar):
+        loaded = load(steps, start, max_steps, run.dataloader_num_workers, lambda: bool(stop.received_signal))
+        with closing(loaded):
+            batches = monitor.meter.waiting(loaded)
+            # If a signal stopped the earlier run at this step, the evaluation of the step is still missing.
+            if start and "evaluate" in schedule.due_at(start):
+                write_evaluation(learner, held_out, stop, monitor)
+            monitor.meter.start_clock()
+            for step in range(start + 1, max_steps + 1):
+                micro_batches = next(batches, None)  # None if a signal has stopped the run
+                if stop.should_stop():
+                    break
+                rate, place = schedule.learning_rate(step), micro_batches.place
+                words.seen += micro_batches.words
+                monitor.add_step(step, learner.step(step, micro_batches, rate), rate)
+                due = schedule.due_at(step)
+                if "log" in due:
+                    monitor.write_row()
+                with monitor.meter.clock_stopped():
+                    if "evaluate" in due:
+                        write_evaluation(learner, held_out, stop, monitor)
+                    saved_by_words = words.save_due(step) if not monitor.skipped_in_a_row else []
+                    if pusher and not stop.agreed_signal:
+                        pusher.saved_by_words(saved_by_words)
+                    # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+                    if ("save" in due and not monitor.skipped_in_a_row) or step == max_steps:
+                        saver.save(step, state_of(monitor, words, place))
+                        if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
+                            pusher.saved(saver.path, step)
+        if stop.should_stop():
+            monitor.write_row()
+            saver.save(monitor.step, state_of(monitor, words, place))
+            how_to_resume = f"{saver.path} is saved; go on" if saver.path else "nothing is lost; start"
+            logger.warning(
+                f"{signal_name(stop.agreed_signal)}: stopped; {how_to_resume} with the same command and "
+                f"--resume_from_checkpoint latest"
+            )
+            shut_down(accelerator)
+            raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
+    if words.waiting:
+        missing = ", ".join(map(folder_name, words.waiting))
+        logger.warning(f"save_words: the run has seen {words.seen:,.0f} words, so it has not saved {missing}")
+    model = learner.full_model(averaged=True)
+    metrics = {**monitor.held_out_metrics, **monitor.meter.speed(), "train_words_seen": words.seen}
+    report.info(on_main(accelerator, finish_folder, job, model, metrics, log, held_out.one()))
+    if run.push_to_hub:
+        report.info(on_main(accelerator, Pusher.finish, pusher))
+    shut_down(accelerator)
+
+
+def plan(job: Job, learner: Learner) -> tuple[HeldOutPairs, dict]:
+    """
+    Decide by trying what the options leave open, and load the checkpoint to resume from; fills in `job`.
+
+    Returns:
+        The held-out batches, and the state to start from.
+    """
+    if job.run.micro_batch_size == "auto":
+        size = job.resumed.state["micro_batch_size"] if job.resumed else find_micro_batch(job, learner)
+        job.run = dataclasses.replace(job.run, micro_batch_size=size)
+    with report_errors_once():
+        held_out = make_held_out(job.run, job.text, job.sharding)
+    job.identity, state = make_identity(job), {"step": 0}
+    if job.resumed:
+        on_main(job.accelerator, check_identity, job.resumed, job.identity)
+        learner.load(job.resumed)
+        state = job.resumed.state
+        logger.info(f"going on from {job.resumed.path}")
+    job.max_steps = state["max_steps"] if job.resumed else find_max_steps(job, learner, held_out)
+    job.record = make_record(job)
+    return held_out, state
+
+
+def start_pusher(job: Job, saved_before: list) -> Pusher | None:
+    """
+    The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`.
+
+    Args:
+        saved_before: models saved by words seen, which a run that was killed may not have uploaded.
+    """
+    if not job.run.push_to_hub:
+        return None
+    is_public, to = not job.run.hub_private_repo, repository(job.run, job.folder)
+    pusher = Pusher(job.folder, job.record, to, job.run.hub_strategy, public=is_public)
+    pusher.saved_by_words(saved_before)
+    return pusher
+
+
+def state_of(monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
+    """What a checkpoint keeps, beside model and optimizer: totals, words seen, and where the next pairs are."""
+    counts = {"skipped_in_a_row": monitor.skipped_in_a_row, "words_seen": words.seen, "words_settled": words.settled}
+    return {**monitor.meter.totals, **counts, "data_position": place}
+
+
+def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: RunMonitor) -> None:
+    """Evaluate on the held-out batches and log the result; log nothing if a signal stops the run meanwhile."""
+    metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
+    if metrics and not stop.should_stop():
+        monitor.write_evaluation(metrics)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
@@ -111,8 +281,7 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         UserError: what `pretrain` would raise.
     """
     output_dir = Path(run.output_dir or default_output_dir(run)).absolute()
-    if output_dir.exists():
-        check_output_folder(run, output_dir)
+    check_output_folder(run, output_dir, run.init_from)
     if run.push_to_hub and not distributed.launched_rank():
         check_push(repository(run, output_dir), run.known_license(), run.hub_private_repo, dry_run=True)
     lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
@@ -134,6 +303,7 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
             **{name: getattr(PretrainConfig, name) for name in HUB_OPTIONS},
             output_dir=f"{folder}/{output_dir.name}",
             overwrite_output_dir=False,
+            resume_from_checkpoint=None,
             save_words=[],
             report_to=[],
             length_schedule=[f"{length}:{1 / steps:.3f}" for length in lengths[:-1]],  # one step each
@@ -158,30 +328,19 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         size = sum(path.stat().st_size for path in model_folder.glob("checkpoint-*/*"))
         parameters = count_parameters(model_folder)
     seconds, memory = rows[-2]["seconds_left"], max(row["memory_mb"] for row in rows)
-    report.info(f"dry run: {describe_length(run, record['data']['train_tokens'], seconds)}")
+    full, train_tokens = run.global_batch_size * run.max_seq_length, record["data"]["train_tokens"]
+    if run.max_minutes is not None:
+        tokens = 60 * run.max_minutes / seconds * full
+    elif run.num_train_epochs is not None:
+        tokens = run.num_train_epochs * train_tokens
+    else:
+        tokens = full_length_pairs(run, run.max_steps) * run.max_seq_length
+    report.info(
+        f"dry run: {tokens / full:,.0f} steps of {full:,} tokens, {tokens / train_tokens:.1f} passes over the text, "
+        f"about {tokens / full * seconds / 60:,.3g} minutes without evaluations"
+    )
     report.info(
         f"dry run: a model of {parameters:,} parameters; a step takes {seconds:.3g} s, and a process {memory:,.0f} MB"
     )
     report.info(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
     report.info("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
-
-
-def describe_length(run: PretrainConfig, train_tokens: int, seconds: float) -> str:
-    """
-    The length of a run in words, for a message.
-
-    Args:
-        seconds: the time of a step of full length.
-    """
-    if run.max_minutes is not None:
-        steps = int(60 * run.max_minutes / seconds)
-        return f"{run.max_minutes:g} minutes, about {steps:,} steps; they are timed and counted when the run begins"
-    full = run.global_batch_size * run.max_seq_length
-    if run.num_train_epochs is not None:
-        minutes = run.num_train_epochs * train_tokens / full * seconds / 60
-        return f"{run.num_train_epochs:g} passes over {train_tokens:,} tokens, about {minutes:,.3g} minutes"
-    tokens = full_length_pairs(run, run.max_steps) * run.max_seq_length
-    return (
-        f"{run.max_steps:,} steps of {tokens:,} tokens at most, {tokens / train_tokens:.1f} passes over the text, "
-        f"about {tokens / full * seconds / 60:,.3g} minutes without evaluations"
-    )

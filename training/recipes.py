@@ -4,7 +4,8 @@ import dataclasses
 import shlex
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.saving import FREE_FIELDS
+from d2l_bert.modeling.conversion import FREE_FIELDS
+from d2l_bert.options import flag
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 
@@ -203,13 +204,13 @@ def command_line(record: dict) -> str:
     for field in dataclasses.fields(run):
         name, is_relevant = field.name, field.name in INPUT_OPTIONS or field.metadata["identity"]
         if is_relevant and name not in {"recipe", *implied} and getattr(run, name) != getattr(defaults, name):
-            words += _flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
+            words += flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
     if run.init_from is not None:
         fields = FREE_FIELDS
     else:
         fields = [name for name in architecture_options() if architecture[name] != getattr(recipe_architecture, name)]
     for name in fields:
-        words += _flag(name, architecture[name])
+        words += flag(name, architecture[name])
     return shlex.join(words)
 
 
@@ -278,12 +279,3 @@ def _portable(value, local_paths):
     if isinstance(value, list):
         return [_portable(entry, local_paths) for entry in value]
     return local_paths[value]["name"] if value in local_paths else value
-
-
-def _flag(name, value):
-    """An option as words of a command line; no words for None, which is always the default."""
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return [f"--{name}", *(value or ["none"])]
-    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]

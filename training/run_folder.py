@@ -9,33 +9,32 @@ import shutil
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.folders import LOCK_FILE, check_no_file, locked_folder
+from d2l_bert.errors import GO_ON, UserError, writing
+from d2l_bert.folders import locked_folder
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.push import STAGED
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
-from d2l_bert.modeling.saving import save_with_code
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.cache import content_hash, fingerprint
-from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS
-from d2l_bert.tokenization.prepare import PreparedText, split_fingerprint
-from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
+from d2l_bert.tokenization.prepared_folder import corpus_is_prepared, split_fingerprint
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint, epochs
-from d2l_bert.training.checkpoint import Checkpoint
+from d2l_bert.training.checkpoint import Checkpoint, check_output_folder
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.curves import plot_curves
 from d2l_bert.training.held_out import example_sentences, fill_mask, report, token_entropy
+from d2l_bert.training.job import Job
+from d2l_bert.training.load import hash_of_model
 from d2l_bert.training.machine import describe_machine
+from d2l_bert.training.pictures import plot_curves
 from d2l_bert.training.recipes import command_line
 from d2l_bert.training.tracking import TrainingLog
 
 
 LOG_FILE = "training_log.jsonl"
 WEIGHTS_FILE = "model.safetensors"
-PARTIAL_FOLDER = ".model.part"
 
 
 @contextlib.contextmanager
@@ -50,57 +49,8 @@ def output_folder(run: PretrainConfig):
     """
     folder = Path(run.output_dir or default_output_dir(run))
     with locked_folder(folder):
-        check_output_folder(run, folder)
+        check_output_folder(run, folder, run.init_from)
         yield folder
-
-
-def check_output_folder(run: PretrainConfig, folder: Path) -> None:
-    """
-    Check that a run may write to an existing output folder.
-
-    Raises:
-        UserError: the path is a file; the folder contains the model of `init_from`, checkpoints without a
-            `run_config.json`, or other files without a run; or the folder holds a run, and the options ask neither to
-            resume nor to replace it, or ask for both, or name a checkpoint in another folder, or the run is finished
-            and has no checkpoint to resume from.
-    """
-    check_no_file(folder)
-    left_by_killed_runs = {LOCK_FILE, f".{RUN_FILE}.part"}
-    entries = {path.name for path in folder.iterdir()} - left_by_killed_runs
-    start = Path(run.init_from or "").resolve()
-    if run.init_from is not None and start.exists() and folder.resolve() in (start, *start.parents):
-        raise UserError(f"output_dir {folder}: holds the model to start from (init_from); name another folder")
-    if RUN_FILE not in entries:
-        if saved := checkpoint.checkpoints(folder):
-            raise UserError(
-                f"output_dir {folder}: holds checkpoints and no {RUN_FILE}; go on from one in another folder: "
-                f"--resume_from_checkpoint {saved[-1]} --output_dir NEW"
-            )
-        if entries:
-            raise UserError(
-                f"output_dir {folder}: holds other files ({sorted(entries)[0]}) and no run; name a new or empty folder"
-            )
-    elif run.overwrite_output_dir:
-        if run.resume_from_checkpoint:
-            raise UserError(
-                "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
-            )
-    elif run.resume_from_checkpoint not in (None, "latest"):
-        if Path(run.resume_from_checkpoint).resolve().parent != folder.resolve():
-            raise UserError(
-                f"output_dir {folder}: holds a run, but not the run of the checkpoint {run.resume_from_checkpoint}; "
-                f"name a new folder"
-            )
-    elif WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder):
-        raise UserError(
-            f"output_dir {folder}: holds a finished run and no checkpoint to go on from; replace it with "
-            f"--overwrite_output_dir, or name another folder"
-        )
-    elif run.resume_from_checkpoint is None:
-        raise UserError(
-            f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
-            f"--overwrite_output_dir, or name another folder"
-        )
 
 
 def default_output_dir(run: PretrainConfig) -> str:
@@ -114,12 +64,13 @@ def repository(run: PretrainConfig, folder: Path) -> str:
     return run.hub_model_id or folder.resolve().name
 
 
-def make_record(run: PretrainConfig, max_steps: int, architecture, text, accelerator) -> dict:
+def make_record(job: Job) -> dict:
     """The content of `run_config.json`: resolved options, corpus, machine and library versions."""
+    run = job.run
     resolved = dataclasses.replace(
         run,
         corpus=run.text_paths(),
-        max_steps=max_steps,
+        max_steps=job.max_steps,
         num_train_epochs=None,
         max_minutes=None,
         license=run.known_license(),
@@ -127,11 +78,11 @@ def make_record(run: PretrainConfig, max_steps: int, architecture, text, acceler
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
     record = {
         "run": dataclasses.asdict(resolved),
-        "architecture": architecture_numbers(architecture),
+        "architecture": architecture_numbers(job.architecture),
         "corpus_is_prepared": corpus_is_prepared(run),
-        "data": text.counts(),
-        "local_paths": local_paths(resolved, text),
-        "machine": describe_machine(accelerator),
+        "data": job.text.counts(),
+        "local_paths": local_paths(resolved, job.text),
+        "machine": describe_machine(job.accelerator),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in libraries},
@@ -154,15 +105,14 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         path: source_print for name, path, source_print in sources if name not in (PYTHON_DOCS, *text.hub_datasets)
     }
     if text.validation is not None:
-        evaluated = [*run.validation_corpus, *(name for name, _ in run.validation_datasets())]
+        evaluated = [*run.validation_corpus, *(dataset_and_config(dataset)[0] for dataset in run.validation_dataset)]
         given = [*run.validation_corpus, *run.validation_dataset]
         for name, path in zip(evaluated, given, strict=True):
             if Path(name).exists():
                 fingerprints[path] = text.validation.tokens.fingerprint()
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
-            files = [Path(path, name) for name in ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")]
-            fingerprints[path] = fingerprint([(file.name, content_hash(file)) for file in files if file.is_file()])
+            fingerprints[path] = hash_of_model(path)
     written = dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint)))
     return {
         path: {"name": folders.base_name(path), "fingerprint": path_fingerprint}
@@ -200,17 +150,15 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
             (folder / name).unlink(missing_ok=True)
     if not (folder / WEIGHTS_FILE).exists():
-        try:  # before the log, because `check_output_folder` refuses a folder with a log and no run_config.json
+        # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
+        with writing(folder / RUN_FILE, ", and give the same command again"):
             folders.write_json(folder / RUN_FILE, record)
-        except OSError as error:
-            mend = ", and give the same command again"
-            raise UserError(f"{folder / RUN_FILE}: {why_unwritable(error, mend)}") from None
     log = TrainingLog(folder / LOG_FILE)
     log.start_at(start)
     return log
 
 
-def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: TrainingLog, held_out) -> str:
+def finish_folder(job: Job, model, metrics: dict, log: TrainingLog, held_out) -> str:
     """
     Write the finished model, its tokenizer, code, `metrics.json`, curves and card to the output folder.
 
@@ -220,8 +168,7 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
 
     Args:
         model: an unsharded model on the CPU.
-        record: the content of `run_config.json`.
-        metrics: the content of `metrics.json`, without the energy and the example predictions.
+        metrics: the content of `metrics.json`, without the example predictions.
         held_out: a held-out batch of one pair, shown as an example.
 
     Returns:
@@ -230,46 +177,36 @@ def finish_folder(folder: Path, model, text, record: dict, metrics: dict, log: T
     Raises:
         UserError: a file cannot be written. The checkpoints are unchanged.
     """
-    partial = folder / PARTIAL_FOLDER
-    shutil.rmtree(partial, ignore_errors=True)
+    folder, text = job.folder, job.text
     metrics = {**metrics, "eval_token_entropy": token_entropy(text)}
-    try:
-        partial.mkdir()
-        with folders.os_errors():
-            save_with_code(model, partial)
-            save_tokenizer(text.tokenizer, partial)
+    with (
+        writing(folder, f", and {GO_ON}; the checkpoints are unchanged"),
+        folders.replacing_files(folder, last=WEIGHTS_FILE) as partial,
+    ):
+        save_with_code(model, partial)
+        save_tokenizer(text.tokenizer, partial)
         plot_curves(log.rows(), partial / CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
         sentences = example_sentences(text, model.config.max_position_embeddings)
         filled = fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
         predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
-        folders.write_json(partial / RUN_FILE, record)
-        folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": as_widget(predictions)})
+        folders.write_json(partial / RUN_FILE, job.record)
+        examples = [  # in the format of the Hub's widget
+            {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
+            for text, best in predictions
+        ]
+        folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": examples})
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-        folders.move_all(partial, folder, last=WEIGHTS_FILE)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: the model {why_unwritable(error, f', and {GO_ON}')}; the checkpoints are unchanged"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return report(folder, published, text.tokenizer, metrics, held_out, predictions, record["data"]["train_words"])
-
-
-def as_widget(predictions: list[tuple[str, list[tuple[str, float]]]]) -> list[dict]:
-    """Texts with one mask and their likeliest tokens, in the format of the examples in the Hub's widget."""
-    return [
-        {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
-        for text, best in predictions
-    ]
+    return report(folder, published, text.tokenizer, metrics, held_out, predictions, job.record["data"]["train_words"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
+def make_identity(job: Job) -> dict:
     """The values that a checkpoint and the run that resumes from it must share, by the names in error messages."""
+    run, text = job.run, job.text
     # The tokenizer's fingerprint covers these. With an existing tokenizer the training options have no effect.
     redundant = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if run.existing_tokenizer() else ())}
     # `check_identity` names the first difference, so the cause comes before its effect: a tokenizer trained by this
@@ -281,7 +218,7 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     validation = text.validation and text.validation.tokens.fingerprint()
     values = {
         "data order (version)": epochs.DATA_ORDER,
-        **architecture_numbers(architecture),
+        **architecture_numbers(job.architecture),
         **run.identity(),
         # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
         "validation text": "none" if validation is None else "given",
@@ -303,20 +240,12 @@ def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
         UserError: the checkpoint has another identity; the message names the first difference.
     """
     saved = checkpoint.state["identity"]
-    options = {field.name: field.default for field in dataclasses.fields(PretrainConfig)}
     for name, value in json.loads(json.dumps(identity)).items():
-        if name not in saved and name in options and value == options[name]:
-            continue  # an option of a later version, whose default does what the earlier version did
-        if name not in saved:
-            raise UserError(
-                f"{checkpoint.path}: a checkpoint of an earlier version of d2l-bert, which has no {name}: the run "
-                f"would go on with other pairs; go on with that version, or start a new run in another output_dir"
-            )
-        if saved[name] != value:
+        if saved.get(name) != value:
             mend = "or start a new run in another output_dir"
             if name in LENGTH_OPTIONS:  # the schedule of the learning rate depends on the length
                 mend += f", from these weights by --init_from {checkpoint.path}"
             raise UserError(
-                f"{checkpoint.path}: a checkpoint of another run: {name} was {saved[name]!r}, and is {value!r} now; "
-                f"go on with what it was, {mend}"
+                f"{checkpoint.path}: a checkpoint of another run: {name} was {saved.get(name)!r}, and is {value!r} "
+                f"now; go on with what it was, {mend}"
             )

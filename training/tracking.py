@@ -1,105 +1,69 @@
 """Logging of a run: progress on the terminal, training_log.jsonl, trackers such as TensorBoard, and events."""
 
 import contextlib
+import datetime
 import functools
 import json
 import logging
 import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
 from tqdm.auto import tqdm
 
-from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.errors import GO_ON, UserError, launched_rank, writing
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task
-from d2l_bert.training.arithmetic import peak_of, training_arithmetic
 from d2l_bert.training.batching import stage_changes
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.distributed import on_main, report_errors_once
-from d2l_bert.training.interruption import NonFiniteGuard, non_finite_values
-from d2l_bert.training.meter import Meter, SpikeDetector, StepStats
+from d2l_bert.training.job import Job
+from d2l_bert.training.meter import MATMUL_DTYPES, Meter, StepStats, matmul_peak, training_arithmetic
 
 
 logger = logging.getLogger(__name__)
 
 
-class Progress:
-    """Shows the rows of the training log: in a progress bar on a terminal, else as lines of the logger."""
+def line_of(row: dict, total: int) -> str:
+    """
+    A row of the training log as a line for a person.
 
-    def __init__(self, start: int, total: int, visible: bool):
-        self.total, self.visible = total, visible
-        self.on_terminal = visible and sys.stderr.isatty()
-        self.bar = tqdm(
-            total=total,
-            initial=start,
-            desc="training",
-            unit="step",
-            disable=not self.on_terminal,
-            dynamic_ncols=True,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+    Args:
+        total: the number of steps of the run.
+    """
+    if "event" in row:
+        return row["reason"]
+    task, losses = pair_task(row), ""
+    if kind_of(row) == "held_out":
+        keys = ("mlm", task.key) if task else ("mlm",)
+        figures = (
+            f"{k.upper()} loss {row[f'eval_{k}_loss']:.3f}, accuracy {row[f'eval_{k}_accuracy']:.1%}" for k in keys
         )
-
-    def step(self) -> None:
-        """Move the bar on by one optimizer step."""
-        self.bar.update()
-
-    def show(self, row: dict) -> None:
-        """Show a row of kind `train`: losses, skipped steps, learning rate, speed, time left."""
-        speed = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
-        loss = f"loss {row['loss']:.3f}" if "loss" in row else "no loss"
-        skipped = f"skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
-        if self.on_terminal:
-            self.bar.set_postfix_str(", ".join(filter(None, (loss, skipped, speed))))
-        elif self.visible:
-            task = pair_task(row)
-            pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
-            losses = f" (MLM {row['mlm_loss']:.3f}{pair_loss})" if "loss" in row else ""
-            parts = (
-                f"step {row['step']:>{len(str(self.total))}}/{self.total}",
-                loss + losses,
-                skipped,
-                f"rate {row['learning_rate']:.2e}",
-                speed,
-                f"{_clock(row['seconds_left'])} left",
-            )
-            logger.info("  ".join(filter(None, parts)))
-
-    def show_event(self, row: dict) -> None:
-        """Log the reason of an event: as a warning, except for a new stage of the run."""
-        if self.visible:
-            logger.log(logging.INFO if row["event"] == "stage" else logging.WARNING, row["reason"])
-
-    def show_held_out(self, metrics: dict) -> None:
-        """Show the losses and accuracies of an evaluation."""
-        if self.visible:
-            task = pair_task(metrics)
-            keys = ("mlm", task.key) if task else ("mlm",)
-            losses = (
-                f"{key.upper()} loss {metrics[f'eval_{key}_loss']:.3f}, accuracy {metrics[f'eval_{key}_accuracy']:.1%}"
-                for key in keys
-            )
-            logger.info(f"held out: {'; '.join(losses)}")
-
-    def close(self) -> None:
-        """Close the bar, and free its line on the terminal."""
-        self.bar.close()
+        return f"held out: {'; '.join(figures)}"
+    if "loss" in row:
+        pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
+        losses = f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
+    parts = (
+        f"step {row['step']:>{len(str(total))}}/{total}",
+        losses or "no loss",
+        f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
+        f"rate {row['learning_rate']:.2e}",
+        speed_of(row),
+        f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
+    )
+    return "  ".join(filter(None, parts))
 
 
-def _clock(seconds):
-    """`h:mm:ss`, or `m:ss` below an hour."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+def speed_of(row: dict) -> str:
+    """The speed in a row of kind `train`."""
+    return f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
 
 
 def kind_of(row: dict) -> str:
-    """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `loss_spike`."""
+    """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `skipped`."""
     if "event" in row:
         return row["event"]
     return "held_out" if any(name.startswith("eval_") for name in row) else "train"
@@ -127,7 +91,7 @@ class TrainingLog:
 
         An incomplete last line, from a write that was interrupted, is removed.
         """
-        with self._writing():
+        with writing(self.path, f", and {GO_ON}"):
             if step == 0:
                 partial = self.path.with_name(f".{self.path.name}.part")
                 partial.write_bytes(b"")
@@ -148,7 +112,7 @@ class TrainingLog:
                     f"again"
                 )
         line = json.dumps(row, allow_nan=False) + "\n"
-        with self._writing(), self.path.open("a") as file:
+        with writing(self.path, f", and {GO_ON}"), self.path.open("a") as file:
             file.write(line)  # buffered: the line reaches the disk in one write, when the file is closed
         self.written.add(key)
         return True
@@ -163,14 +127,6 @@ class TrainingLog:
                 rows.append(json.loads(line))
         return rows
 
-    @contextlib.contextmanager
-    def _writing(self):
-        """Raise an `OSError` of this block as `UserError`."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"{self.path}: {why_unwritable(error, f', and {GO_ON}')}") from None
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Trackers
@@ -178,30 +134,21 @@ class TrainingLog:
 # The name of the project in the trackers, and of TensorBoard's folder in the run's folder.
 PROJECT = "d2l-bert"
 
-# The argument of pip install for trackers whose package has another name, or works in some versions only.
-TRACKER_PACKAGES = {"comet_ml": "comet-ml", "aim": "'aim<4'"}
 
-
-def check_trackers(names: list[str]) -> list[str] | None:
+def check_trackers(names: list[str], installed: Iterable[str]) -> list[str] | None:
     """
-    The argument of `Accelerator(log_with=...)` for the option `report_to`; None for `[]` and for `["none"]`.
+    The trackers that the option `report_to` asks for; None for `[]` and for `["none"]`.
 
     Raises:
-        UserError: Accelerate does not know a name, or a tracker is not installed. Accelerate itself would ignore a
-            tracker that is not installed.
+        UserError: a tracker is unknown, or not installed; Accelerate and Transformers would ignore it.
     """
     if names in ([], ["none"]):
         return None
-    known = sorted(set(LoggerType.list()) - {"all"})
     for name in names:
-        if name == "none":
-            raise UserError("report_to: none cannot be combined with trackers; give either none or the trackers")
-        if name not in known:
-            raise UserError(f"report_to takes {', '.join(known)}, or none, got {name!r}")
-        if LoggerType(name) not in get_available_trackers():
+        if name not in installed:
             raise UserError(
-                f"report_to {name}: the package is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or "
-                f"leave {name} out"
+                f"report_to takes none, or trackers that are installed here ({', '.join(installed) or 'none is'}), "
+                f"got {name!r}; install it, or leave it out"
             )
     return names
 
@@ -234,8 +181,7 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
     except Exception as error:
         names = ", ".join(map(str, accelerator.log_with))
         raise UserError(
-            f"report_to {names}: a tracker does not start ({_one_line(error)}); fix the error, or leave the tracker "
-            f"out"
+            f"report_to {names}: a tracker does not start ({error!r:.300}); fix the error, or leave the tracker out"
         ) from error
 
 
@@ -270,51 +216,50 @@ def send_to_trackers(accelerator: Accelerator, row: dict) -> None:
             tracker.log(values, step=row["step"])
         except Exception as error:
             logger.warning(
-                f"step {row['step']}: {tracker.name} did not take the metrics ({_one_line(error)}); "
+                f"step {row['step']}: {tracker.name} did not take the metrics ({error!r:.300}); "
                 f"training_log.jsonl has them"
             )
-
-
-def _one_line(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# Healthy runs skip single steps too. After ten skipped steps in a row the weights themselves are bad.
+MAX_SKIPPED_IN_A_ROW = 10
+
+
 class RunMonitor:
     """
     Collects the losses and counts of every step, writes rows of the log, and reports events: a change of sequence
-    length or batch size, a loss spike, a skipped step.
+    length or batch size, a skipped step.
 
     Every process must call each method at the same point of the run.
 
     Args:
-        folder: the run's output folder.
         log: the run's log file; only the main process writes to the file.
         state: the state in a checkpoint to resume from; a dict with only `step` at the start of a run.
-        max_steps: the number of steps in the run.
     """
 
-    def __init__(
-        self,
-        run: PretrainConfig,
-        architecture: D2lBertConfig,
-        accelerator: Accelerator,
-        folder: Path,
-        log: TrainingLog,
-        state: dict,
-        max_steps: int,
-    ):
-        self.accelerator, self.log, self.max_steps = accelerator, log, max_steps
+    def __init__(self, job: Job, log: TrainingLog, state: dict):
+        self.accelerator, self.log, self.max_steps = job.accelerator, log, job.max_steps
         self.step, self.learning_rate, self.held_out_metrics = state["step"], 0.0, None
-        self.changes = stage_changes(run, max_steps)
-        task = PAIR_TASKS.get(run.objective)
-        arithmetic = functools.partial(training_arithmetic, architecture, pair_task=task is not None)
-        peaks = accelerator.gather(torch.tensor(peak_of(accelerator), device=accelerator.device))
-        self.meter = Meter(state, task, arithmetic, float(peaks.sum()), accelerator.device)
-        self.guard, self.spikes = NonFiniteGuard(folder, state), SpikeDetector(state.get("spikes"))
-        self.progress = Progress(self.step, max_steps, visible=accelerator.is_main_process)
+        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        self.changes = stage_changes(job.run, job.max_steps)
+        task, device = PAIR_TASKS.get(job.run.objective), self.accelerator.device
+        arithmetic = functools.partial(training_arithmetic, job.architecture, pair_task=task is not None)
+        peaks = self.accelerator.gather(
+            torch.tensor(matmul_peak(device, MATMUL_DTYPES[self.accelerator.mixed_precision]), device=device)
+        )
+        self.meter = Meter(state, task, arithmetic, float(peaks.sum()), device)
+        self.bar = tqdm(
+            total=self.max_steps,
+            initial=self.step,
+            desc="training",
+            unit="step",
+            disable=not sys.stderr.isatty() or bool(launched_rank()),
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+        )
 
     def add_step(self, step: int, step_stats: StepStats, learning_rate: float) -> None:
         """
@@ -325,17 +270,23 @@ class RunMonitor:
         """
         self.step, self.learning_rate = step, learning_rate
         self.meter.add(step_stats)
-        self.progress.step()
+        self.bar.update()
         if step in self.changes:
-            self.spikes.pause()  # a new sequence length has other losses: restart spike detection
             self._record(self.changes[step])
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if step_stats.skipped else 0
         if step_stats.skipped:
-            reason = f"step {step} is left out, as it is not finite: {non_finite_values(step_stats)}"
+            loss = step_stats.mlm_loss + step_stats.pair_loss
+            values = f"loss {loss:g}, gradient norm {step_stats.grad_norm:g}"
+            reason = f"step {step} is left out, as it is not finite: {values}"
             self._record({"step": step, "event": "skipped", "reason": reason})
-        elif reason := self.spikes.update(step, step_stats.mlm_loss + step_stats.pair_loss):
-            self._record({"step": step, "event": "loss_spike", "reason": reason})
-        with report_errors_once():
-            self.guard.check(step, step_stats)
+            if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                last = checkpoints(self.log.path.parent)[-1:]
+                with report_errors_once():
+                    raise UserError(
+                        f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a "
+                        f"row, up to step {step} ({values}); start again with a lower --learning_rate or "
+                        f"--max_grad_norm" + "".join(f", or lower the rate from --init_from {path}" for path in last)
+                    )
 
     def write_row(self) -> None:
         """Write a log row with the means over the steps since the last row; nothing if there were none."""
@@ -348,25 +299,12 @@ class RunMonitor:
         self.held_out_metrics = metrics
         self._record({"step": self.step, **metrics})
 
-    def last_step_was_taken(self) -> bool:
-        """Whether the last step updated the weights. After a skipped step the weights may be bad."""
-        return not self.guard.in_a_row
-
-    def run_metrics(self) -> dict:
-        """The result of the last evaluation, and the speed of the whole run, for `metrics.json`."""
-        return {**self.held_out_metrics, **self.meter.speed()}
-
-    def state(self) -> dict:
-        """The state that a checkpoint keeps, ready for JSON."""
-        return {**self.meter.totals, **self.guard.state(), "spikes": self.spikes.state()}
-
-    def close(self) -> None:
-        """Remove the progress bar from the terminal."""
-        self.progress.close()
-
     def _record(self, row):
         """Send a row to the log file, the trackers and the terminal."""
         on_main(self.accelerator, self.log.write, row)
         send_to_trackers(self.accelerator, row)
-        show = {"train": self.progress.show, "held_out": self.progress.show_held_out}
-        show.get(kind_of(row), self.progress.show_event)(row)
+        if kind_of(row) == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed_of(row)}" if "loss" in row else "no loss")
+        else:
+            level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
+            logger.log(level, line_of(row, self.max_steps))

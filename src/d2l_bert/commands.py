@@ -5,14 +5,44 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction
+from transformers.utils import logging
+
+from d2l_bert import NextSentencePredictionPipeline, folders
 from d2l_bert.errors import UserError, reading_model, value_errors_for_user
+from d2l_bert.folders import new_folder
+from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.publish import publish
+from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints
+from d2l_bert.modeling.conversion import FREE_FIELDS
+from d2l_bert.progress import shortened
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.prepared_folder import (
+    check_prepared_folder,
+    corpus_is_prepared,
+    read_prepared_folders,
+    write_prepared_folder,
+)
+from d2l_bert.tokenization.wordpiece import read_tokenizer, save_tokenizer
+from d2l_bert.training.distributed import report_errors_once
+from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.evaluation.run import evaluate
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.run import finetune
+from d2l_bert.training.held_out import fill_mask
+from d2l_bert.training.initialize import read_architecture
+from d2l_bert.training.load import load_pretrained
+from d2l_bert.training.openmp import short_waits
+from d2l_bert.training.pretrain import pretrain
+from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
+from d2l_bert.training.vectors.attention import compare_word, draw_attention
+from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
+from d2l_bert.training.vectors.embed import embed
 
 
 def pretrain_command(arguments) -> None:
     """Train the model that the recipe and the given flags describe."""
-    from d2l_bert.training.distributed import report_errors_once
-    from d2l_bert.training.pretrain import pretrain
-
     with report_errors_once():
         architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
@@ -40,10 +70,6 @@ def resolve_pretrain(arguments) -> tuple:
     Raises:
         UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
     """
-    from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
-    from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
-
     given = vars(arguments)
     architecture, run = RECIPES[arguments.recipe]()
     _refuse_options_of_another_tokenizer(given)
@@ -72,16 +98,6 @@ def prepare_command(arguments) -> None:
     that is whole. The first damaged folder ends the command; the folders after it are not read. Several folders must
     be parts of one corpus, too: with the same tokenizer and options.
     """
-    from d2l_bert.folders import new_folder
-    from d2l_bert.tokenization.config import TextConfig
-    from d2l_bert.tokenization.prepare import prepare
-    from d2l_bert.tokenization.prepared_folder import (
-        check_prepared_folder,
-        corpus_is_prepared,
-        read_parts,
-        write_prepared_folder,
-    )
-
     given = vars(arguments)
     others = [field.name for field in dataclasses.fields(TextConfig) if field.name in given]
     if arguments.check:
@@ -90,7 +106,7 @@ def prepare_command(arguments) -> None:
         for folder in arguments.check:
             print(check_prepared_folder(Path(folder)))
         if len(arguments.check) > 1:  # whether they are parts of one corpus
-            read_parts([Path(folder) for folder in arguments.check])
+            read_prepared_folders([Path(folder) for folder in arguments.check])
         return
     if not arguments.output_dir:
         raise UserError("output_dir is missing: give --output_dir DIR, a new folder to write into")
@@ -108,8 +124,6 @@ def prepare_command(arguments) -> None:
 
 def _refuse_options_of_another_tokenizer(given):
     """Refuse options that train a tokenizer, if `tokenizer` or `init_from` gives an existing tokenizer."""
-    from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS
-
     existing = next((name for name in ("tokenizer", "init_from") if name in given), None)
     for name in TOKENIZER_TRAINING_OPTIONS:
         # extend_vocab also uses min_frequency, and goes with an existing tokenizer.
@@ -122,10 +136,6 @@ def _refuse_options_of_another_tokenizer(given):
 
 def _architecture_of_init_from(given):
     """The architecture of the model in `init_from`, used instead of the recipe's; other numbers of it are refused."""
-    from d2l_bert.modeling.saving import FREE_FIELDS
-    from d2l_bert.training.initialize import read_architecture
-    from d2l_bert.training.recipes import architecture_options
-
     for name in architecture_options():
         if name in given and name not in FREE_FIELDS:
             raise UserError(f"{name} is fixed by the model in init_from ({given['init_from']}); leave {name} out")
@@ -134,28 +144,17 @@ def _architecture_of_init_from(given):
 
 def evaluate_command(arguments) -> None:
     """Evaluate models on a text and on minimal pairs, and print the table of their figures."""
-    from d2l_bert.training.evaluation.config import EvaluateConfig
-    from d2l_bert.training.evaluation.run import evaluate
-
     evaluate(arguments.model, _options_of(EvaluateConfig, arguments))
 
 
 def finetune_command(arguments) -> None:
     """Fine-tune a model for a task, and print the table of its figures."""
-    from d2l_bert.training.finetuning.config import FinetuneConfig
-    from d2l_bert.training.finetuning.run import finetune
-
     keep_freed_memory()
     finetune(_options_of(FinetuneConfig, arguments))
 
 
 def fill_mask_command(arguments) -> None:
     """Print the most probable tokens for each [MASK] of each text."""
-    from transformers import AutoModelForMaskedLM
-
-    from d2l_bert.training.held_out import fill_mask
-    from d2l_bert.training.load import load_pretrained
-
     model, tokenizer, _ = load_pretrained(AutoModelForMaskedLM, arguments.model)
     for text, predictions in zip(
         arguments.text, fill_mask(model, tokenizer, arguments.text, arguments.top_k), strict=True
@@ -170,11 +169,6 @@ def fill_mask_command(arguments) -> None:
 
 def next_sentence_command(arguments) -> None:
     """Print the probability of each label for two sentences: whether the second follows the first."""
-    from transformers import AutoModelForNextSentencePrediction
-
-    from d2l_bert import NextSentencePredictionPipeline
-    from d2l_bert.training.load import load_pretrained
-
     model, tokenizer, _ = load_pretrained(AutoModelForNextSentencePrediction, arguments.model)
     predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
     answer = predict({"text": arguments.first, "text_pair": arguments.second})
@@ -185,11 +179,6 @@ def next_sentence_command(arguments) -> None:
 
 def embed_command(arguments) -> None:
     """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
-    from d2l_bert.progress import shortened
-    from d2l_bert.training.openmp import short_waits
-    from d2l_bert.training.vectors.config import EmbedConfig
-    from d2l_bert.training.vectors.embed import embed
-
     config = _options_of(EmbedConfig, arguments)
     with short_waits():
         done = embed(arguments.model, arguments.file, config)
@@ -202,11 +191,10 @@ def embed_command(arguments) -> None:
 
 def attention_command(arguments) -> None:
     """Draw a model's attention for a text or a pair, or print how far apart a word's vectors are in two texts."""
-    from d2l_bert.training.vectors.config import AttentionConfig
-
     config = _options_of(AttentionConfig, arguments)
-    config.check(arguments.second is not None)
-    from d2l_bert.training.vectors.attention import compare_word, draw_attention
+    config.check()
+    if config.word is not None and arguments.second is None:
+        raise UserError(f"word {config.word!r} is compared in two texts; give TEXT_B too")
 
     if config.word is None:
         print(draw_attention(arguments.model, arguments.first, arguments.second, config))
@@ -216,101 +204,49 @@ def attention_command(arguments) -> None:
 
 def convert_command(arguments) -> None:
     """Convert a checkpoint of d2l (the book's model) or of stock BERT to a d2l-bert model, or the other way round."""
-    from transformers.utils import logging
-
-    from d2l_bert import folders
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
-
     logging.disable_progress_bar()
-    from_d2l = arguments.source_kind == "d2l"
-    if not from_d2l and (arguments.num_attention_heads or arguments.vocab):
-        raise UserError("num_attention_heads and vocab are for --from d2l; leave them out")
-    if from_d2l and not arguments.num_attention_heads:
-        raise UserError("a d2l state dict does not hold the number of attention heads; give --num_attention_heads")
-    source, target = arguments.source, Path(arguments.target)
-    with folders.new_folder(target) as folder:
-        if from_d2l:
-            summary, tokenizer = _convert_from_d2l(source, arguments.num_attention_heads, arguments.vocab, folder)
-        elif arguments.source_kind == "bert":
-            summary, tokenizer = _convert_from_bert(source, folder)
+    source, heads, vocabulary = arguments.source, arguments.num_attention_heads, arguments.vocab
+    is_from_d2l, is_to_d2l = arguments.source_kind == "d2l", arguments.target_kind == "d2l"
+    if is_from_d2l != bool(heads) or (vocabulary and not is_from_d2l):
+        raise UserError(
+            "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
+        )
+    unused = []
+    with folders.new_folder(Path(arguments.target)) as folder, value_errors_for_user(f"{source}: not converted: "):
+        if is_from_d2l:
+            if vocabulary is None and (Path(source) / "vocab.json").exists():
+                vocabulary = Path(source) / "vocab.json"
+            tokens = vocabulary and d2l_checkpoints.read_vocabulary(vocabulary)
+            with reading_model(source):
+                model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), heads, tokens)
+            tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
         else:
-            summary, tokenizer = _convert_ours(source, arguments.target_kind, folder)
-        if tokenizer is not None and arguments.target_kind != "d2l":  # `write_d2l` has written a vocab.json instead
-            save_tokenizer(tokenizer, folder)
-    print(f"{target}: {summary}")
-    if tokenizer is None:
-        mend = "; give its vocabulary with --vocab FILE to make one" if from_d2l else ""
-        print(f"{source} brings no tokenizer, so {target} has none{mend}")
-
-
-# The three functions below write the converted model into `folder`. They return a summary of the model in words, and
-# the tokenizer of the source or None.
-
-
-def _convert_from_d2l(source, num_attention_heads, vocabulary, folder):
-    from d2l_bert.modeling import d2l_checkpoints
-    from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, read_d2l, read_vocabulary
-    from d2l_bert.modeling.saving import save_with_code
-
-    default_vocabulary = Path(source) / "vocab.json"
-    vocabulary = vocabulary or (default_vocabulary if default_vocabulary.exists() else None)
-    with value_errors_for_user():
-        tokens = vocabulary and read_vocabulary(vocabulary)
-    with reading_model(source):
-        model = d2l_checkpoints.from_d2l(read_d2l(source), num_attention_heads, tokens)
-    with value_errors_for_user():
-        tokenizer = tokens and d2l_tokenizer(tokens, model.config.max_position_embeddings)
-    save_with_code(model, folder)
-    return _model_summary(model), tokenizer
-
-
-def _convert_from_bert(source, folder):
-    from d2l_bert.modeling.bert_checkpoints import copy_sentence_transformer, from_bert, read_bert
-    from d2l_bert.modeling.saving import save_with_code
-    from d2l_bert.tokenization.existing import read_tokenizer
-
-    with reading_model(source):
-        bert, unplaced = read_bert(source)
-        tokenizer = read_tokenizer(source, bert.config)
-    with value_errors_for_user(f"{source}: cannot be converted: "):
-        model = from_bert(bert)
-    save_with_code(model, folder)
-    with reading_model(source):
-        copy_sentence_transformer(source, folder)
-    if unplaced:
-        print(f"left out, as a {type(model).__name__} has no such weights: {', '.join(unplaced)}")
-    return _model_summary(model), tokenizer
-
-
-def _convert_ours(source, target_kind, folder):
-    from d2l_bert.modeling import conversion
-    from d2l_bert.modeling.bert_checkpoints import copy_sentence_transformer, to_bert
-    from d2l_bert.modeling.d2l_checkpoints import write_d2l
-    from d2l_bert.modeling.saving import save_model
-    from d2l_bert.tokenization.existing import read_tokenizer
-
-    with reading_model(source):
-        model = conversion.read_ours(source)
-        tokenizer = read_tokenizer(source, model.config)
-    if target_kind == "d2l":
-        with value_errors_for_user():
-            write_d2l(model, tokenizer, folder)
-        return _model_summary(model, "d2l BERTModel"), tokenizer
-    with value_errors_for_user():
-        model = to_bert(model)
-    save_model(model, folder)
-    with reading_model(source):
-        copy_sentence_transformer(source, folder)
-    return _model_summary(model), tokenizer
+            with reading_model(source):
+                model, unused = bert_checkpoints.read_bert(source) if arguments.source_kind else (None, [])
+                model = model or conversion.read_ours(source)
+                tokenizer = read_tokenizer(source, model.config)
+                bert_checkpoints.copy_sentence_transformer(source, folder)
+            if arguments.source_kind:
+                model = bert_checkpoints.from_bert(model)
+            elif arguments.target_kind == "bert":
+                model = bert_checkpoints.to_bert(model)
+        if is_to_d2l:
+            d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
+        else:
+            conversion.save_with_code(model, folder) if arguments.source_kind else conversion.save_model(model, folder)
+            if tokenizer:
+                save_tokenizer(tokenizer, folder)
+    name = "d2l BERTModel" if is_to_d2l else type(model).__name__
+    print(f"{arguments.target}: a {name} of {model.num_parameters():,} parameters")
+    if unused:
+        print(f"left out, as a {name} has no such weights: {', '.join(unused)}")
+    if not tokenizer:
+        mend = "; give its vocabulary with --vocab FILE to make one" if is_from_d2l else ""
+        print(f"{source} brings no tokenizer, so {arguments.target} has none{mend}")
 
 
 def publish_command(arguments) -> None:
     """Check a model folder, send it to the Hub, and print where it is and how to load it."""
-    from transformers.utils import logging
-
-    from d2l_bert.model_cards.config import PublishConfig
-    from d2l_bert.model_cards.publish import publish
-
     logging.disable_progress_bar()
     print(publish(Path(arguments.folder), arguments.repo_id, _options_of(PublishConfig, arguments)))
 
@@ -319,10 +255,6 @@ def _options_of(config_class, arguments):
     """The option dataclass with the values of the flags that were given."""
     given = vars(arguments)
     return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
-
-
-def _model_summary(model, name=None):
-    return f"a {name or type(model).__name__} of {model.num_parameters():,} parameters"
 
 
 def _bar(share):

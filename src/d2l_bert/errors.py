@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,19 @@ class UserError(ValueError):
     """
 
 
+def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
+    """
+    Raise `UserError` with the first message whose case holds.
+
+    Args:
+        cases: by the message, whether its case holds.
+        prefix: put before the message.
+    """
+    for message, holds in cases.items():
+        if holds:
+            raise UserError(f"{prefix}{message}")
+
+
 # An OSError with one of these errnos has its cause outside of this package: space, permissions, memory or the network.
 ENVIRONMENT_ERRNOS = {
     getattr(errno, name)
@@ -34,17 +48,29 @@ ENVIRONMENT_ERRNOS = {
 NO_SPACE_ERRNOS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
 
 
-def why_unwritable(error: OSError, mend: str) -> str:
+@contextlib.contextmanager
+def writing(place: object, mend: str = "") -> Iterator[None]:
     """
-    The part of a message that says why a file or a folder cannot be written, and how to mend that.
+    Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
+
+    Rust libraries (tokenizers, safetensors) raise exceptions of their own, with "(os error 28)" in the message.
 
     Args:
+        place: what is written, for the message.
         mend: an alternative to appending to the mend, such as ", or name another folder".
     """
-    first = "free some space" if error.errno in NO_SPACE_ERRNOS else "make it writable"
-    if error.errno == errno.ENAMETOOLONG:
-        first = "give a shorter name"
-    return f"cannot be written ({error.strerror or error}); {first}{mend}"
+    try:
+        yield
+    except Exception as error:
+        in_message = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
+            raise
+        number = int(in_message[1]) if in_message else error.errno
+        first = "free some space" if number in NO_SPACE_ERRNOS else "make it writable"
+        if number == errno.ENAMETOOLONG:
+            first = "give a shorter name"
+        reason = os.strerror(number) if number else error
+        raise UserError(f"{place}: cannot be written ({reason}); {first}{mend}") from None
 
 
 @contextlib.contextmanager
@@ -80,49 +106,19 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"{prefix}{name}: cannot be loaded: {why_unreadable(name, error)}") from None
-
-
-@contextlib.contextmanager
-def reading_tokenizer(name: str) -> Iterator[None]:
-    """
-    Turn any exception that the block raises into a `UserError` about the model's tokenizer.
-
-    For use inside a block of `reading_model`, which puts the model's name before the message.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise UserError(why_unreadable(name, error, "tokenizer")) from None
-
-
-def wrong_model_type(name: str, model_type: str) -> str:
-    """The message about a model that is not a d2l-bert model: its type, and how to get a d2l-bert model."""
-    first = f"first d2l-bert convert {name} DST --from bert"
-    mend = first if model_type == "bert" else "give one of d2l-bert pretrain or convert"
-    return f"it is a {model_type} model, not a d2l-bert one; {mend}"
-
-
-def why_unreadable(name: str, error: Exception, kind: str = "model") -> str:
-    """
-    Why a model or a tokenizer cannot be read, and the way out. The message of a `UserError` is returned as it is.
-
-    Args:
-        name: a folder or an id on the Hub.
-        error: the exception that reading it raised.
-        kind: "model" or "tokenizer".
-    """
-    message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, UserError):
-        return message
-    if "trust_remote_code" in message:  # from Transformers, which advises the user to run it
-        return "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
-    if not Path(name).exists():
-        return (
-            f"no folder here has this name, and the Hub gave no {kind} of this name ({message:.200}); check the name, "
-            f"connect to the network, or log in with `hf auth login` for a private one"
-        )
-    return f"{message:.300}; give a folder of pretrain or save_pretrained, or save the {kind} there again"
+        why = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, UserError):
+            pass
+        elif "trust_remote_code" in why:  # from Transformers, which advises the user to run it
+            why = "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
+        elif not Path(name).exists():
+            why = (
+                f"no folder here has this name, and the Hub gave nothing of this name ({why:.200}); check the name, "
+                f"connect to the network, or log in with `hf auth login` for a private one"
+            )
+        else:
+            why = f"{why:.300}; give a folder of pretrain or save_pretrained, or save it there again"
+        raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
 
 
 def launched_rank() -> int:

@@ -3,16 +3,13 @@
 import contextlib
 import json
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from d2l_bert import folders
-from d2l_bert.errors import UserError, why_unwritable
+from d2l_bert.errors import UserError, refuse_first, writing
 
 
 def hidden(path: Path) -> Path:
@@ -21,32 +18,34 @@ def hidden(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_folder(final: Path):
+def atomic_folder(final: Path, mend: str):
     """
     Give the block a hidden folder to write into; sync it to the disk and rename it to `final` when the block ends.
 
     A block that raises leaves no folder; what a killed process left is deleted.
 
+    Args:
+        mend: the end of the message if the folder cannot be written, such as ", or name another folder".
+
     Raises:
-        OSError: the folder cannot be written.
+        UserError: the folder cannot be written.
     """
     # In the nearest folder that exists, so that a block that raises leaves no parent folders either.
     partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with os_errors():
+        with writing(final, mend):
             partial.mkdir()
             yield partial
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        partial.rename(final)
-        sync(final.parent)
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(final)
+            sync(final.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-@contextlib.contextmanager
 def new_folder(folder: Path):
     """
     As `atomic_folder`, for a folder that a user names.
@@ -55,16 +54,9 @@ def new_folder(folder: Path):
         UserError: `folder` exists and is not an empty folder, or cannot be written.
     """
     folder = folder.absolute()
-    check_name(folder)
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists already; name a new or empty folder")
-    try:
-        with atomic_folder(folder) as partial:  # replaces an empty folder of this name
-            yield partial
-    except OSError as error:
-        if error.errno is None:  # shutil.Error: args[0] lists (source, destination, reason) of each file
-            error.strerror = error.args[0][0][-1]
-        raise UserError(f"{folder}: {why_unwritable(error, ', or name another folder')}") from None
+    return atomic_folder(folder, ", or name another folder")  # replaces an empty folder of this name
 
 
 def delete_synced(path: Path) -> None:
@@ -74,21 +66,29 @@ def delete_synced(path: Path) -> None:
         sync(path.parent)
 
 
-def move_all(source: Path, target: Path, last: str) -> None:
+@contextlib.contextmanager
+def replacing_files(folder: Path, last: str):
     """
-    Move the files of a folder into another on the same disk, the file `last` after all others are on the disk.
+    Give the block a hidden folder to write into; then move its files into `folder`, the file `last` after all others.
 
-    An older file of that name is deleted first, so that it never stands beside the new files.
+    An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
+    changes nothing in `folder`.
     """
-    for path in source.iterdir():
-        sync(path)
-    delete_synced(target / last)
-    for path in source.iterdir():
-        if path.name != last:
-            path.replace(target / path.name)
-    sync(target)
-    (source / last).replace(target / last)
-    sync(target)
+    partial = folder / ".model.part"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+        for path in partial.iterdir():
+            sync(path)
+        delete_synced(folder / last)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            if path.name == last:
+                sync(folder)
+            path.replace(folder / path.name)
+        sync(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -102,69 +102,28 @@ def new_file(path: Path):
     """
     path = path.absolute()
     check_new_file(path)
-    partial = _partial_file(path)
+    partial = path.with_name(f".{path.stem[:100]}.part{path.suffix}")  # libraries choose the format by the suffix
     try:
-        yield partial
-        partial.chmod(0o666 & ~_umask())  # mkstemp gives permissions to the owner only
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
+        with writing(path, ", or name another file"):
+            yield partial
+            partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _partial_file(path):
-    """A new empty file beside `path`, with another name and the same suffix."""
-    try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.stem[:100]}.", suffix=path.suffix, dir=path.parent)
-    except OSError as error:
-        raise UserError(f"{path}: {why_unwritable(error, ', or name another file')}") from None
-    os.close(descriptor)
-    return Path(partial)
-
-
 def check_new_file(path: Path) -> None:
     """Raise `UserError` if a file of this name exists, its folder does not, or no file can be made there."""
-    if path.is_symlink() or path.exists():
-        raise UserError(f"{path}: exists already; name another file, or delete this one")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: there is no folder {path.parent}; make the folder, or name another file")
-    _partial_file(path).unlink()
+    cases = {
+        "exists already; name another file, or delete this one": path.is_symlink() or path.exists(),
+        f"there is no folder {path.parent}; make the folder, or name another file": not path.parent.is_dir(),
+        f"the folder {path.parent} cannot be written; name another file": not os.access(path.parent, os.W_OK),
+    }
+    refuse_first(cases, f"{path}: ")
 
 
-@contextlib.contextmanager
-def os_errors():
-    """
-    Turn an operating system error that a Rust library (tokenizers, safetensors) raises in the block into `OSError`.
-
-    Such a library raises exceptions of its own, with "(os error 28)" in the message.
-    """
-    try:
-        yield
-    except Exception as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError) or not number:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-
-
-def check_name(folder: Path) -> None:
-    """Refuse a folder's name that is not UTF-8: JSON files and the model card could not hold it."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"output_dir {ascii(str(folder))}: its name is not UTF-8; name another folder") from None
-
-
-def base_name(path: str) -> str:
+def base_name(path: str | Path) -> str:
     """The last component of a path. Bytes that are not UTF-8 become a replacement character."""
     return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sync(path: Path) -> None:
@@ -221,8 +180,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         UserError: the path is a file, the folder cannot be written, or another run has locked it.
     """
-    folders.check_name(folder)
-    check_no_file(folder)
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,9 +201,3 @@ def locked_folder(folder: Path) -> Iterator[None]:
             lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def check_no_file(folder: Path) -> None:
-    """Refuse the path of a file as an output folder."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir {folder}: a file; name a folder")

@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Literal
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 
 
 # Groups of options: each is a heading in `--help`, which lists the options of a group below its heading.
@@ -68,10 +68,26 @@ class Options:
     """Base class of dataclasses whose fields are options."""
 
     def check(self) -> None:
-        """As `check_values`; then refuse an option without the one that it is for. Subclasses check the rest."""
+        """
+        As `check_values`; then refuse an option without the one that it is for, and what contradicts itself.
+
+        Raises:
+            UserError: the first of `contradictions` that holds, or as in `check_values`.
+        """
         self.check_values()
         for field in dataclasses.fields(self):
-            self._check_need(field)
+            default = [] if field.default is dataclasses.MISSING else field.default
+            other, *values = field.metadata.get("needs") or [None]
+            if other is None or getattr(self, field.name) == default:
+                continue
+            if getattr(self, other) not in values if values else not getattr(self, other):
+                wanted = " ".join([other, " or ".join(values)]).rstrip()
+                raise UserError(f"{field.name} is for {wanted}; give that too, or leave it out")
+        refuse_first(self.contradictions())
+
+    def contradictions(self) -> dict[str, object]:
+        """The cases in which options contradict each other: a message for each, and whether it holds."""
+        return {}
 
     def check_values(self) -> None:
         """
@@ -84,7 +100,7 @@ class Options:
         kinds = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value, kind, within = getattr(self, field.name), kinds[field.name], field.metadata.get("within")
-            kinds_of_field = _members(kind)
+            kinds_of_field = members_of(kind)
             if not any(_is_a(value, kind) for kind in kinds_of_field):
                 wanted = " or ".join(_in_words(kind) for kind in kinds_of_field if kind is not types.NoneType)
                 raise UserError(f"{field.name} must be {wanted}, got {value!r}")
@@ -96,14 +112,14 @@ class Options:
             if within and isinstance(value, (int, float)) and not _is_within(value, within):
                 raise UserError(f"{field.name} must be a number in {within}, got {value}")
 
-    def _check_need(self, field):
-        """Refuse an option that differs from its default without the option that it is for."""
-        default = [] if field.default is dataclasses.MISSING else field.default
-        if not (needs := field.metadata.get("needs")) or getattr(self, field.name) == default:
-            return
-        other, *values = needs
-        if getattr(self, other) not in values if values else not getattr(self, other):
-            raise UserError(f"{field.name} is for {' '.join([other, *values])}; give that too, or leave it out")
+
+def flag(name: str, value: object) -> list[str]:
+    """An option as words of a command line; no words for None, which is always the default."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{name}", *(value or ["none"])]
+    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 def is_written(text: str) -> bool:
@@ -116,7 +132,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _members(kind):
+def members_of(kind: type) -> tuple:
     """The types of a union; a tuple of one type for any other."""
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 

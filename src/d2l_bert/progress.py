@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import launched_rank
 
 
 logger = logging.getLogger(__name__)
 
-# The parent of all loggers of this package: each module's logger has the module's name (`d2l_bert.training.loop`).
+# The parent of all loggers of this package: each module's logger has the module's name (`d2l_bert.training.pretrain`).
 PACKAGE = "d2l_bert"
 
 # The logger for the report at the end of a run. A command shows the report on stdout, all other messages on stderr.
@@ -75,18 +75,6 @@ def progress_bar(label: str, total: int, unit: str) -> tqdm:
     return tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
 
 
-class _ReportHandler(logging.StreamHandler):
-    """Writes a run's report to stdout. An error of writing is raised: `logging` would only print a traceback."""
-
-    def handleError(self, record):
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            raise error
-        raise UserError(
-            f"stdout: the report cannot be written ({error.strerror}); the run's folder is complete all the same"
-        ) from None
-
-
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
     """
@@ -95,11 +83,11 @@ def messages_shown() -> Iterator[None]:
     Only commands use this. A program that calls the package configures `logging` itself.
     """
     messages = logging.getLogger(PACKAGE)
-    handlers = {messages: logging.StreamHandler(sys.stderr), report: _ReportHandler(sys.stdout)}
+    handlers = {messages: logging.StreamHandler(sys.stderr), report: logging.StreamHandler(sys.stdout)}
     previous = {logger: (logger.level, logger.propagate) for logger in handlers}
     for logger, handler in handlers.items():
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.ERROR if launched_rank() else logging.INFO)  # rank 0 speaks for all
         logger.propagate = False
     try:
         with logging_redirect_tqdm([messages]):  # a message gets a line of its own above a progress bar

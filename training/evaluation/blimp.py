@@ -1,6 +1,5 @@
 """BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
 
-import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.errors import UserError
-from d2l_bert.progress import counted
 from d2l_bert.tokenization.sources import dataset_errors
 from d2l_bert.tokenization.tables import suffix_unpacked, table_batches
 
@@ -50,64 +48,45 @@ def read_blimp(place: str) -> list[Paradigm]:
     Raises:
         UserError: there is no such folder or it has no JSONL file; a line lacks a sentence; or the Hub gave no data.
     """
-    paradigms = _read_hub() if place == FROM_HUB and not Path(place).exists() else _read_folder(place)
-    equal = sum(good == bad for paradigm in paradigms for good, bad in zip(paradigm.good, paradigm.bad, strict=True))
-    if equal:
-        pairs = counted(equal, "pair has two equal sentences and counts", "pairs have two equal sentences and count")
-        logger.warning(f"blimp {place}: {pairs} half, as a tie; mend or take out these lines")
-    return paradigms
-
-
-def _read_folder(place):
-    folder = Path(place)
-    if folder.is_file():
-        raise UserError(f"blimp {place}: a file; give the folder that holds BLiMP's JSONL files")
-    if not folder.is_dir():
-        raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
-    files = sorted(
-        file
-        for file in folder.iterdir()
-        if file.is_file() and suffix_unpacked(file) == ".jsonl" and not file.name.startswith(".")
-    )
-    if not files:
-        raise UserError(f"blimp {place}: no .jsonl file in this folder; give the folder with BLiMP's JSONL files")
     paradigms = {}
-    for file in files:
-        try:
-            rows = itertools.chain(*(batch.to_pylist() for batch in table_batches(file)))
-            for number, row in enumerate(rows, 1):
-                _add(paradigms, f"{file}, row {number}", row, file.name.partition(".")[0])
-        except UserError:
-            raise
-        except (OSError, ValueError, LookupError) as error:
-            raise UserError(
-                f"{file}: cannot be read ({' '.join(str(error).split())}); copy BLiMP's file again"
-            ) from None
+    for where, row, default in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
+        for key in ("sentence_good", "sentence_bad"):
+            if not isinstance(row.get(key), str) or not row[key].strip():
+                raise UserError(f"{where}: no {key}; each line of BLiMP has sentence_good and sentence_bad")
+        name = str(row.get("UID") or default)
+        paradigm = paradigms.setdefault(name, Paradigm(name, str(row.get("linguistics_term") or default), [], []))
+        paradigm.good.append(row["sentence_good"])
+        paradigm.bad.append(row["sentence_bad"])
     if not paradigms:
-        raise UserError(f"blimp {place}: its files hold no minimal pair; copy BLiMP's files there again")
+        raise UserError(f"blimp {place}: no .jsonl file with a minimal pair in this folder; copy BLiMP's files there")
     return [paradigms[name] for name in sorted(paradigms)]
 
 
-def _read_hub():
+def _folder_rows(place):
+    """Yield for each row of a folder's files its place, the row, and a name for a paradigm or phenomenon without."""
+    folder = Path(place)
+    if not folder.is_dir():
+        raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
+    for file in sorted(folder.iterdir()):
+        if suffix_unpacked(file) != ".jsonl" or file.name.startswith("."):
+            continue
+        try:
+            rows = [row for batch in table_batches(file) for row in batch.to_pylist()]
+        except (OSError, ValueError, LookupError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{file}: cannot be read ({reason}); copy BLiMP's file again") from None
+        for number, row in enumerate(rows, 1):
+            yield f"{file}, row {number}", row, file.name.partition(".")[0]
+
+
+def _hub_rows():
+    """As `_folder_rows`, of the data set on the Hub."""
     import datasets
 
-    paradigms = {}
     with dataset_errors(HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"):
         for config in datasets.get_dataset_config_names(HUB_DATASET):
             for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
-                _add(paradigms, f"{HUB_DATASET} {config}, row {number}", row, config)
-    return [paradigms[name] for name in sorted(paradigms)]
-
-
-def _add(paradigms, where, row, default):
-    """Add a row of a file to its paradigm; `default` is the name of a paradigm or a phenomenon that has none."""
-    for key in ("sentence_good", "sentence_bad"):
-        if not isinstance(row.get(key), str) or not row[key].strip():
-            raise UserError(f"{where}: no {key}; each line of BLiMP has sentence_good and sentence_bad")
-    name = str(row.get("UID") or default)
-    paradigm = paradigms.setdefault(name, Paradigm(name, str(row.get("linguistics_term") or default), [], []))
-    paradigm.good.append(row["sentence_good"])
-    paradigm.bad.append(row["sentence_bad"])
+                yield f"{HUB_DATASET} {config}, row {number}", row, config
 
 
 def sentences_of(paradigms: Iterable[Paradigm]) -> list[str]:

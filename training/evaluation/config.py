@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import check_new_file
 from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
 from d2l_bert.tokenization.config import TextConfig, dataset_and_config
@@ -119,32 +118,38 @@ class EvaluateConfig(Options):
     )
 
     def check(self) -> None:
-        """Refuse wrong and contradicting options, before anything is read."""
+        """As in `Options`; then refuse files that exist or cannot be written."""
         super().check()
-        if not self.has_text() and self.blimp is None:
-            raise UserError(
-                "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp"
-            )
-        for name in ("corpus", "dataset"):
-            for path in (paths := getattr(self, name)):
-                if paths.count(path) > 1:
-                    raise UserError(f"{name} {path}: given {paths.count(path)} times; give it once")
-        for field in dataclasses.fields(self):
-            if not self.has_text() and field.name in OPTIONS_OF_TEXT and getattr(self, field.name) != field.default:
-                raise UserError(f"{field.name} is for a text, and none is given; leave it out, or give --corpus")
-        if self.dataset_config is not None and len(self.dataset) != 1:
-            raise UserError("dataset_config is for a single dataset; of several, write each as ID:CONFIG")
-        for name, config in self.named_datasets():
-            if not name or config == "":
-                raise UserError(f"dataset takes ID or ID:CONFIG, got {name}:{config}")
-        if self.score != "pll" and self.blimp is None and not self.pppl_sentences:
-            raise UserError("score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out")
-        for name, suffix in {"output": ".json", "plot": ".png"}.items():
-            if (path := getattr(self, name)) is not None and Path(path).suffix.lower() != suffix:
-                raise UserError(f"{name} {path}: give a name that ends in {suffix}")
         for path in (self.output, self.picture()):
             if path is not None:
                 check_new_file(Path(path))
+
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        given = {field.name: getattr(self, field.name) != field.default for field in dataclasses.fields(self)}
+        return {
+            "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp": (
+                not self.has_text() and self.blimp is None
+            ),
+            **{
+                f"{name} is for a text, and none is given; leave it out, or give --corpus": (
+                    given[name] and not self.has_text()
+                )
+                for name in OPTIONS_OF_TEXT
+            },
+            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
+                self.dataset_config is not None and len(self.dataset) != 1
+            ),
+            "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out": (
+                self.score != "pll" and self.blimp is None and not self.pppl_sentences
+            ),
+            **{
+                f"{name} {getattr(self, name)}: give a name that ends in {suffix}": (
+                    getattr(self, name) is not None and Path(getattr(self, name)).suffix.lower() != suffix
+                )
+                for name, suffix in {"output": ".json", "plot": ".png"}.items()
+            },
+        }
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""

@@ -5,6 +5,7 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 
 import copy
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -12,12 +13,9 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import nn
 from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_PRETRAINING_MAPPING,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
 
@@ -30,19 +28,17 @@ from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training.load import load_pretrained, read_parts
 
 
-# The two ways to the same logits may differ by rounding alone: this much of the largest logit.
-ROUNDING = 1e-3
-
-PROBE_TEXT = "It was the first of them."
+# The types of models that are pretrained with a head for pairs beside the MLM head; and the names
+# of the weights of that head.
+TYPES_WITH_PAIR_HEAD = ("d2l-bert", "bert", "albert", "big_bird", "fnet", "megatron-bert", "mobilebert")
+PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
 
 
 class MaskedModel(nn.Module):
     """
     A masked language model in float32 and in evaluation mode, with its tokenizer.
 
-    The MLM head runs at the masked positions only. A d2l-bert model has an argument for that. Of a stock model, the
-    encoder runs as usual, a hook keeps the hidden states (B, P, H) at the masked positions, and the model's own head
-    goes on from there.
+    A d2l-bert model computes the MLM head at the masked positions only; a stock model everywhere.
 
     Args:
         name: the folder or Hub id.
@@ -51,8 +47,7 @@ class MaskedModel(nn.Module):
         record: the content of the model's `run_config.json`; empty if it has none.
 
     Raises:
-        UserError: the tokenizer lacks a mask token or does not fit the model, predictions are not finite, or the MLM
-            head reads other positions than the one that it predicts.
+        UserError: the tokenizer lacks a mask token.
     """
 
     def __init__(
@@ -63,15 +58,12 @@ class MaskedModel(nn.Module):
         self.model = model
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
         self._arguments = inspect.signature(model.forward).parameters
-        self._positions = None
-        if "masked_positions" not in self._arguments:
-            model.base_model.register_forward_hook(self._keep_masked_positions)
-        self.task = None  # known after the first forward pass
-        self._check_tokenizer()
-        outputs = self._try_out()
+        if tokenizer.mask_token_id is None:
+            raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
+        self.task = None
         if has_pair_head:
             of_record = PAIR_TASKS.get(record.get("run", {}).get("objective"), PAIR_TASKS["nsp"])
-            self.task = PAIR_TASKS["sop"] if outputs.get("sop_logits") is not None else of_record
+            self.task = PAIR_TASKS["sop"] if model.config.model_type == "albert" else of_record
 
     def forward(
         self,
@@ -93,59 +85,18 @@ class MaskedModel(nn.Module):
         Returns:
             `prediction_logits` (B, P, V), and `seq_relationship_logits` (B, 2) of the head for pairs, or None.
         """
-        outputs = self._outputs(input_ids, masked_positions, attention_mask, token_type_ids)
-        pair_logits = None
-        if self.task is not None:
-            pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits"))
-        return D2lBertForPreTrainingOutput(prediction_logits=_mlm_logits(outputs), seq_relationship_logits=pair_logits)
-
-    def _outputs(self, input_ids, masked_positions, attention_mask=None, token_type_ids=None):
         optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        optional = {n: tensor for n, tensor in optional.items() if n in self._arguments and tensor is not None}
-        if "masked_positions" in self._arguments:
-            return self.model(input_ids=input_ids, masked_positions=masked_positions, **optional)
-        self._positions = masked_positions
-        try:
-            return self.model(input_ids=input_ids, **optional, return_dict=True)
-        finally:
-            self._positions = None
-
-    def _keep_masked_positions(self, encoder, arguments, output):
-        """The forward hook of a stock encoder: replaces the hidden states (B, T, H) by those that the head reads."""
-        if self._positions is None:
-            return None
-        hidden_states = output[0]
-        kept = hidden_states.gather(1, self._positions.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1]))
-        if isinstance(output, tuple):
-            return (kept, *output[1:])
-        output[next(iter(output))] = kept
-        return output
-
-    def _check_tokenizer(self):
-        tokenizer = self.tokenizer
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError(
-                f"its tokenizer is a {type(tokenizer).__name__}, without a tokenizer.json; give a model with one"
-            )
-        if tokenizer.mask_token_id is None:
-            raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
-
-    @torch.no_grad()
-    def _try_out(self):
-        """The outputs for a short text, after comparing the logits of both ways to compute them."""
-        ids = torch.tensor([self.tokenizer(PROBE_TEXT)["input_ids"]])
-        positions = torch.tensor([[ids.shape[1] - 2, 1, 2]])
-        outputs = self._outputs(ids, positions)
-        kept, everywhere = _mlm_logits(outputs), _mlm_logits(self.model(input_ids=ids, return_dict=True))
-        expected = everywhere[:, positions[0]]
-        if not everywhere.isfinite().all():
-            raise UserError("its weights give predictions that are not finite; give an earlier checkpoint")
-        if kept.shape != expected.shape or (kept - expected).abs().max() > ROUNDING * expected.abs().max():
-            raise UserError(
-                f"the MLM head of this {self.model.config.model_type} model reads other positions than the one that "
-                f"it predicts, and is not evaluated; give a model whose head reads its own position, as BERT's does"
-            )
-        return outputs
+        optional = {
+            name: tensor for name, tensor in optional.items() if name in self._arguments and tensor is not None
+        }
+        if takes_positions := "masked_positions" in self._arguments:
+            optional["masked_positions"] = masked_positions
+        outputs = self.model(input_ids=input_ids, **optional, return_dict=True)
+        logits = outputs.get("prediction_logits", outputs.get("logits"))
+        if not takes_positions:
+            logits = logits.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits")) if self.task else None
+        return D2lBertForPreTrainingOutput(prediction_logits=logits, seq_relationship_logits=pair_logits)
 
     @property
     def device(self) -> torch.device:
@@ -180,17 +131,11 @@ class MaskedModel(nn.Module):
         return tokenizer
 
 
-def _mlm_logits(outputs):
-    logits = outputs.get("prediction_logits")
-    return outputs["logits"] if logits is None else logits
-
-
 def load_masked_model(name: str) -> MaskedModel:
     """
     A masked language model with its tokenizer, from a folder or the Hub. Code beside the weights is never run.
 
-    The model gets a head for pairs if `AutoModelForPreTraining` has a class with both heads for its type, and the
-    checkpoint has the weights of both.
+    The model gets a head for pairs if its type has one, and the checkpoint has its weights.
 
     Args:
         name: a folder or an id on the Hub.
@@ -201,29 +146,13 @@ def load_masked_model(name: str) -> MaskedModel:
     """
     with reading_model(name):
         config, _ = read_parts(AutoModelForMaskedLM, name)
-        mlm_class, both_class = (
-            _class_of(mapping, config) for mapping in (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING)
-        )
-        mlm_weights = _weights_of(mlm_class, config)
-        has_both = both_class not in (None, mlm_class) and mlm_weights < _weights_of(both_class, config)
+    has_both = config.model_type in TYPES_WITH_PAIR_HEAD
     auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
-    model, tokenizer, missing = load_pretrained(auto_class, name, lambda weight: weight not in mlm_weights)
+    model, tokenizer, missing = load_pretrained(auto_class, name, PAIR_HEAD.search)
     with reading_model(name):
         path = cached_file(name, RUN_FILE, _raise_exceptions_for_missing_entries=False)
         record = read_json(Path(path)) if path else {}
         return MaskedModel(name, model, tokenizer, has_both and not missing, record)
-
-
-def _class_of(mapping, config):
-    """The class that an Auto class has for a configuration; None if it has none."""
-    found = mapping.get(type(config), None)
-    return found[0] if isinstance(found, (tuple, list)) else found
-
-
-def _weights_of(model_class, config):
-    """The names of a model's weights. No memory is taken for the weights."""
-    with torch.device("meta"):
-        return set(model_class(config).state_dict())
 
 
 def check_lengths(models: list[MaskedModel], max_seq_length: int | None, default: int) -> int:

@@ -2,16 +2,20 @@
 
 import importlib.metadata
 import logging
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert.errors import UserError
 from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
+from d2l_bert.model_cards.figures import SCORES
+from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import report
 from d2l_bert.training import distributed
 from d2l_bert.training.distributed import on_main, restore_host_settings
@@ -19,13 +23,13 @@ from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_bli
 from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
-from d2l_bert.training.evaluation.table import evaluation_table, plot_phenomena, short_names
 from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
     pseudo_perplexity,
     read_text,
 )
+from d2l_bert.training.pictures import draw_bars
 
 
 logger = logging.getLogger(__name__)
@@ -53,10 +57,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     transformers_logging.disable_progress_bar()
     with distributed.report_errors_once():
         config.check()
-        places = [Path(name).resolve() if Path(name).exists() else name for name in names]
-        for name, place in zip(names, places, strict=True):
-            if places.count(place) > 1:
-                raise UserError(f"{name}: given {places.count(place)} times; give each model once")
+        for name in names:
             if config.update_card:
                 check_updatable(name)
         accelerator = distributed.make_accelerator("no")
@@ -73,7 +74,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         # The main process reads the text first. The other processes then find it in the cache.
         text = on_main(accelerator, read_text, config, share_result=False) or read_text(config)
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
-        if config.pppl_sentences and not sentences and accelerator.is_main_process:
+        if config.pppl_sentences and not sentences:
             logger.warning(
                 f"no pseudo-perplexity: each sentence of {text.name} has no token, or more tokens than "
                 f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
@@ -97,8 +98,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             figures["blimp"] = {"score": config.score, **blimp_results(paradigms, scores.numpy())}
         results.append(figures)
         model.to("cpu")
-        if accelerator.is_main_process:
-            logger.info(f"{model.name}: evaluated in {time.monotonic() - start:.0f} s")
+        logger.info(f"{model.name}: evaluated in {time.monotonic() - start:.0f} s")
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers")
     content = {
         "versions": {name: importlib.metadata.version(name) for name in libraries},
@@ -115,17 +115,11 @@ def _encode_pairs(model: MaskedModel, paradigms: Sequence[Paradigm], config: Eva
     """The sentences of all minimal pairs as the model reads them; a `UserError` for one that is too long for it."""
     sentences = sentences_of(paradigms)
     encoded = encode(model, sentences, config.score)
-    lengths = encoded.lengths()
-    if lengths.max() > model.most_positions:
-        sentence = sentences[int(lengths.argmax())]
+    unfit = np.flatnonzero((encoded.lengths() > model.most_positions) | (encoded.scored_tokens() == 0))
+    if len(unfit):
         raise UserError(
-            f"{model.name} has {model.most_positions} positions, and the sentence {sentence[:40]!r}... has "
-            f"{lengths.max()} tokens; take the sentence out"
-        )
-    if not encoded.scored_tokens().all():
-        sentence = sentences[int(encoded.scored_tokens().argmin())]
-        raise UserError(
-            f"{model.name}: its tokenizer finds no token in the sentence {sentence!r}; take the sentence out"
+            f"{model.name} has {model.most_positions} positions, and {encoded.lengths()[unfit[0]]} tokens, or none "
+            f"beside special ones, in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
         )
     return encoded
 
@@ -148,3 +142,119 @@ def _write(content, config: EvaluateConfig) -> None:
         for figures in content["models"]:
             update_folder(Path(figures["model"]), content["text"], figures.get("text"), figures.get("blimp"))
             logger.info(f"{figures['model']}: wrote the figures into metrics.json and README.md")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table and the picture
+
+
+LABEL_WIDTH = 38
+NOTHING = "-"
+
+
+def evaluation_table(content: dict) -> str:
+    """
+    The figures as text for the terminal.
+
+    Args:
+        content: what `run.evaluate` returned.
+    """
+    models = content["models"]
+    short = short_names([model["model"] for model in models])
+    rows = [("", short), ("parameters", [f"{model['parameters']:,}" for model in models])]
+    if content["text"] is not None:
+        rows += [None, (f"Text: {content['text']}", []), *_text_rows([model["text"] for model in models])]
+    if "blimp" in models[0]:
+        rows += [None, *_blimp_rows([model["blimp"] for model in models])]
+    width = max(14, *(len(cell) for row in rows if row for cell in row[1]))
+    lines = [
+        "" if row is None else (f"{row[0]:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in row[1])).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines + _notes(content))
+
+
+def short_names(names: list[str]) -> list[str]:
+    """The last parts of folders and Hub ids; the whole names if two last parts are the same."""
+    names = [name.rstrip("/") for name in names]
+    short = [name.rsplit("/", 1)[-1] for name in names]
+    return short if len(set(short)) == len(short) else names
+
+
+def _text_rows(texts):
+    def row(label, key, form):
+        return label, [format(text[key], form) if text.get(key) is not None else NOTHING for text in texts]
+
+    rows = [
+        row("  MLM loss (nats a token)", "mlm_loss", ".3f"),
+        row("  MLM perplexity", "perplexity", ",.1f"),
+        row("  MLM accuracy", "mlm_accuracy", ".1%"),
+        row("  MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
+        row("  masked tokens", "masked_tokens", ",d"),
+    ]
+    for key in filter(None, dict.fromkeys(text["pair_task"] for text in texts)):
+        rows.append(row(f"  {PAIR_TASKS[key].short} loss", f"{key}_loss", ".3f"))
+        rows.append(row(f"  {PAIR_TASKS[key].short} accuracy", f"{key}_accuracy", ".1%"))
+    rows.append(("  pairs, or single segments", [f"{text.get('pairs', text.get('sequences')):,}" for text in texts]))
+    if "pseudo_perplexity" in texts[0]:
+        rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ",.1f"))
+        rows.append(row("    its sentences", "pppl_sentences", ",d"))
+        rows.append(row("    their tokens", "pppl_tokens", ",d"))
+        rows.append(row("    of them unknown to the tokenizer", "pppl_unknown_tokens", ",d"))
+    return rows
+
+
+def _blimp_rows(results):
+    first = results[0]
+    paradigms, pairs = first["paradigm_count"], first["pairs"]
+    rows = [(f"BLiMP, score {first['score']}: {pairs:,} pairs in {paradigms} of 67 paradigms", [])]
+    rows.append(("  accuracy", [_with_error(blimp) for blimp in results]))
+    rows += [
+        (f"    {name.replace('_', ' ')}", [_with_error(blimp["phenomena"][name]) for blimp in results])
+        for name in first["phenomena"]
+    ]
+    return rows
+
+
+def _with_error(figures):
+    return f"{100 * figures['accuracy']:.1f} ± {100 * figures['standard_error']:.1f} %"
+
+
+def _notes(content):
+    notes, models = [], content["models"]
+    if content["text"] is not None:
+        inputs = {model["text"]["pair_task"] for model in models}
+        if len(inputs) > 1:
+            notes.append(
+                "The models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
+                "--objective none all MLM figures are on single segments."
+            )
+        if len({model["text"]["tokens"] for model in models}) > 1:
+            notes.append(
+                "The models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses "
+                "and perplexities of tokens."
+            )
+    return ["", *notes] if notes else []
+
+
+def plot_phenomena(results: Sequence[tuple[str, dict]], path: Path) -> None:
+    """
+    Draw the accuracies by phenomenon, and over all paradigms, with standard errors, into a PNG.
+
+    Args:
+        results: for each model its name, and its results (`blimp.blimp_results`, with `score`). All models have the
+            same phenomena.
+    """
+    names, (first, *_) = [textwrap.shorten(name, 60) for name, _ in results], [blimp for _, blimp in results]
+    rows = {"all paradigms": [blimp for _, blimp in results]}
+    rows |= {name: [blimp["phenomena"][name] for _, blimp in results] for name in first["phenomena"]}
+    groups = [
+        (f"{name.replace('_', ' ')} ({row[0]['paradigm_count']})", [figures["accuracy"] for figures in row])
+        for name, row in rows.items()
+    ]
+    title = (
+        f"BLiMP: how often a model prefers the grammatical sentence of a minimal pair; {first['pairs']:,} pairs in "
+        f"{first['paradigm_count']} of 67 paradigms; {SCORES[first['score']]}"
+    )
+    errors = np.array([[figures["standard_error"] for figures in row] for row in rows.values()])
+    draw_bars(groups, names, title, path, errors, chance=0.5)

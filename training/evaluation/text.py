@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import progress_bar
@@ -18,12 +18,11 @@ from d2l_bert.tokenization.prepare import (
     default_processes,
     documents_with_tokens,
     open_sources,
-    reading_report,
+    read_sources,
 )
 from d2l_bert.tokenization.sentences import Cleaning
-from d2l_bert.tokenization.split import HELD_OUT_SEED, AllBut, Only, held_out_documents
-from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.text_store import SentenceSample, TextStore
+from d2l_bert.tokenization.token_store import HELD_OUT_SEED, AllBut, Only, TokenizedCorpus, held_out_documents
 from d2l_bert.training.data import BatchMaker, HeldOutPairs
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.epochs import Selection
@@ -86,10 +85,7 @@ def read_text(config: EvaluateConfig) -> EvaluationText:
         UserError: a source cannot be read, or there is too little text.
     """
     sources = open_sources(config.corpus, config.named_datasets(), config.dataset_split, config, config.max_documents)
-    name = ", ".join(source.name for source in sources)
-    store = TextStore(prepare_text(sources, config.language, Cleaning("none", 0, False), cache_folder()))
-    for line in reading_report(store.reading):
-        logger.info(line)
+    name, store = read_sources(sources, config.language, Cleaning("none", 0, False))
     if not len(store):
         raise UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
@@ -113,21 +109,18 @@ def check_model_for_text(model: MaskedModel, config: EvaluateConfig) -> None:
             the pieces of words that this tokenizer does not mark.
     """
     tokenizer = model.tokenizer
-    for token in ("cls", "sep", "pad"):
-        if getattr(tokenizer, f"{token}_token_id") is None:
-            raise UserError(
-                f"{model.name}: its tokenizer has no {token} token, which rows of text need; use --blimp alone"
-            )
-    if config.objective in PAIR_TASKS and (model.task is None or model.task.key != config.objective):
-        found = "no head for pairs" if model.task is None else f"a head for {model.task.short}"
-        raise UserError(
-            f"objective {config.objective}: {model.name} has {found}; leave objective out, or give --objective none"
-        )
-    if config.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
-        raise UserError(
-            f"masking {config.masking}: {model.name} has no WordPiece tokenizer, whose pieces say where a word goes "
-            f"on; give --masking token"
-        )
+    found = "no head for pairs" if model.task is None else f"a head for {model.task.short}"
+    kind = type(tokenizer.backend_tokenizer.model).__name__
+    reasons = {
+        "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
+        in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
+        f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
+            config.objective in PAIR_TASKS and (model.task is None or model.task.key != config.objective)
+        ),
+        f"its {kind} tokenizer does not say where a word goes on, as masking {config.masking} needs; give --masking "
+        f"token": config.masking != "token" and kind != "WordPiece",
+    }
+    refuse_first(reasons, f"{model.name}: ")
 
 
 def evaluate_text(
@@ -146,8 +139,10 @@ def evaluate_text(
     """
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     tokens, documents = _tokens(model, text, config, accelerator)
-    if accelerator.is_main_process:
-        _warn_of_training_text(model, text, tokens)
+    data = model.record.get("data", {})
+    if text.documents is None and data.get("corpus_fingerprint") == tokens.fingerprint():
+        held_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
+        logger.warning(f"{model.name} was trained on this very text, {text.name}{held_out}")
     if task is not None and task.key == "nsp" and len(documents) < 2:
         raise UserError(
             f"{text.name}: {len(documents)} document, and random second segments need two; give more text, or "
@@ -158,7 +153,7 @@ def evaluate_text(
     )
     entries = model.model.config.vocab_size
     held_out = HeldOutPairs(
-        Selection(tokens, documents, [len(tokens)], is_one_chunk=isinstance(documents, Only)),
+        Selection(tokens, documents, [len(tokens)], is_one_stretch=isinstance(documents, Only)),
         {"pairing": config.pairing, "max_seq_length": max_seq_length, "objective": task.key if task else "none"},
         make_batch,
         # All logits of a batch are in memory at a time.
@@ -203,14 +198,6 @@ def _tokens(model, text, config, accelerator):
     if not len(documents):
         raise UserError(f"{text.name}: no document holds a token that the tokenizer of {model.name} knows")
     return tokens, documents
-
-
-def _warn_of_training_text(model, text, tokens):
-    """Log a warning if the text is the one that the model was trained on, as its run_config.json says."""
-    data = model.record.get("data", {})
-    if text.documents is None and data.get("corpus_fingerprint") == tokens.fingerprint():
-        held_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
-        logger.warning(f"{model.name} was trained on this very text, {text.name}{held_out}")
 
 
 def pseudo_perplexity(

@@ -1,8 +1,7 @@
 """The kind `answers`: the answer to a question is a span of a context, as in SQuAD (d2l, section 16.6.4)."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,11 +18,8 @@ from d2l_bert.training.finetuning.kind import (
     softmax,
     text_in,
 )
-from d2l_bert.training.finetuning.pictures import MOST_GROUPS, draw_bars
 from d2l_bert.training.finetuning.tables import Row
 
-
-ANSWER_FILE = "answers_by_question.png"
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
 STRIDE = 128
@@ -81,8 +77,7 @@ class Answers(Kind):
     def find_columns(self, train):
         self.context = choose_column(train, "context_column", self.config.context_column, "context")
         self.question = choose_column(train, "question_column", self.config.question_column, "question")
-        given = self.config.label_column[0] if self.config.label_column else None
-        self.label = [choose_column(train, "label_column", given, "answers")]
+        self.label = [choose_column(train, "label_column", (self.config.label_column or [None])[0], "answers")]
         check_different([self.context, self.question, *self.label])
 
     def parse(self, cells, table):
@@ -105,6 +100,7 @@ class Answers(Kind):
 
     def learn(self, train):
         self.has_unanswerable = not all(row.label for row in train.rows)
+        self.recorded["has_unanswerable"] = self.has_unanswerable
 
     def targets(self, table):
         for number, row in enumerate(table.rows):
@@ -114,15 +110,7 @@ class Answers(Kind):
                     f"the row out, or add training rows without an answer"
                 )
 
-    def data_record(self):
-        return {"labels": None, "has_pairs": True, "has_unanswerable": self.has_unanswerable}
-
     def check_tokenizer(self, tokenizer, max_seq_length):
-        if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                f"{self.config.model}: its tokenizer gives no places of tokens in the text; give a model with a fast "
-                f"tokenizer"
-            )
         special = tokenizer.num_special_tokens_to_add(pair=True)
         room = max_seq_length - special
         if (left := room - room // 2) < LEAST_CONTEXT:
@@ -132,10 +120,10 @@ class Answers(Kind):
                 f"many positions"
             )
         stride = self.config.doc_stride
-        if stride is not None and stride >= room:
+        if stride is not None and stride >= left:
             raise UserError(
-                f"doc_stride ({stride}) must be smaller than the tokens of a window ({room} of max_seq_length "
-                f"{max_seq_length}); lower doc_stride"
+                f"doc_stride ({stride}) must be smaller than the context beside a long question ({left} tokens of "
+                f"max_seq_length {max_seq_length}); lower doc_stride"
             )
 
     def features(self, table, tokenizer, max_seq_length):
@@ -143,68 +131,37 @@ class Answers(Kind):
         room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
         wanted = self.config.doc_stride
         stride = min(STRIDE, max_seq_length // 3) if wanted is None else wanted
-        rows, sources, details, cut, lost = [], [], [], 0, 0
+        rows, sources, details, cut, found = [], [], [], 0, set()
         for begin, chunk in in_chunks(table.rows):
             questions = [row.texts[0].strip() for row in chunk]
-            contexts = [row.texts[1] for row in chunk]
-            shortened, lengths = _shortened_questions(questions, tokenizer, room // 2)
+            shortened = _shortened_questions(questions, tokenizer, room // 2)
             cut += sum(short != whole for short, whole in zip(shortened, questions, strict=True))
-            # Beside a long question there is less room for the context; two windows then share fewer tokens.
-            strides = defaultdict(list)
-            for number, length in enumerate(lengths):
-                strides[min(stride, room - length - 1)].append(number)
-            made = {}  # for each row, its features: arguments of the model, and windows
-            for shared, chosen in strides.items():
-                encoded = tokenizer(
-                    [shortened[number] for number in chosen],
-                    [contexts[number] for number in chosen],
-                    truncation="only_second",
-                    max_length=max_seq_length,
-                    stride=shared,
-                    return_overflowing_tokens=True,
-                    return_offsets_mapping=True,
-                )
-                names = [name for name in encoded if name not in ("offset_mapping", "overflow_to_sample_mapping")]
-                for feature, sample in enumerate(encoded["overflow_to_sample_mapping"]):
-                    arguments = {name: np.array(encoded[name][feature], dtype=np.int32) for name in names}
-                    window = _window(encoded, feature, tokenizer)
-                    made.setdefault(chosen[sample], []).append((arguments, window))
-            for number in range(len(questions)):
-                gold = chunk[number].label if is_labelled else []
-                found = False
-                windows = [window for _, window in made[number]]
-                places = _positions(windows, *gold[0]) if gold else [(window.no_answer,) * 2 for window in windows]
-                for (arguments, window), (start, end) in zip(made[number], places, strict=True):
-                    if is_labelled:
-                        found = found or start != window.no_answer
-                        arguments |= {"start_positions": start, "end_positions": end}
-                    rows.append(arguments)
-                    details.append(window)
-                    sources.append(begin + number)
-                lost += bool(gold) and not found
+            encoded = tokenizer(
+                shortened,
+                [row.texts[1] for row in chunk],
+                truncation="only_second",
+                max_length=max_seq_length,
+                stride=stride,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+            )
+            names = [name for name in encoded if name not in ("offset_mapping", "overflow_to_sample_mapping")]
+            for feature, sample in enumerate(encoded["overflow_to_sample_mapping"]):
+                window = _window(encoded, feature, tokenizer)
+                rows.append({name: np.array(encoded[name][feature], dtype=np.int32) for name in names})
+                if is_labelled:
+                    start, end = _positions(window, *chunk[sample].label[:1])
+                    rows[-1] |= {"start_positions": start, "end_positions": end}
+                    if start != window.no_answer:
+                        found.add(begin + sample)
+                details.append(window)
+                sources.append(begin + sample)
+        lost = sum(bool(row.label) and number not in found for number, row in enumerate(table.rows) if is_labelled)
         long = sum(count > 1 for count in Counter(sources).values())
         notes = [f"{long:,} contexts are longer than {max_seq_length} tokens: {len(rows):,} windows"] * (long > 0)
         notes += [f"{cut:,} questions are truncated to {room // 2} tokens"] * (cut > 0)
         notes += [f"{lost:,} answers are in no window as a whole"] * (lost > 0)
-        return Features(rows, cut, sources, details, "; ".join(notes))
-
-    def collator(self, tokenizer):
-        import torch
-
-        def collate(features):
-            names = [name for name in features[0] if name not in self.label_names]
-            padded = tokenizer.pad(
-                [{name: feature[name].tolist() for name in names} for feature in features],
-                pad_to_multiple_of=8,
-                return_tensors="pt",
-            )
-            batch = dict(padded)
-            for name in self.label_names:
-                if name in features[0]:
-                    batch[name] = torch.tensor([feature[name] for feature in features])
-            return batch
-
-        return collate
+        return Features(rows, "; ".join(notes), sources, details)
 
     def best_spans(self, table, features, predictions) -> list[list[Span]]:
         """
@@ -221,18 +178,15 @@ class Answers(Kind):
             )
         best = []
         for found, score in zip(spans, nothing, strict=True):
-            different = {}  # windows that overlap may have the same span
-            for span in sorted(found, key=lambda span: -span.score):
-                different.setdefault((span.begin, span.end), span)
-            candidates = list(different.values())
+            # Windows that overlap may have the same span: its best score counts.
+            by_place = {(span.begin, span.end): span for span in sorted(found, key=lambda span: span.score)}
+            candidates = sorted(by_place.values(), key=lambda span: -span.score)
             if self.has_unanswerable:
-                nothing_found, best_found = Span(score), candidates[0] if candidates else None
-                candidates = sorted([nothing_found, *candidates], key=lambda span: -span.score)
                 # `null_score_diff_threshold` decides between the two, so the first need not have the highest score.
-                margin = self.config.null_score_diff_threshold
-                chosen = best_found if best_found and score - best_found.score <= margin else nothing_found
-                candidates.remove(chosen)
-                candidates.insert(0, chosen)
+                chosen = nothing_found = Span(score)
+                if candidates and score - candidates[0].score <= self.config.null_score_diff_threshold:
+                    chosen = candidates[0]
+                candidates = sorted([nothing_found, *candidates], key=lambda span: (span is not chosen, -span.score))
             best.append(candidates[: self.config.n_best_size])
         return best
 
@@ -241,12 +195,9 @@ class Answers(Kind):
         spans = self.best_spans(table, features, predictions)
         return [_text(row, found[0]) if found else "" for row, found in zip(table.rows, spans, strict=True)]
 
-    def gold_texts(self, table) -> list[list[str]]:
-        """The texts of the true answers of each row; [] for a question without an answer."""
-        return [[text for text, _ in row.label] for row in table.rows]
-
     def metrics(self, table, features, predictions):
-        return metrics.answer_metrics(self.predicted_texts(table, features, predictions), self.gold_texts(table))
+        gold = [[text for text, _ in row.label] for row in table.rows]
+        return metrics.answer_metrics(self.predicted_texts(table, features, predictions), gold)
 
     def predicted_columns(self, table, features, predictions):
         columns = {"prediction": [], "prediction_start": [], "probability": [], "n_best": []}
@@ -263,23 +214,6 @@ class Answers(Kind):
                 ]
             )
         return columns
-
-    def pictures(self, table, features, predictions, folder):
-        groups = defaultdict(list)
-        predicted, gold = self.predicted_texts(table, features, predictions), self.gold_texts(table)
-        for row, said, true in zip(table.rows, predicted, gold, strict=True):
-            first = row.texts[0].split()[0].lower().strip("?,.:")
-            groups[first if true else "without an answer"].append(metrics.answer_scores(said, true))
-        largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:MOST_GROUPS]
-        scores = [("all", sum(groups.values(), [])), *largest]
-        title = f"Answers on {table.name}: exact match and F1 by first word of the question (number of questions)"
-        draw_bars(
-            [(f"{name} ({len(pairs):,})", np.mean(pairs, axis=0)) for name, pairs in scores],
-            ("exact match", "F1"),
-            title,
-            Path(folder, ANSWER_FILE),
-        )
-        return {ANSWER_FILE: f"Exact match and F1 on {table.name}, by the first word of the question"}
 
 
 def answers_in(value: object, column: str) -> list[tuple[str, int]]:
@@ -306,16 +240,13 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
 
 
 def _shortened_questions(questions, tokenizer, most):
-    """The questions, those of more than `most` tokens cut at a token, and their numbers of tokens."""
-    shortened, lengths = [], []
-    encoded = tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for question, places in zip(questions, encoded["offset_mapping"], strict=True):
-        while len(places) > most:  # the piece of a word that is cut may have more tokens than before
+    """The questions; those of more than `most` tokens cut at a token."""
+    shortened, options = [], {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    for question in questions:  # the piece of a word that is cut may have more tokens than before, hence the loop
+        while len(places := tokenizer(question, **options)["offset_mapping"]) > most:
             question = question[: places[most - 1][1]]
-            places = tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         shortened.append(question)
-        lengths.append(len(places))
-    return shortened, lengths
+    return shortened
 
 
 def _window(encoded, feature, tokenizer):
@@ -329,29 +260,19 @@ def _window(encoded, feature, tokenizer):
     return Window(first, places[:, 0], places[:, 1], no_answer)
 
 
-def _positions(windows, text, start):
+def _positions(window, answer=("", 0)):
     """
-    For each window of a context, the positions of the first and the last token that hold a character of an answer.
+    The positions of the first and the last token of a window that hold a character of an answer.
 
-    Those of no answer if a token of the answer is outside of the window, or if the answer has no tokens.
+    Those of no answer if a part of the answer is outside of the window, or if the answer has no tokens.
     """
-    leading = len(text) - len(text.lstrip())
-    begin, end = start + leading, start + leading + len(text.strip())
-    inside = [np.flatnonzero((window.begins < end) & (window.ends > begin)) for window in windows]
-    held = [
-        (window.begins[numbers[0]], window.ends[numbers[-1]]) if len(numbers) else None
-        for window, numbers in zip(windows, inside, strict=True)
-    ]
-    # The places of the whole answer's tokens; a window may begin or end in the middle of the answer. The tokens may
-    # begin later than the answer, or end earlier, because a tokenizer may drop characters.
-    parts = [part for part in held if part]
-    whole = (min(first for first, _ in parts), max(last for _, last in parts)) if parts else None
-    return [
-        (window.first + int(numbers[0]), window.first + int(numbers[-1]))
-        if part and part == whole
-        else (window.no_answer, window.no_answer)
-        for window, numbers, part in zip(windows, inside, held, strict=True)
-    ]
+    text, start = answer
+    begin = start + len(text) - len(text.lstrip())
+    end = begin + len(text.strip())
+    inside = np.flatnonzero((window.begins < end) & (window.ends > begin))
+    if not len(inside) or window.begins[0] > begin or window.ends[-1] < end:
+        return window.no_answer, window.no_answer
+    return window.first + int(inside[0]), window.first + int(inside[-1])
 
 
 def _window_spans(window, starts, ends, longest, most):

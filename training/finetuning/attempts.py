@@ -1,10 +1,9 @@
 """One model of a fine-tuning run, for one rate and one seed: trains or resumes it, measures it, keeps its result."""
 
-import contextlib
 import json
 import logging
-import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,17 @@ from transformers import EarlyStoppingCallback, set_seed
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
-from d2l_bert.modeling.saving import save_model
+from d2l_bert.modeling.conversion import save_model
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER, Features, Kind
 from d2l_bert.training.finetuning.start import Start, make_model
 from d2l_bert.training.finetuning.trainer import (
+    Bar,
     FinetuneTrainer,
+    Lines,
     MarkComplete,
-    Progress,
     last_checkpoint,
     make_arguments,
     seconds_before,
@@ -70,20 +70,18 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     """
     folder = work.folder / attempt_name(rate, seed)
     if (result := folders.read_json(folder / RESULT_FILE)) != {}:
-        if work.state.is_main_process:
-            logger.info(f"{folder.name}: finished before")
+        logger.info(f"{folder.name}: finished before")
         return result
     trainer, fresh = _make_trainer(work, folder, rate, seed)
-    if fresh and work.state.is_main_process:
+    if fresh:
         logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
     resumed = on_main(work.state, last_checkpoint, folder)
     seconds = 0.0
     if resumed is not None:
         seconds = seconds_before(resumed)
-        if work.state.is_main_process:
-            logger.info(f"{folder.name}: goes on from {resumed.name}")
+        logger.info(f"{folder.name}: goes on from {resumed.name}")
     began = time.monotonic()
-    trainer.train() if resumed is None else trainer.go_on(resumed)
+    trainer.train(resume_from_checkpoint=resumed and str(resumed))
     state = trainer.state
     result = {
         "learning_rate": rate,
@@ -119,25 +117,25 @@ def _make_trainer(work, folder, rate, seed):
         seed,
         work.state.num_processes,
         work.metric,
-        len(work.features["train"].rows),
         kind.label_names,
     )
     set_seed(seed)
     model, fresh = make_model(work.start, kind, config.from_scratch)
-    callbacks = [MarkComplete(config.save_total_limit), Progress(folder.name, work.metric)]
+    callbacks = [MarkComplete(config.save_total_limit), Lines(folder.name, work.metric)]
+    if sys.stderr.isatty():
+        callbacks.append(Bar())
     if config.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience, config.early_stopping_threshold))
-    with _tensorboard_folder(work.folder.parent / "runs" / folder.name):
-        trainer = FinetuneTrainer(
-            model,
-            arguments,
-            data_collator=kind.collator(work.start.tokenizer),
-            train_dataset=work.features["train"].rows,
-            eval_dataset=work.features["validation"].rows if work.data.validation is not None else None,
-            compute_metrics=lambda output: measure(work, "validation", kind.rescaled(output.predictions)),
-            callbacks=callbacks,
-            layerwise_decay=config.layerwise_decay,
-        )
+    trainer = FinetuneTrainer(
+        model,
+        arguments,
+        data_collator=kind.collator(work.start.tokenizer),
+        train_dataset=work.features["train"].rows,
+        eval_dataset=work.features["validation"].rows if work.data.validation is not None else None,
+        compute_metrics=lambda output: measure(work, "validation", kind.rescaled(output.predictions)),
+        callbacks=callbacks,
+        layerwise_decay=config.layerwise_decay,
+    )
     return trainer, fresh
 
 
@@ -145,30 +143,18 @@ def _keep(folder, trained, outputs, result):
     """Write a trained model (None if the training diverged), its outputs and result; then delete the checkpoints."""
     shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
     if trained is not None:
-        with folders.os_errors():
-            save_model(trained, folder / MODEL_FOLDER)
-            for split, arrays in outputs.items():
-                arrays = arrays if isinstance(arrays, tuple) else (arrays,)
-                np.savez(folder / MODEL_FOLDER / f"{split}.npz", *arrays)
+        save_model(trained, folder / MODEL_FOLDER)
+        for split, arrays in outputs.items():
+            arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+            np.savez(folder / MODEL_FOLDER / f"{split}.npz", *arrays)
         folders.sync(folder / MODEL_FOLDER / "model.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     folders.write_json(folder / RESULT_FILE, result)
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-
-
-@contextlib.contextmanager
-def _tensorboard_folder(folder):
-    """Let a `Trainer` that is made in the block write TensorBoard's files there; by default they would be deleted."""
-    name = "TENSORBOARD_LOGGING_DIR"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    if (folder / "runs").exists():  # TensorBoard's files stay when the models in training are deleted
+        (folder.parent.parent / "runs").mkdir(exist_ok=True)
+        (folder / "runs").rename(folder.parent.parent / "runs" / folder.name)
 
 
 def saved_outputs(folder: Path, split: str):
@@ -193,20 +179,7 @@ def score(result: dict, metric: str) -> float:
 def best(results: list[dict], metric: str) -> int:
     """The number of the best result by the validation rows; of equal ones that of the lower loss, then the first."""
 
-    def worth(number):
-        result = results[number]
-        return score(result, metric), score(result, "loss"), -number
-
-    return max(range(len(results)), key=worth)
-
-
-def forget_models(work: Work, results: list[dict], kept: int) -> None:
-    """Delete the weights of the models that are not the best so far."""
-    if work.state.is_main_process:
-        for number, result in enumerate(results):
-            if number != kept:
-                name = attempt_name(result["learning_rate"], result["seed"])
-                shutil.rmtree(work.folder / name / MODEL_FOLDER, ignore_errors=True)
+    return max(range(len(results)), key=lambda n: (score(results[n], metric), score(results[n], "loss")))
 
 
 def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int]:
@@ -227,21 +200,19 @@ def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int
         result = run_attempt(work, rate, work.config.seed)
         if result.get("diverged"):
             diverged = DIVERGED.format(name=attempt_name(rate, work.config.seed))
-            if work.state.is_main_process and len(rates) > 1:
+            if len(rates) > 1:
                 logger.warning(f"{diverged}; rate {rate:g} is left out")
             continue
         tried.append(result)
-        forget_models(work, tried, best(tried, work.metric))
     if not tried:
         raise UserError(f"{diverged}; {LOWER_RATE.format(rate=min(rates))}")
     seeds = [tried[best(tried, work.metric)]]
     rate = seeds[0]["learning_rate"]
-    if len(tried) > 1 and work.state.is_main_process:
+    if len(tried) > 1:
         logger.info(f"rate {rate:g} is best on validation rows ({work.metric})")
     for seed in range(work.config.seed + 1, work.config.seed + work.config.num_seeds):
         result = run_attempt(work, rate, seed)
         if result.get("diverged"):
             raise UserError(f"{DIVERGED.format(name=attempt_name(rate, seed))}; {LOWER_RATE.format(rate=rate)}")
         seeds.append(result)
-        forget_models(work, seeds, best(seeds, work.metric))
     return tried, seeds, best(seeds, work.metric)

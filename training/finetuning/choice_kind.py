@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
+from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.errors import UserError
 from d2l_bert.progress import counted
@@ -21,7 +21,6 @@ from d2l_bert.training.finetuning.kind import (
     softmax,
     text_in,
 )
-from d2l_bert.training.finetuning.pictures import draw_bars
 from d2l_bert.training.finetuning.tables import Row
 
 
@@ -37,8 +36,6 @@ RULES = {
     ),
     "text": lambda label, choices, names: choices.index(label) if choices.count(label) == 1 else None,
 }
-
-CHOICES_FILE = "true_choices.png"
 
 
 class MultipleChoice(Kind):
@@ -71,8 +68,9 @@ class MultipleChoice(Kind):
         )
         for column in self.choices:
             train.require(column, "choices_column")
-        given = config.label_column[0] if config.label_column else None
-        self.label = [choose_column(train, "label_column", given, "label", "answerKey")]
+        self.label = [
+            choose_column(train, "label_column", (self.config.label_column or [None])[0], "label", "answerKey")
+        ]
         check_different([*self.first.values(), *self.choices, *self.label])
         self.count = self.rule = None
 
@@ -114,7 +112,7 @@ class MultipleChoice(Kind):
         """As in `Kind`; the training rows, which are read first, say how many choices a row has."""
         if self.count is None:
             counts = Counter(len(row.texts) for row in super().read(table)[0].rows)
-            self.count = counts.most_common(1)[0][0] - len(self.first)
+            self.recorded["choices"] = self.count = counts.most_common(1)[0][0] - len(self.first)
             if self.count < 2:
                 raise UserError(
                     f"{table.place(0)}: {counted(self.count, 'choice')} in column {self.choices[0]!r}; name a column "
@@ -137,16 +135,9 @@ class MultipleChoice(Kind):
         self.rule = next(iter(complete), None) or max(read, key=lambda rule: len(train) - read[rule].count(None))
         is_text = isinstance(train.columns[self.label[0]][0], str)
         if is_text and self.rule != "name" and len({tuple(numbers) for numbers in complete.values()}) > 1:
-            one, other = list(complete)[:2]
             raise UserError(
-                f"{train.label}: the labels in column {self.label[0]!r} are both the {one} and the {other} of a "
-                f"choice, which differ; write labels that are only one of both"
-            )
-        counts = [int(match[2]) for column in self.choices if (match := CHOICE_COLUMN.fullmatch(column))]
-        if counts and min(counts) > 0 and complete and self.rule == "number" and 0 not in read["number"]:
-            self.notes.append(
-                f"the columns of choices count from {min(counts)}, and labels count from 0: label 0 is "
-                f"{self.choices[0]!r}, and no row has label 0; if your labels count from 1, subtract 1"
+                f"{train.label}: the labels in column {self.label[0]!r} are both the {' and the '.join(complete)} of "
+                f"a choice, which differ; write labels that are only one of both"
             )
 
     def targets(self, table):
@@ -159,11 +150,8 @@ class MultipleChoice(Kind):
             )
         return np.array(numbers)
 
-    def data_record(self):
-        return {"labels": None, "has_pairs": True, "choices": self.count}
-
     def features(self, table, tokenizer, max_seq_length):
-        targets = self.targets(table) if self.is_labelled(table) else None
+        targets = self.targets(table).tolist() if self.is_labelled(table) else [-100] * len(table)
         rows, truncated = [], 0
         for first, chunk in in_chunks(table.rows):
             firsts, seconds = [], []
@@ -178,25 +166,11 @@ class MultipleChoice(Kind):
                 pairs = range(number * self.count, (number + 1) * self.count)
                 truncated += any(len(cut["input_ids"][pair]) < len(whole[pair]) for pair in pairs)
                 rows.append({name: [values[pair] for pair in pairs] for name, values in cut.items()})
-                if targets is not None:
-                    rows[-1]["labels"] = int(targets[first + number])
-        return Features(rows, truncated)
+                rows[-1]["labels"] = targets[first + number]
+        return Features(rows, f"{truncated:,} are truncated to {max_seq_length} tokens" if truncated else "")
 
     def collator(self, tokenizer):
-        import torch
-
-        def collate(features):
-            names = [name for name in features[0] if name not in self.label_names]
-            flat = [
-                {name: feature[name][choice] for name in names} for feature in features for choice in range(self.count)
-            ]
-            padded = tokenizer.pad(flat, pad_to_multiple_of=8, return_tensors="pt")
-            batch = {name: values.view(len(features), self.count, -1) for name, values in padded.items()}  # (B, C, T)
-            if "labels" in features[0]:
-                batch["labels"] = torch.tensor([feature["labels"] for feature in features])
-            return batch
-
-        return collate
+        return DataCollatorForMultipleChoice(tokenizer, pad_to_multiple_of=8)
 
     def metrics(self, table, features, predictions):
         return {"accuracy": float((predictions.argmax(-1) == self.targets(table)).mean())}
@@ -210,19 +184,3 @@ class MultipleChoice(Kind):
         for number in range(self.count):
             columns[f"probability of {number}"] = rounded(probabilities[:, number])
         return columns
-
-    def pictures(self, table, features, predictions, folder):
-        targets = self.targets(table)
-        is_right, is_true = predictions.argmax(-1) == targets, targets == np.arange(self.count)[:, None]
-        groups = [
-            ("all", is_right),
-            *((f"choice {n}", is_right[rows]) for n, rows in enumerate(is_true) if rows.any()),
-        ]
-        title = f"Choices on {table.name}: accuracy by the number of the true choice (number of rows)"
-        draw_bars(
-            [(f"{name} ({len(right):,})", [right.mean()]) for name, right in groups],
-            ("accuracy",),
-            title,
-            Path(folder, CHOICES_FILE),
-        )
-        return {CHOICES_FILE: f"Accuracy on {table.name}, by the number of the true choice"}

@@ -1,7 +1,6 @@
 """`FinetuneConfig`: the options of `d2l-bert finetune`, and their checks; the data sets that are known by name."""
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -100,20 +99,6 @@ MODEL = "model"
 
 LARGEST_RATE = 100.0
 
-# The kinds of tasks of options that other kinds do not use.
-KINDS_OF_OPTIONS = {
-    "text_column": ("classification", "multilabel", "regression", "tags"),
-    "text_pair_column": ("classification", "multilabel", "regression"),
-    "context_column": ("answers", "multiple_choice"),
-    "question_column": ("answers", "multiple_choice"),
-    "choices_column": ("multiple_choice",),
-    "label_separator": ("multilabel",),
-    "doc_stride": ("answers",),
-    "max_answer_length": ("answers",),
-    "n_best_size": ("answers",),
-    "null_score_diff_threshold": ("answers",),
-}
-
 
 @dataclass(kw_only=True)
 class FinetuneConfig(Options):
@@ -177,12 +162,14 @@ class FinetuneConfig(Options):
         DATA,
         metavar="NAME",
         common=True,
+        needs=("kind", "classification", "multilabel", "regression", "tags"),
     )
     text_pair_column: str | None = option(
         None,
         "column of second texts; default: the named data set's, or text_pair if it is there",
         DATA,
         metavar="NAME",
+        needs=("kind", "classification", "multilabel", "regression"),
     )
     label_column: list[str] = option(
         [],
@@ -197,12 +184,14 @@ class FinetuneConfig(Options):
         "column of contexts, for answers and multiple_choice; default: context, or SWAG's sent1",
         DATA,
         metavar="NAME",
+        needs=("kind", "answers", "multiple_choice"),
     )
     question_column: str | None = option(
         None,
         "column of questions, for answers and multiple_choice; default: question, or SWAG's sent2",
         DATA,
         metavar="NAME",
+        needs=("kind", "answers", "multiple_choice"),
     )
     choices_column: list[str] = option(
         [],
@@ -210,12 +199,14 @@ class FinetuneConfig(Options):
         "ending1, ...",
         DATA,
         metavar="NAME",
+        needs=("kind", "multiple_choice"),
     )
     label_separator: str = option(
         ",",
         "between the labels in a cell of CSV or TSV, for multilabel; JSONL and Parquet have lists",
         DATA,
         metavar="TEXT",
+        needs=("kind", "multilabel"),
     )
     validation_share: float | None = option(
         None,
@@ -240,15 +231,23 @@ class FinetuneConfig(Options):
         "for answers: tokens that two windows of a long context share; default: 128, or a third of max_seq_length",
         DATA,
         within="[0, inf)",
+        needs=("kind", "answers"),
     )
-    max_answer_length: int = option(30, "for answers: most tokens of a predicted answer", DATA, within="[1, inf)")
+    max_answer_length: int = option(
+        30, "for answers: most tokens of a predicted answer", DATA, within="[1, inf)", needs=("kind", "answers")
+    )
     n_best_size: int = option(
-        20, "for answers: how many of the best spans the table of predictions lists", DATA, within="[1, inf)"
+        20,
+        "for answers: how many of the best spans the table of predictions lists",
+        DATA,
+        within="[1, inf)",
+        needs=("kind", "answers"),
     )
     null_score_diff_threshold: float = option(
         0.0,
         "for answers: predict no answer if its score is larger by more than this than that of the best span",
         DATA,
+        needs=("kind", "answers"),
     )
 
     from_scratch: bool = option(False, "start from fresh weights of the same architecture, as a baseline", MODEL)
@@ -347,13 +346,8 @@ class FinetuneConfig(Options):
         None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR", common=True
     )
     overwrite_output_dir: bool = option_of(PretrainConfig, "overwrite_output_dir")
-    resume_from_checkpoint: str | None = option(
-        None,
-        "go on from a checkpoint of output_dir, or from the latest",
-        OUTPUT,
-        identity=False,
-        metavar="DIR|latest",
-        common=True,
+    resume_from_checkpoint: Literal["latest"] | None = option(
+        None, "go on from the latest checkpoint in output_dir", OUTPUT, identity=False, common=True
     )
     metric_for_best_model: str | None = option(
         None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
@@ -392,68 +386,62 @@ class FinetuneConfig(Options):
     hub_model_id: str | None = option_of(PretrainConfig, "hub_model_id")
     hub_private_repo: bool = option_of(PretrainConfig, "hub_private_repo")
 
-    def check(self) -> None:
-        """Check every option by itself, then the options against each other."""
-        super().check()
-        if self.task is None:
-            raise UserError(f"task is missing; give --task with {_choices()}")
-        if self.task not in (*KINDS, *NAMED_TASKS):
-            near = difflib.get_close_matches(self.task, [*KINDS, *NAMED_TASKS], n=1)
-            raise UserError(
-                f"task {self.task!r} is unknown; "
-                + (f"did you mean {near[0]}? " if near else "")
-                + f"give {_choices()}"
-            )
-        self._check_data()
-        self._check_numbers()
-        self._check_evaluations()
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
         self.learning_rates()
         if self.license is not None:
             check_license(self.license)
-        if "none" in self.report_to and len(self.report_to) > 1:
-            raise UserError("report_to: none cannot be combined with trackers; give either")
-
-    def _check_data(self):
-        if self.train_file and self.dataset:
-            raise UserError("train_file and dataset both give the training rows; give one")
-        if self.train_file is None and self.dataset_name() is None:
-            raise UserError("train_file is missing; give --train_file FILE, or --dataset ID")
-        for name in ("train_split", "validation_split", "test_split"):
-            if self.train_file and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise UserError(f"{name} is for dataset; leave {name} out beside train_file")
-        for name in ("validation_file", "validation_split"):
-            if getattr(self, name) and self.validation_share is not None:
-                raise UserError(
-                    f"validation_share holds out training rows, and {name} gives validation rows; give one"
+        splits = ("train_split", "validation_split", "test_split")
+        pairs = (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16"))
+        return {
+            f"task {self.task!r}: give one of {', '.join(KINDS)}; or {', '.join(NAMED_TASKS)}": (
+                self.task not in (*KINDS, *NAMED_TASKS)
+            ),
+            "train_file and dataset both give the training rows; give one": self.train_file and self.dataset,
+            "train_file is missing; give --train_file FILE, or --dataset ID": (
+                self.train_file is None and self.dataset_name() is None
+            ),
+            **{
+                f"{name} is for dataset; leave {name} out beside train_file": (
+                    self.train_file and getattr(self, name) != type(self).__dataclass_fields__[name].default
                 )
-        if len(self.label_column) > 1 and self.kind_name() != "multilabel":
-            raise UserError("label_column: several columns are for --task multilabel; name one")
-        if len(self.label_column) > 1 and self.label_separator != ",":
-            raise UserError("label_separator is for one column of labels, and label_column names several; give one")
-        for name, kinds in KINDS_OF_OPTIONS.items():
-            default = [] if name == "choices_column" else type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default and self.kind_name() not in kinds:
-                raise UserError(f"{name} is for --task {_and(kinds)}; leave {name} out")
-
-    def _check_numbers(self):
-        for name in ("warmup_ratio", "warmup_steps"):
-            if getattr(self, name) and self.lr_scheduler_type == "constant":
-                raise UserError(
-                    f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave "
-                    f"{name} out"
+                for name in splits
+            },
+            **{
+                f"validation_share holds out training rows, and {name} gives validation rows; give one": (
+                    getattr(self, name) and self.validation_share is not None
                 )
-        for one, other in (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16")):
-            if getattr(self, one) and getattr(self, other):
-                raise UserError(f"{one} and {other} contradict each other; give one")
-
-    def _check_evaluations(self):
-        if self.eval_strategy == "steps" and self.eval_steps is None:
-            raise UserError("eval_strategy steps needs the number of steps; give --eval_steps N")
-        for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
-            if getattr(self, name) is not None and not self.validates():
-                raise UserError(f"{name} needs validation rows; give --validation_file, or leave {name} out")
-        if len(self.learning_rate) > 1 and not self.validates():
-            raise UserError("several values of learning_rate need validation rows to choose; give --validation_file")
+                for name in ("validation_file", "validation_split")
+            },
+            "label_column: several columns are for --task multilabel; name one": (
+                len(self.label_column) > 1 and self.kind != "multilabel"
+            ),
+            "label_separator is for one column of labels, and label_column names several; give one": (
+                len(self.label_column) > 1 and self.label_separator != ","
+            ),
+            **{
+                f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave {name} out": (
+                    getattr(self, name) and self.lr_scheduler_type == "constant"
+                )
+                for name in ("warmup_ratio", "warmup_steps")
+            },
+            **{
+                f"{one} and {other} contradict each other; give one": getattr(self, one) and getattr(self, other)
+                for one, other in pairs
+            },
+            "eval_strategy steps needs the number of steps; give --eval_steps N": (
+                self.eval_strategy == "steps" and self.eval_steps is None
+            ),
+            **{
+                f"{name} needs validation rows; give --validation_file, or leave {name} out": (
+                    getattr(self, name) is not None and not self.validates()
+                )
+                for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps")
+            },
+            "several values of learning_rate need validation rows to choose; give --validation_file": (
+                len(self.learning_rate) > 1 and not self.validates()
+            ),
+        }
 
     def validates(self) -> bool:
         """Whether the run has validation rows: given, or held out of the training rows."""
@@ -463,7 +451,8 @@ class FinetuneConfig(Options):
         """The named data set of `task`; None if `task` is a kind."""
         return NAMED_TASKS.get(self.task)
 
-    def kind_name(self) -> str:
+    @property
+    def kind(self) -> str:
         """The kind of the task, one of `KINDS`."""
         return self.named_task().kind if self.named_task() else self.task
 
@@ -480,17 +469,14 @@ class FinetuneConfig(Options):
         Raises:
             UserError: a rate is not a number above 0, or stands there twice.
         """
-        rates = []
-        for text in self.learning_rate:
-            try:
-                rate = float(text)
-            except ValueError:
-                rate = math.nan
-            if not 0 < rate <= LARGEST_RATE:
-                raise UserError(f"learning_rate takes numbers above 0 and at most 100, got {text!r}")
-            if rate in rates:
-                raise UserError(f"learning_rate has {text} twice; give each rate once")
-            rates.append(rate)
+        try:
+            rates = [float(text) for text in self.learning_rate]
+        except ValueError:
+            rates = [math.nan]
+        if not all(0 < rate <= LARGEST_RATE for rate in rates) or len(set(rates)) < len(rates):
+            raise UserError(
+                f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
+            )
         return rates
 
     def identity(self) -> dict:
@@ -500,11 +486,3 @@ class FinetuneConfig(Options):
             for field in dataclasses.fields(self)
             if field.metadata.get("identity", True)
         }
-
-
-def _choices():
-    return f"one of {', '.join(KINDS)}; or {', '.join(NAMED_TASKS)}"
-
-
-def _and(names):
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]

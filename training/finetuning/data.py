@@ -28,7 +28,6 @@ class Data:
         test: None if the run has no test rows.
         test_is_labelled: whether the test rows have labels.
         held_out: the share of the training rows that was held out as validation rows; 0 if none was.
-        notes: what the user should know about the rows, a sentence each.
         shared: how many rows of validation and test have the texts of a training row, by split.
     """
 
@@ -37,7 +36,6 @@ class Data:
     test: Table | None
     test_is_labelled: bool = False
     held_out: float = 0.0
-    notes: list[str] = field(default_factory=list)
     shared: dict[str, int] = field(default_factory=dict)
 
     def splits(self) -> dict[str, Table]:
@@ -49,18 +47,6 @@ class Data:
         """The splits to measure on, the one to report last: `validation`, `test`, as far as they have labels."""
         return ["validation"] * (self.validation is not None) + ["test"] * self.test_is_labelled
 
-    def record(self) -> dict:
-        """What the run's record says about the rows."""
-        return {
-            "splits": {
-                split: {"name": table.name, "rows": len(table), "fingerprint": table.fingerprint}
-                for split, table in self.splits().items()
-            },
-            "held_out": self.held_out,
-            "test_is_labelled": self.test_is_labelled,
-            "shared_with_training": self.shared,
-        }
-
 
 def load_data(config: FinetuneConfig, kind: Kind) -> Data:
     """
@@ -71,50 +57,45 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
     """
     tables = dict(zip(("train", "validation", "test"), _read(config), strict=True))
     kind.find_columns(tables["train"])
-    notes = []
     for split, table in tables.items():
         if table is not None:
             tables[split], left_out = kind.read(table)
-            notes += [
-                f"{table.label}: {counted(count, 'row is', 'rows are')} left out: {reason}"
-                for reason, count in left_out.items()
-            ]
+            for reason, count in left_out.items():
+                logger.info(f"{table.label}: {counted(count, 'row is', 'rows are')} left out: {reason}")
             if split != "test" and not kind.is_labelled(tables[split]):
                 for column in kind.label:
                     table.require(column, "label_column")
                 raise UserError(f"{table.label}: column {kind.label[0]!r} is empty; the {split} rows need labels")
     train, validation, test = tables.values()
     kind.learn(train)
-    notes += [f"{train.label}: {note}" for note in kind.notes]
     for table in filter(None, tables.values()):
         kind.check(table)
     held_out = 0.0
     if validation is None and config.validates():
         held_out = HELD_OUT if config.validation_share is None else config.validation_share
         train, validation = hold_out(train, kind, held_out, config.seed)
-        notes.append(
+        logger.info(
             f"no validation rows were given: {len(validation):,} of the training rows ({held_out:.3g}, drawn by seed "
             f"{config.seed}) are held out to choose the checkpoint, and not trained on; --validation_share 0 holds "
             f"out none"
         )
     elif validation is None:
-        notes.append("no validation rows: the model after the last step is kept")
+        logger.info("no validation rows: the model after the last step is kept")
     if config.max_train_samples is not None and config.max_train_samples < len(train):
         drawn = np.random.default_rng(config.seed).permutation(len(train))[: config.max_train_samples]
         train = train.select(sorted(drawn.tolist()))
-        notes.append(f"trains on {len(train):,} of the training rows, drawn by seed {config.seed}")
-    data = Data(train, validation, test, test is not None and kind.is_labelled(test), held_out, notes)
-    data.shared = shared_texts(data, kind)
-    data.notes += [
-        f"{count:,} of the {len(data.splits()[split]):,} {split} rows have the same texts as a training row"
-        for split, count in data.shared.items()
-        if count
-    ]
-    if validation is not None and test is not None:
-        validated = set(kind.texts(validation))
-        both = sum(texts in validated for texts in kind.texts(test))
-        if both:
-            data.notes.append(f"{both:,} of the {len(test):,} test rows have the same texts as a validation row")
+        logger.info(f"trains on {len(train):,} of the training rows, drawn by seed {config.seed}")
+    data = Data(train, validation, test, test is not None and kind.is_labelled(test), held_out)
+    trained = set(kind.texts(train))
+    data.shared = {
+        split: sum(texts in trained for texts in kind.texts(table))
+        for split, table in data.splits().items()
+        if split != "train"
+    }
+    for split, count in data.shared.items():
+        if count:
+            rows = len(data.splits()[split])
+            logger.info(f"{count:,} of the {rows:,} {split} rows have the same texts as a training row")
     return data
 
 
@@ -167,24 +148,9 @@ def hold_out(train: Table, kind: Kind, share: float, seed: int) -> tuple[Table, 
             f"or --validation_share 0"
         )
     drawn = np.random.default_rng(seed).permutation(len(different))[:number]
-    chosen = kind.holdable(train, [different[row] for row in drawn])
+    chosen = {different[row] for row in drawn}
     kept = [row for row, text in enumerate(texts) if text not in chosen]
     held = [row for row, text in enumerate(texts) if text in chosen]
-    if not held:
-        raise UserError(
-            f"{train.label}: has too few rows of each class to hold out some for validation; give "
-            f"--validation_file, or --validation_share 0"
-        )
     validation = train.select(held)
     validation.label, validation.name = f"{train.label}, rows held out", f"{train.name} (held out)"
     return train.select(kept), validation
-
-
-def shared_texts(data: Data, kind: Kind) -> dict[str, int]:
-    """How many validation and test rows have exactly the texts of a training row, by split."""
-    trained = set(kind.texts(data.train))
-    return {
-        split: sum(texts in trained for texts in kind.texts(table))
-        for split, table in data.splits().items()
-        if split != "train"
-    }

@@ -12,38 +12,24 @@ import shutil
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, why_unwritable
-from d2l_bert.folders import LOCK_FILE, check_no_file, locked_folder
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE
-from d2l_bert.training.checkpoint import checkpoints, step_of
+from d2l_bert.errors import GO_ON, UserError, writing
+from d2l_bert.folders import locked_folder
+from d2l_bert.model_cards.card import METRICS_FILE, RUN_FILE
+from d2l_bert.options import flag
+from d2l_bert.training.checkpoint import check_output_folder
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
-from d2l_bert.training.finetuning.trainer import COMPLETE_FILE, rows_per_step, warmup
+from d2l_bert.training.finetuning.trainer import rows_per_step, warmup
 
 
 logger = logging.getLogger(__name__)
 
 
 WORK_FOLDER = "models_in_training"
-PARTIAL_FOLDER = ".model.part"
 WEIGHTS_FILE = "model.safetensors"
 PREDICTIONS_FILE = "predictions.csv"
-
-# What a finished run leaves beside the weights, the metrics and the pictures that the metrics name.
-RUN_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "configuration_d2l_bert.py",
-    "modeling_d2l_bert.py",
-    CARD_FILE,
-    CURVES_FILE,
-    PREDICTIONS_FILE,
-)
 
 
 @contextlib.contextmanager
@@ -58,12 +44,10 @@ def output_folder(config: FinetuneConfig):
     """
     folder = folder_of(config)
     with locked_folder(folder):
-        check_output_folder(config, folder)
+        check_output_folder(config, folder, config.model, is_finetuning=True)
         try:
-            with folders.os_errors():
+            with writing(folder, f", and {GO_ON}"):
                 yield folder
-        except OSError as error:
-            raise UserError(f"{error.filename or folder}: {why_unwritable(error, f', and {GO_ON}')}") from None
         except (KeyboardInterrupt, SystemExit):
             if (folder / RUN_FILE).exists():
                 logger.warning(f"stopped: {GO_ON} and the same options")
@@ -75,133 +59,37 @@ def folder_of(config: FinetuneConfig) -> Path:
     return Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
 
 
-def check_output_folder(config: FinetuneConfig, folder: Path) -> None:
-    """
-    Check that a run may write to a folder that may exist.
-
-    Raises:
-        UserError: the path is a file; the folder holds the model to start from, other files, or a run that the options
-            neither resume nor replace.
-    """
-    check_no_file(folder)
-    if not folder.exists():
-        return
-    entries = {path.name for path in folder.iterdir()} - {LOCK_FILE, f".{RUN_FILE}.part"}
-    start = Path(config.model).resolve()
-    if start.exists() and folder.resolve() in (start, *start.parents):
-        raise UserError(f"output_dir {folder}: holds the model to start from; name another folder")
-    if RUN_FILE not in entries:
-        if entries:
-            raise UserError(
-                f"output_dir {folder}: holds other files ({sorted(entries)[0]}) and no run; name a new or empty folder"
-            )
-        return
-    if "finetune" not in folders.read_json(folder / RUN_FILE):
-        raise UserError(f"output_dir {folder}: holds a run of another command; name a new or empty folder")
-    if config.overwrite_output_dir and config.resume_from_checkpoint:
-        raise UserError("resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one")
-    if not config.overwrite_output_dir and WEIGHTS_FILE in entries:
-        raise UserError(
-            f"output_dir {folder}: holds a finished run; replace it with --overwrite_output_dir, or name another "
-            f"folder"
-        )
-    if not config.overwrite_output_dir and not config.resume_from_checkpoint:
-        raise UserError(
-            f"output_dir {folder}: holds a run; go on with --resume_from_checkpoint latest, replace it with "
-            f"--overwrite_output_dir, or name another folder"
-        )
-
-
 def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
     """
     Write `run_config.json`; when resuming, compare it with that of the run first; when replacing, delete the run.
 
     Raises:
-        UserError: the run to resume had other options, rows or another model; or `resume_from_checkpoint` names no
-            checkpoint of this folder.
+        UserError: the run to resume had other options, rows or another model.
     """
     if config.resume_from_checkpoint and (folder / RUN_FILE).exists():
-        _compare(folder, folders.read_json(folder / RUN_FILE), record)
-        if config.resume_from_checkpoint != "latest":
-            _go_back_to(folder, Path(config.resume_from_checkpoint))
+        then = _identity(folders.read_json(folder / RUN_FILE))
+        for name, value in _identity(record).items():
+            if then.get(name) != value:
+                raise UserError(
+                    f"output_dir {folder}: {name} was {then.get(name)!r} when the run was started, and is {value!r} "
+                    f"now; give the same, or start a new run in another folder"
+                )
         return
-    if config.resume_from_checkpoint not in (None, "latest"):
-        raise UserError(
-            f"resume_from_checkpoint {config.resume_from_checkpoint}: is in another folder than output_dir {folder}; "
-            f"give the output_dir of that run"
-        )
-    if config.resume_from_checkpoint == "latest":
+    if config.resume_from_checkpoint:
         logger.warning(f"{folder}: no run yet, starting from the beginning")
-    _delete_run(folder)
+    # What this run may not replace of an earlier one, the weights first; all other files stay.
+    pictures = folders.read_json(folder / METRICS_FILE).get("pictures", {})
+    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, *(Path(picture).name for picture in pictures), METRICS_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder / WORK_FOLDER, *(folder / "runs").glob("rate-*-seed-*")):
+        shutil.rmtree(path, ignore_errors=True)
     folders.write_json(folder / RUN_FILE, record)
 
 
-def _delete_run(folder):
-    """Delete what an earlier run wrote to the folder, the weights first; all other files stay."""
-    for path in _files_of_run(folder):
-        path.unlink(missing_ok=True)
-    for path in _folders_of_run(folder):
-        shutil.rmtree(path)
-
-
-def _files_of_run(folder):
-    """The files that a run leaves in its output folder, the weights first; without `run_config.json`."""
-    pictures = folders.read_json(folder / METRICS_FILE).get("pictures", {})
-    names = (WEIGHTS_FILE, *RUN_FILES, *(Path(picture).name for picture in pictures), METRICS_FILE)
-    return [folder / name for name in names]
-
-
-def _folders_of_run(folder):
-    """The folders that a run has made in its output folder."""
-    made = (folder / WORK_FOLDER, folder / PARTIAL_FOLDER, *(folder / "runs").glob("rate-*-seed-*"))
-    return [path for path in made if path.exists()]
-
-
-def _compare(folder, before, now):
-    # A run of an earlier version has no values of newer options: it ran with what are their defaults now.
-    identity = {**FinetuneConfig(model="").identity(), **before.get("identity", {})}
-    for name, value in now["identity"].items():
-        if identity.get(name) != value:
-            then, given = (
-                f"without {name}" if setting in (None, []) else f"with {name} {_written(setting)}"
-                for setting in (identity.get(name), value)
-            )
-            raise UserError(
-                f"output_dir {folder}: the run was started {then}, and is resumed {given}; give the same, or start "
-                f"a new run in another folder"
-            )
-    for split in now["data"]["splits"]:
-        if before["data"]["splits"].get(split) != now["data"]["splits"][split]:
-            raise UserError(
-                f"output_dir {folder}: the {split} rows are others than when the run was started; give the same rows, "
-                f"or start a new run in another folder"
-            )
-    if before["base_model"] != now["base_model"]:
-        raise UserError(
-            f"output_dir {folder}: the run was started from another model ({before['base_model']['name']}, "
-            f"{before['base_model']['revision'] or before['base_model']['fingerprint']}); give the same, or start a "
-            f"new run in another folder"
-        )
-
-
-def _written(setting):
-    """An option's value as it is written on the command line."""
-    return " ".join(map(str, setting)) if isinstance(setting, list) else str(setting)
-
-
-def _go_back_to(folder, checkpoint):
-    """Delete the later checkpoints of the model that a checkpoint belongs to."""
-    if (
-        not (checkpoint / COMPLETE_FILE).is_file()
-        or checkpoint.resolve().parent.parent != (folder / WORK_FOLDER).resolve()
-    ):
-        raise UserError(
-            f"resume_from_checkpoint {checkpoint}: no complete checkpoint of output_dir {folder}; give latest, or a "
-            f"folder checkpoint-* below {folder / WORK_FOLDER}"
-        )
-    for later in checkpoints(checkpoint.parent):
-        if step_of(later) > step_of(checkpoint):
-            shutil.rmtree(later)
+def _identity(record):
+    """What a run and its resumption must share, by the names in messages: options, rows and model."""
+    rows = {f"the {split} rows": table["fingerprint"] for split, table in record["data"]["splits"].items()}
+    return {**record["identity"], **rows, "the model": record["base_model"]}
 
 
 def make_record(
@@ -210,7 +98,6 @@ def make_record(
     """The content of `run_config.json`: options, rows, base model, versions, and the command that repeats the run."""
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     paths = [config.train_file, config.validation_file, config.test_file, config.output_dir]
-    paths += [config.resume_from_checkpoint] if config.resume_from_checkpoint != "latest" else []
     paths += [path for path in (config.model, config.dataset) if path and Path(path).exists()]
     prints = {"train_file": "train", "validation_file": "validation", "test_file": "test"}
     of_files = {
@@ -222,7 +109,7 @@ def make_record(
     identity = {**config.identity(), "learning_rates": rates, "processes": processes}
     dataset = config.dataset_name()
     return {
-        "kind": config.kind_name(),
+        "kind": config.kind,
         "auto_class": kind.auto_class,
         "pipeline_task": kind.pipeline_task,
         "rows_per_step": rows_per_step(config, processes),
@@ -232,11 +119,23 @@ def make_record(
         "learning_rates": rates,
         "max_seq_length": start.max_seq_length,
         "dropout": start.dropout,
-        "base_model": start.record(),
+        "base_model": {
+            "name": start.name if start.fingerprint is None else folders.base_name(start.name),
+            "revision": start.revision,
+            "fingerprint": start.fingerprint,
+            "model_type": start.config.model_type,
+        },
         "data": {
-            **data.record(),
+            "splits": {
+                split: {"name": table.name, "rows": len(table), "fingerprint": table.fingerprint}
+                for split, table in data.splits().items()
+            },
+            "held_out": data.held_out,
+            "test_is_labelled": data.test_is_labelled,
+            "shared_with_training": data.shared,
             "hub_datasets": [dataset.partition(":")[0]] if data.train.is_on_hub else [],
-            **kind.data_record(),
+            "labels": kind.classes or None,
+            **kind.recorded,
         },
         "local_paths": {
             path: {"name": folders.base_name(path), "fingerprint": of_files.get(path)} for path in filter(None, paths)
@@ -263,11 +162,7 @@ def command_line(config: FinetuneConfig) -> str:
             continue
         if field.name in shortened or (field.name == "dataset" and Path(value).exists()):
             value = folders.base_name(value)
-        words.append(f"--{field.name}")
-        if isinstance(value, bool):
-            words.append(str(value).lower())
-        else:
-            words += [str(entry) for entry in value] if isinstance(value, list) else [str(value)]
+        words += flag(field.name, value)
     return shlex.join(words)
 
 

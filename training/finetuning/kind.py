@@ -1,17 +1,18 @@
 """`Kind`: what a kind of tasks brings to a run: columns, typed rows, features, model class, metrics, predictions."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from transformers import DataCollatorWithPadding
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.tables import Row, Table
+from d2l_bert.training.finetuning.tables import Table
 
 
 # Metrics that are best when they are small.
@@ -28,23 +29,16 @@ class Features:
     Args:
         rows: a dict of the model's arguments for each feature, not padded. A labelled table also has labels, by the
             model's argument names.
-        truncated: how many rows of the table lost text to `max_seq_length`.
+        note: what happened to rows that are longer than `max_seq_length`, for the user; "" if every row fits.
         sources: the row of the table that each feature is made from; None if feature n is made from row n.
         details: for each feature, what the kind needs to read the model's outputs, such as the places of tokens in the
             text; None if it needs nothing.
-        note: what the user should know about the lengths, if a table has rows with several features.
     """
 
     rows: list[dict]
-    truncated: int
+    note: str = ""
     sources: list[int] | None = None
     details: list | None = None
-    note: str = ""
-
-    def lost(self, max_seq_length: int) -> str:
-        """What `max_seq_length` does to the rows, in words; "" if every row fits."""
-        cut = f"{self.truncated:,} are truncated to {max_seq_length} tokens" if self.truncated else ""
-        return self.note or cut
 
 
 class Kind:
@@ -56,6 +50,18 @@ class Kind:
     of `Features.rows`, as NumPy arrays: the logits, or a tuple of them for a model with several; `rescaled` has been
     applied to them.
 
+    A subclass defines these methods, which raise `UserError` for rows that cannot be used:
+
+    - `find_columns(train)` chooses the columns: the options', or the named data set's if the table has them, or the
+      usual ones;
+    - `parse(cells, table)` is the typed `Row` of a row's cells, by the names of the columns; it raises `ValueError`
+      with what is wrong in which column, and the way out;
+    - `learn(train)` learns from the training rows what the labels are (classes, scale);
+    - `targets(table)` are the labels of a labelled table as the model's, such as numbers of classes (N,);
+    - `features(table, tokenizer, max_seq_length)` are the model's inputs, with labels if the table has labels;
+    - `metrics(table, features, predictions)` are the metrics of a labelled table by name, without the loss;
+    - `predicted_columns(table, features, predictions)` are columns with the predictions for each row of a table.
+
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
         pipeline_task: the task of `transformers.pipeline` that the finished folder serves; None if Transformers 5 has
@@ -66,6 +72,8 @@ class Kind:
         default_length: the default of `max_seq_length`.
         label: the names of the columns of labels.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for kinds without.
+        settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
+        recorded: what the run's record says about the task, beside the names of the classes.
     """
 
     auto_class: ClassVar[str]
@@ -77,25 +85,13 @@ class Kind:
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
-        self.notes: list[str] = []  # what the user should know about how `learn` reads the rows, a sentence each
         self.label: list[str] = []
         self.classes: list[str] = []
+        self.settings: dict = {}
+        self.recorded: dict = {"has_pairs": True}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
-
-    def find_columns(self, train: Table) -> None:
-        """Choose the columns: the options', or the named data set's if the table has them, or the defaults."""
-        raise NotImplementedError
-
-    def parse(self, cells: dict, table: Table) -> Row:
-        """
-        The typed row of a table's cells, by the names of the columns.
-
-        Raises:
-            ValueError: what is wrong with which column, and the way out.
-        """
-        raise NotImplementedError
 
     def read(self, table: Table) -> tuple[Table, Counter]:
         """
@@ -135,35 +131,18 @@ class Kind:
         """A table without a column of labels that are all -1, as GLUE marks test rows without labels."""
         labels = table.columns.get(self.label[0], [])
         if table.is_dataset and all(label in (-1, None) for label in labels):
-            return table.without(self.label)
+            columns = {name: values for name, values in table.columns.items() if name not in self.label}
+            return dataclasses.replace(table, columns=columns)
         return table
 
     def is_labelled(self, table: Table) -> bool:
         """Whether the table has labels. The test rows may be without; all others must have labels."""
         return any(row is not None and row.label is not None for row in table.rows)
 
-    def learn(self, train: Table) -> None:
-        """
-        Learn from the training rows what the labels are (classes, scale).
-
-        Raises:
-            UserError: the labels are such that there is nothing to learn.
-        """
-        raise NotImplementedError
-
     def check(self, table: Table) -> None:
         """Refuse labels that the model cannot be trained or measured on; called after `learn`, with every table."""
         if self.is_labelled(table):
             self.targets(table)
-
-    def targets(self, table: Table):
-        """
-        The labels of a labelled table as the model's, such as numbers of classes (N,).
-
-        Raises:
-            UserError: a label is not one that the training rows have.
-        """
-        raise NotImplementedError
 
     def class_number(self, table: Table, row: int, name: str) -> int:
         """The number of a class by its name; raises `UserError` if the training rows do not have it."""
@@ -174,67 +153,39 @@ class Kind:
             )
         return self.number_of[name]
 
-    def learn_classes(self, train: Table, found: set[str], named: list[str] | tuple[str, ...] | None) -> None:
+    def learn_classes(
+        self, train: Table, found: set[str], named: list[str] | tuple[str, ...] | None, least: int = 2
+    ) -> None:
         """
         Set the classes.
 
         Args:
             found: the names in the training rows; of one alone there is nothing to learn.
             named: all names in their order, if the dataset or its publishers give it.
+            least: the fewest classes.
         """
         self.classes = [name for name in named if name in found] if named else sort_labels(found)
-        if len(self.classes) == 1:
+        if len(self.classes) < least:
             raise UserError(
                 f"{train.label}: every row has the label {self.classes[0]!r} in column {self.label[0]!r}; there is "
                 f"nothing to tell apart: give rows of two classes at least, or name another column with --label_column"
             )
         self.number_of = {name: number for number, name in enumerate(self.classes)}
+        names = dict(enumerate(self.classes))
+        self.settings |= {"num_labels": len(names), "id2label": names, "label2id": dict(self.number_of)}
 
     def texts(self, table: Table) -> list[tuple[str, ...]]:
         """The texts of each row, by which equal rows of two tables are found."""
         return [row.texts for row in table.rows]
 
-    def classes_of(self, row: Row) -> set[str]:
-        """The classes of a row, of which training rows must keep some; the empty set for kinds without classes."""
-        return set()
-
-    def holdable(self, train: Table, drawn: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
-        """The texts drawn from the training rows, without those that training needs to see every class."""
-        chosen, left, needed = set(drawn), set(), set()
-        for row in train.rows:
-            left |= self.classes_of(row) if row.texts not in chosen else set()
-        for row in train.rows:  # the first text of a class that would be held out whole
-            if not self.classes_of(row) <= left:
-                needed.add(row.texts)
-                left |= self.classes_of(row)
-        return chosen - needed
-
     # -----------------------------------------------------------------------------------------------------------------
     # Features and the model
-
-    def model_settings(self) -> dict:
-        """The fields of the model's configuration that the task decides: `num_labels`, `id2label`, ..."""
-        if not self.classes:
-            return {}
-        return {
-            "num_labels": len(self.classes),
-            "id2label": dict(enumerate(self.classes)),
-            "label2id": dict(self.number_of),
-        }
 
     def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
         """
         Refuse a tokenizer or a length that the features cannot be made with, before anything is written. May change
         settings of the tokenizer; the finished folder gets the changed one.
         """
-
-    def features(self, table: Table, tokenizer, max_seq_length: int) -> Features:
-        """The model's inputs, with labels if the table has labels."""
-        raise NotImplementedError
-
-    def collator(self, tokenizer):
-        """The function that makes a padded batch of features."""
-        raise NotImplementedError
 
     def rescaled(self, outputs):
         """The outputs of a model in training, in the units of the labels."""
@@ -246,34 +197,17 @@ class Kind:
     # -----------------------------------------------------------------------------------------------------------------
     # Predictions
 
-    def metrics(self, table: Table, features: Features, predictions) -> dict[str, float]:
-        """The metrics of a labelled table, by name; without the loss."""
-        raise NotImplementedError
+    def collator(self, tokenizer):
+        """The function that makes a padded batch of features."""
+        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
 
     def most_frequent_share(self, table: Table) -> float | None:
         """The accuracy of always predicting a labelled table's most frequent class; None for kinds without classes."""
         return None
 
-    def constant_metrics(self, table: Table) -> tuple[str, ...]:
-        """The metrics that are 0 on a labelled table whatever is predicted, by its labels alone."""
-        return ()
-
-    def predicted_columns(self, table: Table, features: Features, predictions) -> dict[str, list]:
-        """Columns with the predictions for each row of a table, to stand beside the columns of the table."""
-        raise NotImplementedError
-
-    def pictures(self, table: Table, features: Features, predictions, folder: Path) -> dict[str, str]:
-        """
-        Draw pictures of the predictions for a labelled table into a folder.
-
-        Returns:
-            By the picture's file name, what the picture shows, for the card.
-        """
-        raise NotImplementedError
-
-    def data_record(self) -> dict:
-        """What the run's record says about the task: `labels`, the names of the classes; `has_pairs`."""
-        return {"labels": self.classes or None, "has_pairs": True}
+    def pictures(self, table: Table, features: Features, predictions, folder) -> dict[str, str]:
+        """Draw the predictions for a labelled table; returns what each picture shows, by its file name."""
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,11 +242,10 @@ def text_in(cells: dict, column: str, option: str | None = None) -> str:
 
 def check_text(text: object, place: str, option: str | None = None) -> str:
     """A text at a place of a row; raises `ValueError` if it is empty, or no text."""
-    if text is not None and not isinstance(text, str):
-        mend = f"name another column with --{option}" if option else "write a text"
-        raise ValueError(f"{place} holds {type(text).__name__}, not text; {mend}")
-    if not is_filled(text):
-        raise ValueError(f"{place} is empty; write a text there, or take the row out")
+    if not isinstance(text, str) or not text.strip():
+        what = "is empty" if not is_filled(text) else f"holds {type(text).__name__}, not text"
+        mend = f", or name another column with --{option}" if option else ""
+        raise ValueError(f"{place} {what}; write a text there, or take the row out{mend}")
     return text
 
 
@@ -360,12 +293,11 @@ def names_in(entries: list, column: str, table: Table) -> list[str]:
     """
     classes, names = table.class_names.get(column), []
     for entry in entries:
-        is_number = isinstance(entry, int) and not isinstance(entry, bool)
-        if classes and is_number and not 0 <= entry < len(classes):
-            raise ValueError(f"column {column!r} holds {entry}, which is no label of the dataset; correct the row")
-        if not is_filled(entry) or isinstance(entry, float | list | dict):
+        is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
+        is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
+        if not is_name or (is_number and not 0 <= entry < len(classes)):
             raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
-        names.append(classes[entry] if classes and is_number else str(entry).strip())
+        names.append(classes[entry] if is_number else str(entry).strip())
     return names
 
 

@@ -195,17 +195,12 @@ def answer_scores(prediction: str, gold: list[str]) -> tuple[float, float]:
         prediction: the predicted answer; "" says that the question has none.
         gold: the true answers, of which the best counts; [] if the question has none.
     """
-    said = normalised_answer(prediction)
-    true = [normalised for normalised in map(normalised_answer, gold) if normalised] or [""]
-    return max(float(said == answer) for answer in true), max(
-        _word_f1(said.split(), answer.split()) for answer in true
-    )
-
-
-def _word_f1(said, true):
-    if not said or not true:
-        return float(said == true)
-    return 2 * (Counter(said) & Counter(true)).total() / (len(said) + len(true))
+    exact, f1, said = [], [], normalised_answer(prediction)
+    for answer in [normalised for normalised in map(normalised_answer, gold) if normalised] or [""]:
+        exact.append(float(said == answer))
+        both = (Counter(said.split()) & Counter(answer.split())).total()
+        f1.append(2 * both / (len(said.split()) + len(answer.split())) if said and answer else exact[-1])
+    return max(exact), max(f1)
 
 
 def answer_metrics(predictions: list[str], gold: list[list[str]]) -> dict[str, float]:

@@ -1,12 +1,12 @@
 """Pictures of a fine-tuning: curves, confusion matrix, predicted and true numbers, bars."""
 
-import textwrap
 from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.model_cards.finetuned import METRICS
+from d2l_bert.model_cards.figures import METRICS
 from d2l_bert.training.finetuning.metrics import precision_recall_f1
+from d2l_bert.training.pictures import draw_bars, one_panel
 
 
 # With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.
@@ -34,7 +34,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
 
     true, predicted = np.asarray(true), np.asarray(predicted)
     size = max(5.0, 2.5 + 0.5 * min(len(classes), NUMBERED_CLASSES))
-    figure, panel = _figure(
+    figure, panel = one_panel(
         (size, size),
         f"Confusion matrix on {rows_name}: {len(true):,} {unit}, accuracy {np.mean(true == predicted):.1%}",
     )
@@ -58,7 +58,7 @@ def draw_scatter(true, predicted, rows_name: str, path: Path):
     """Draw predicted numbers (N,) over true numbers (N,) and the line of equal ones; returns the figure."""
     from sklearn.metrics import PredictionErrorDisplay
 
-    figure, panel = _figure((5, 4.6), f"Predicted and true numbers on {rows_name} ({len(true):,} rows)")
+    figure, panel = one_panel((5, 4.6), f"Predicted and true numbers on {rows_name} ({len(true):,} rows)")
     PredictionErrorDisplay.from_predictions(true, predicted, kind="actual_vs_predicted", ax=panel)
     figure.savefig(path, dpi=120)
     return figure
@@ -79,55 +79,32 @@ def draw_counts(counts: dict[str, np.ndarray], title: str, path: Path):
     return draw_bars(figures, ("precision", "recall", "F1"), title, path)
 
 
-def draw_bars(groups: list[tuple], names: tuple[str, ...], title: str, path: Path):
-    """
-    Draw horizontal bars of shares; returns the figure.
-
-    Args:
-        groups: for each group its name, and the figures from 0 to 1, one for each of `names`.
-    """
-    figure, panel = _figure((7, 1.8 + 0.24 * len(names) * len(groups)), title)
-    values, height = np.array([figures for _, figures in groups]), 0.8 / len(names)
-    for number, name in enumerate(names):
-        places = np.arange(len(groups)) + (number - (len(names) - 1) / 2) * height
-        bars = panel.barh(places, values[:, number], 0.92 * height, label=name)
-        panel.bar_label(bars, [f"{value:.1%}" for value in values[:, number]], fontsize=7, padding=2)
-    panel.set_yticks(range(len(groups)), [name for name, _ in groups])
-    panel.invert_yaxis()
-    panel.set_xlim(0, 1.12)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
-    return figure
-
-
-def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: Path):
+def draw_curves(logs: dict[str, list[dict]], kept: str, metric: str, title: str, path: Path):
     """
     Draw the losses and the metric that chooses over the steps, other seeds and rates grey behind; returns the figure.
 
     Args:
-        attempts: for each model trained, `name` and `log`, the rows of Trainer's log.
-        kept: the number of the attempt whose model is kept.
+        logs: for each model trained, by its name, the rows of Trainer's log.
+        kept: the name of the model that is kept.
         metric: the name of the metric.
     """
     from matplotlib.figure import Figure
 
     is_share = METRICS[metric][1] == "%"
     panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
-    if metric != "loss" and any("eval_loss" in row for row in attempts[kept]["log"]):
+    if metric != "loss" and any("eval_loss" in row for row in logs[kept]):
         panels[f"{metric.replace('_', ' ')}{', %' if is_share else ''}"] = {"validation": f"eval_{metric}"}
     figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
     for panel, (name, keys) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
-        for number in sorted(range(len(attempts)), key=lambda number: number == kept):
+        for model in sorted(logs, key=lambda model: model == kept):
             for curve, key in keys.items():
                 scale = 100 if is_share and name != "loss" else 1
-                points = [(row["step"], scale * row[key]) for row in attempts[number]["log"] if key in row]
-                style = {"marker": "o" if curve == "validation" or len(points) == 1 else "", "markersize": 3}
-                if number == kept:
-                    style |= {"color": "C0" if curve == "validation" else "C1", "label": curve}
-                else:
-                    style |= {"color": "0.6" if curve == "validation" else "0.8", "linewidth": 0.8}
-                panel.plot([step for step, _ in points], [value for _, value in points], **style)
+                points = [(row["step"], scale * row[key]) for row in logs[model] if key in row]
+                own, grey = ("C0", "0.6") if curve == "validation" else ("C1", "0.8")
+                style = {"color": own, "label": curve} if model == kept else {"color": grey, "linewidth": 0.8}
+                marker = "o" if curve == "validation" or len(points) == 1 else ""
+                panel.plot(*np.reshape(points, (-1, 2)).T, marker=marker, markersize=3, **style)
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("optimizer step")
         if is_share and name != "loss":  # whole, so that one row of few does not look like a collapse
@@ -136,16 +113,6 @@ def draw_curves(attempts: list[dict], kept: int, metric: str, title: str, path: 
         panel.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
     return figure
-
-
-def _figure(size, title):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    panel = figure.subplots()
-    panel.set_title("\n".join(textwrap.wrap(title, int(10 * size[0]))), fontsize=10)
-    panel.spines[["top", "right"]].set_visible(False)
-    return figure, panel
 
 
 def shortened(name: str) -> str:

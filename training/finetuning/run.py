@@ -7,18 +7,21 @@ import shutil
 import statistics
 from pathlib import Path
 
+import torch
 import transformers
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
+from transformers.integrations import get_available_reporting_integrations
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.model_cards.finetuned import no_better, shown_metric
+from d2l_bert.model_cards.figures import no_better, shown_metric
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.model_cards.push import check_push
-from d2l_bert.modeling.saving import save_model, save_with_code
+from d2l_bert.modeling import conversion
+from d2l_bert.modeling.conversion import save_model, save_with_code
 from d2l_bert.progress import counted, report
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import (
@@ -44,13 +47,9 @@ from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
 from d2l_bert.training.finetuning.tags_kind import Tags
 from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, Regression
 from d2l_bert.training.finetuning.trainer import (
-    check_layers,
-    check_machine,
-    check_warmup,
     default_rate,
-    rows_per_step,
-    total_steps,
 )
+from d2l_bert.training.tracking import check_trackers
 
 
 logger = logging.getLogger(__name__)
@@ -78,38 +77,38 @@ def finetune(config: FinetuneConfig) -> Path:
         check_launcher_environment()
         if is_set("ACCELERATE_USE_FSDP"):
             raise UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
-    with restore_host_settings(), _quiet_libraries():
+    with restore_host_settings(), conversion.without_log_messages():
+        transformers.utils.logging.disable_progress_bar()
         AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
         with report_errors_once():
-            check_machine(config)
+            if config.fp16 and not torch.cuda.is_available():
+                raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
+            check_trackers(config.report_to, get_available_reporting_integrations())
             kind = make_kind(config)
             # What can be refused without the rows, which may be many, is refused before the rows are read.
             best_metric(config, kind)
-            output.check_output_folder(config, output.folder_of(config))
+            output.check_output_folder(config, output.folder_of(config), config.model, is_finetuning=True)
             start = read_start(config, kind)
             kind.check_tokenizer(start.tokenizer, start.max_seq_length)
             data = load_data(config, kind)
             metric = best_metric(config, kind)  # of `tags`, the rows decide
-            # Weights that cannot be loaded are refused here, before anything is written.
-            model, _ = make_model(start, kind, config.from_scratch)
-            check_layers(config, model)
-            del model
-            state = _make_state()
+            make_model(start, kind, config.from_scratch)  # weights that cannot be loaded are refused here
+            on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+            state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+            check_engine(state)
+            keep_process_group(state)
             features = {
                 split: kind.features(table, start.tokenizer, start.max_seq_length)
                 for split, table in data.splits().items()
             }
-            warnings = [check_warmup(config, total_steps(config, state.num_processes, len(features["train"].rows)))]
-            if data.validation is not None and metric in kind.constant_metrics(data.validation):
-                warnings.append(
-                    f"{data.validation.label}: {metric} is 0 there whatever is predicted, so the loss chooses; give "
-                    f"more validation rows"
-                )
-                metric = "loss"
-            for warning in filter(None, warnings):
-                on_main(state, logger.warning, warning)
             if config.push_to_hub:
-                on_main(state, _check_push, config, start)
+                if not (is_ours(start.config) or start.config.model_type == "bert"):
+                    raise UserError(
+                        f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
+                        f"{start.config.model_type} model; leave push_to_hub out"
+                    )
+                repository = config.hub_model_id or output.folder_of(config).resolve().name
+                on_main(state, check_push, repository, config.license, config.hub_private_repo, False)
             return _run(config, kind, metric, data, start, features, state)
 
 
@@ -120,11 +119,7 @@ def _run(config, kind, metric, data, start, features, state):
         folder = on_main(state, lambda: stack.enter_context(output.output_folder(config)))
         record = output.make_record(config, kind, data, start, rates, state.num_processes)
         on_main(state, output.start_folder, config, folder, record)
-        if state.is_main_process:
-            for note in data.notes:
-                logger.info(note)
-        if state.is_main_process:
-            _say_sizes(config, data, features, start, rates, state.num_processes)
+        _say_sizes(config, data, features, start, rates, state.num_processes)
         work = Work(config, kind, data, start, features, metric, folder / output.WORK_FOLDER, state)
         tried, seeds, kept = run_all(work, rates)
         message = on_main(state, _finish, work, folder, record, tried, seeds, kept)
@@ -138,50 +133,12 @@ def _run(config, kind, metric, data, start, features, state):
     return folder
 
 
-def _make_state():
-    """Accelerate's state of the launched processes, on this machine's devices."""
-    import torch
-
-    state = PartialState(
-        cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()), timeout=PROCESS_TIMEOUT
-    )
-    check_engine(state)
-    keep_process_group(state)
-    return state
-
-
-@contextlib.contextmanager
-def _quiet_libraries():
-    """Within the block, Transformers logs only errors, and shows no bars."""
-    logs = transformers.utils.logging
-    verbosity = logs.get_verbosity()
-    logs.set_verbosity_error()
-    logs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(verbosity)
-
-
-def _check_push(config, start):
-    if not (is_ours(start.config) or start.config.model_type == "bert"):
-        raise UserError(
-            f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
-            f"{start.config.model_type} model; leave push_to_hub out"
-        )
-    repository = config.hub_model_id or output.folder_of(config).resolve().name
-    check_push(repository, config.license, config.hub_private_repo, dry_run=False)
-
-
 def _say_sizes(config, data, features, start, rates, processes):
     """Log what is trained on, and how many texts are truncated."""
     for split, table in data.splits().items():
         labels = "" if split != "test" or data.test_is_labelled else ", without labels"
-        lost = features[split].lost(start.max_seq_length) or f"none is longer than {start.max_seq_length} tokens"
+        lost = features[split].note or f"none is longer than {start.max_seq_length} tokens"
         logger.info(f"{split}: {counted(len(table), 'row')} of {table.name}{labels}; {lost}")
-    logger.info(f"dropout: {', '.join(f'{name} {rate}' for name, rate in start.dropout.items() if rate is not None)}")
-    if processes > 1:
-        logger.info(f"{processes} processes, {rows_per_step(config, processes)} rows in a step")
     given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
     logger.info(f"rate {', '.join(f'{rate:g}' for rate in rates)}{given}")
     if config.num_seeds > 1 and data.validation is None:
@@ -194,52 +151,37 @@ def _say_sizes(config, data, features, start, rates, processes):
 
 def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: list[dict], kept: int) -> str:
     """
-    Write the finished folder; only the main process calls this.
-
-    The model stands there with its figures before anything is drawn and the card is written: an error in one of these
-    cannot lose the model.
+    Write the finished folder; only the main process calls this. Until then all models stand in `WORK_FOLDER`.
 
     Returns:
         The report for the user: the table of figures, and what the folder holds.
     """
-    kind, data, start = work.kind, work.data, work.start
-    partial = folder / output.PARTIAL_FOLDER
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        best = seeds[kept]
-        auto_class = getattr(transformers, kind.auto_class)
-        source = work.folder / attempt_name(best["learning_rate"], best["seed"]) / MODEL_FOLDER
-        model = auto_class.from_pretrained(source, trust_remote_code=False)
-        with folders.os_errors():
-            save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
-            save_tokenizer(start.tokenizer, partial)
-        # Test rows are predicted, and the pictures show them, or validation rows if the test rows have no labels.
-        pictured = next((split for split in ("test", "validation") if split in data.measured()), None)
+    kind, data, best = work.kind, work.data, seeds[kept]
+    name = attempt_name(best["learning_rate"], best["seed"])
+    source = work.folder / name / MODEL_FOLDER
+    model = getattr(transformers, kind.auto_class).from_pretrained(source, trust_remote_code=False)
+    logs = {attempt_name(result["learning_rate"], result["seed"]): result["log"] for result in (*tried, *seeds)}
+    title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
+    with folders.replacing_files(folder, last=output.WEIGHTS_FILE) as partial:
+        save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
+        save_tokenizer(work.start.tokenizer, partial)
         if data.test is not None:
             _write_predictions(work, saved_outputs(source, "test"), partial)
-        metrics = make_metrics(kind, work.metric, data, tried, seeds, kept)
-        metrics |= {
-            "lost_to_length": {split: made.lost(start.max_seq_length) for split, made in work.features.items()},
+        draw_curves(logs, name, work.metric, title, partial / CURVES_FILE)
+        pictures = {CURVES_FILE: "Loss and metric over the steps"}
+        # Of the test rows, or of the validation rows if the test rows have no labels.
+        for split in data.measured()[-1:]:
+            outputs = saved_outputs(source, split)
+            pictures |= kind.pictures(data.splits()[split], work.features[split], outputs, partial)
+        metrics = make_metrics(kind, work.metric, data, tried, seeds, kept) | {
+            "lost_to_length": {split: made.note for split, made in work.features.items()},
             "shared_with_training": data.shared,
             "diverged_rates": sorted(set(record["learning_rates"]) - {result["learning_rate"] for result in tried}),
-            "pictures": {},
+            "pictures": pictures,
         }
         folders.write_json(partial / METRICS_FILE, metrics)
         folders.write_json(partial / RUN_FILE, record)
-        folders.move_all(partial, folder, last=output.WEIGHTS_FILE)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    attempts = [{"name": attempt_name(r["learning_rate"], r["seed"]), "log": r["log"]} for r in (*tried, *seeds[1:])]
-    shown = next(n for n, attempt in enumerate(attempts) if attempt["name"] == source.parent.name)
-    title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
-    draw_curves(attempts, shown, work.metric, title, folder / CURVES_FILE)
-    metrics["pictures"] = {CURVES_FILE: "Loss and metric over the steps"}
-    if pictured:
-        outputs = saved_outputs(source, pictured)
-        metrics["pictures"] |= kind.pictures(data.splits()[pictured], work.features[pictured], outputs, folder)
-    folders.write_json(folder / METRICS_FILE, metrics)
-    (folder / CARD_FILE).write_text(render_card(folder, folder.resolve().name), encoding="utf-8")
+        (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
     shutil.rmtree(folder / output.WORK_FOLDER, ignore_errors=True)
     return results_text(folder, metrics, data)
 
@@ -303,29 +245,18 @@ def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: 
 
 def results_text(folder: Path, metrics: dict, data: Data) -> str:
     """The table at the end of a run: a line for each seed, mean and standard deviation, and what the folder holds."""
-    lines = []
+    names, lines = metrics["metrics_shown"], []
     for split in data.measured():
         table = data.splits()[split]
+        rows = {f"seed {result['seed']}": result[split] for result in metrics["seeds"]}
+        if len(rows) > 1:
+            rows |= {"mean": metrics["mean"][split], "sd": metrics["sd"][split]}
         lines.append(f"{split}: {counted(len(table), 'row')} of {table.name}")
-        names = metrics["metrics_shown"]
-        widths = [max(9, len(name)) for name in names]
-        lines.append(
-            "  ".join([f"  {'':>8}", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])
-        )
-
-        def line(label, values, names=names, widths=widths):
-            shown = (
-                f"{'' if value is None else shown_metric(name, value):>{width}}"
-                for name, value, width in zip(names, values, widths, strict=True)
-            )
-            return "  ".join([f"  {label:>8}", *shown])
-
-        for result in metrics["seeds"]:
-            kept = " (kept)" if result["seed"] == metrics["kept_seed"] and len(metrics["seeds"]) > 1 else ""
-            lines.append(line(f"seed {result['seed']}", [result[split][name] for name in names]) + kept)
-        if len(metrics["seeds"]) > 1:
-            lines.append(line("mean", [metrics["mean"][split][name] for name in names]))
-            lines.append(line("sd", [metrics["sd"][split][name] for name in names]))
+        lines.append("".join([f"  {'':>8}", *(f"{name:>{max(9, len(name)) + 2}}" for name in names)]))
+        for label, row in rows.items():
+            cells = (f"{shown_metric(name, row[name]):>{max(9, len(name)) + 2}}" for name in names)
+            kept = " (kept)" if len(rows) > 1 and label == f"seed {metrics['kept_seed']}" else ""
+            lines.append("".join([f"  {label:>8}", *cells]) + kept)
         if comparison := no_better(metrics, split):
             lines.append(f"  {comparison}")
     lines.append(
@@ -352,7 +283,7 @@ CLASSES = {
 
 def make_kind(config: FinetuneConfig) -> Kind:
     """The `Kind` of a run."""
-    return CLASSES[config.kind_name()](config)
+    return CLASSES[config.kind](config)
 
 
 def best_metric(config: FinetuneConfig, kind: Kind) -> str:

@@ -12,14 +12,12 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from d2l_bert.errors import UserError, reading_model
-from d2l_bert.folders import base_name
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import longest_input
-from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.load import read_parts
+from d2l_bert.training.load import hash_of_model, read_parts
 
 
 logger = logging.getLogger(__name__)
@@ -58,15 +56,6 @@ class Start:
     max_seq_length: int
     dropout: dict[str, float]
 
-    def record(self) -> dict:
-        """What the run's record says about the base model."""
-        return {
-            "name": self.name if self.fingerprint is None else base_name(self.name),
-            "revision": self.revision,
-            "fingerprint": self.fingerprint,
-            "model_type": self.config.model_type,
-        }
-
 
 def read_start(config: FinetuneConfig, kind: Kind) -> Start:
     """
@@ -85,18 +74,11 @@ def read_start(config: FinetuneConfig, kind: Kind) -> Start:
         name=name,
         tokenizer=tokenizer,
         revision=None if is_folder else extract_commit_hash(cached_file(name, "config.json"), None),
-        fingerprint=folder_fingerprint(Path(name)) if is_folder else None,
+        fingerprint=hash_of_model(name) if is_folder else None,
         dropout=_set_dropout(config, model_config),
         max_seq_length=_length(config, kind, model_config, tokenizer),
         config=model_config,
     )
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """A hash of the files of a model folder that decide its outputs."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-    files += [folder / name for name in ("config.json", "tokenizer.json", "vocab.txt")]
-    return fingerprint([(file.name, content_hash(file)) for file in files if file.is_file()])
 
 
 def _set_dropout(config, model_config):
@@ -147,7 +129,7 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     """
     auto_class = getattr(transformers, kind.auto_class)
     config = copy.deepcopy(start.config)
-    for field, value in kind.model_settings().items():
+    for field, value in kind.settings.items():
         setattr(config, field, value)
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []

@@ -71,12 +71,6 @@ class Table:
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         return dataclasses.replace(self, columns=columns, rows=[self.rows[row] for row in rows])
 
-    def without(self, names: list[str]) -> "Table":
-        """The table without some columns."""
-        return dataclasses.replace(
-            self, columns={name: values for name, values in self.columns.items() if name not in names}
-        )
-
     def require(self, column: str, option: str) -> list:
         """
         The values of a column.

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from tokenizers import pre_tokenizers
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.errors import UserError
@@ -31,9 +30,6 @@ NO_ENTITY = "O"
 
 BIO_TAG = re.compile(r"O|[BI](-.*)?")
 
-# A tag of BIO, BIOES or BILOU, in capitals or not.
-SPAN_TAG = re.compile(r"[bioeslu](-.+)?", re.IGNORECASE)
-
 
 class Tags(Kind):
     """
@@ -51,9 +47,13 @@ class Tags(Kind):
 
     def find_columns(self, train):
         self.words = choose_column(train, "text_column", self.config.text_column, "tokens", "words")
-        given = self.config.label_column[0] if self.config.label_column else None
-        self.label = [choose_column(train, "label_column", given, "ner_tags", "tags", "labels", "label")]
+        self.label = [
+            choose_column(
+                train, "label_column", (self.config.label_column or [None])[0], "ner_tags", "tags", "labels", "label"
+            )
+        ]
         check_different([self.words, *self.label])
+        self.recorded["has_pairs"] = False
 
     def parse(self, cells, table):
         table.require(self.words, "text_column")
@@ -71,24 +71,12 @@ class Tags(Kind):
             )
         return Row(tuple(words), tags or None)
 
-    def classes_of(self, row):
-        return set(row.label)
-
     def learn(self, train):
         counts = Counter(tag for row in train.rows for tag in row.label)
         self.learn_classes(train, set(counts), train.class_names.get(self.label[0]))
         self.has_entities = all(map(BIO_TAG.fullmatch, self.classes))
         # The prediction for a word without pieces, such as a lone control character.
         self.default = NO_ENTITY if NO_ENTITY in self.classes else counts.most_common(1)[0][0]
-        bare = [tag for tag in self.classes if tag in ("B", "I")]
-        if not self.has_entities and all(map(SPAN_TAG.fullmatch, self.classes)):
-            other = next(tag for tag in self.classes if not BIO_TAG.fullmatch(tag))
-            self.notes.append(
-                f"the tags mark spans, but not as BIO does (O, B-... and I-..., in capitals), such as "
-                f"{other!r}: entities are not counted, and the accuracy of words chooses"
-            )
-        elif self.has_entities and bare:
-            self.notes.append(f"entities of the tag {bare[0]!r} have no type; B-... and I-... name one")
         if not self.has_entities:
             self.main_metric, self.metrics_shown = "accuracy", ("accuracy",)
 
@@ -96,18 +84,8 @@ class Tags(Kind):
         """The numbers of the tags of each row, a list a row."""
         return [[self.class_number(table, number, tag) for tag in row.label] for number, row in enumerate(table.rows)]
 
-    def data_record(self):
-        return {"labels": self.classes, "has_pairs": False}
-
     def check_tokenizer(self, tokenizer, max_seq_length):
-        if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                f"{self.config.model}: its tokenizer takes no words one by one; give a model with a fast tokenizer"
-            )
-        before = tokenizer.backend_tokenizer.pre_tokenizer
-        if isinstance(before, pre_tokenizers.ByteLevel):
-            _mark_first_words(tokenizer, before)
-        elif "ByteLevel(add_prefix_space=False" in repr(before):
+        if "ByteLevel(add_prefix_space=False" in repr(tokenizer.backend_tokenizer.pre_tokenizer):
             raise UserError(
                 f"{self.config.model}: its tokenizer gives a word of a list other tokens than the same word behind a "
                 f"space; give a model whose tokenizer has add_prefix_space"
@@ -149,7 +127,7 @@ class Tags(Kind):
             f"{too_long:,} ({too_long / len(table):.1%}) are longer than {max_seq_length} tokens and are cut into "
             f"windows between words"
         )
-        return Features(rows, 0, sources, details, note if too_long else "")
+        return Features(rows, note if too_long else "", sources, details)
 
     def collator(self, tokenizer):
         return DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)
@@ -169,10 +147,6 @@ class Tags(Kind):
     def metrics(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
         return metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
-
-    def constant_metrics(self, table):
-        is_empty = all(tag == NO_ENTITY for tags in self.true_tags(table) for tag in tags)
-        return ("f1", "precision", "recall", "strict_f1") if self.has_entities and is_empty else ()
 
     def predicted_columns(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
@@ -201,21 +175,6 @@ class Tags(Kind):
         numbers = [[self.number_of[tag] for tags in side for tag in tags] for side in (true, predicted)]
         draw_confusion(*numbers, self.classes, table.name, Path(folder, CONFUSION_FILE), unit="words")
         return {CONFUSION_FILE: f"Confusion matrix of the tags on {table.name}"}
-
-
-def _mark_first_words(tokenizer, before):
-    """
-    Let a tokenizer of bytes, such as RoBERTa's, put a space before a text; `before` is its pre-tokenizer.
-
-    Each word of a list then has the tokens of the same word inside a text. The saved tokenizer keeps the setting.
-    """
-    backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=before.use_regex)
-    tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True  # Transformers loads these
-    after = backend.post_processor
-    if hasattr(after, "add_prefix_space"):  # else the place of a text's first token would lack the first character
-        after.add_prefix_space = True
-        backend.post_processor = after
 
 
 def _cut(lengths, room):

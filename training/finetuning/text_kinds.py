@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import numpy as np
-from transformers import DataCollatorWithPadding
 
 from d2l_bert.errors import UserError
 from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.config import NamedTask
 from d2l_bert.training.finetuning.kind import (
     Features,
     Kind,
@@ -21,7 +21,6 @@ from d2l_bert.training.finetuning.kind import (
     names_in,
     rounded,
     softmax,
-    sort_labels,
     text_in,
 )
 from d2l_bert.training.finetuning.pictures import draw_confusion, draw_counts, draw_scatter
@@ -30,9 +29,6 @@ from d2l_bert.training.finetuning.tables import Row
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
 NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNORECASE)
-
-# What often stands between labels.
-OTHER_SEPARATOR = re.compile(r"[,;|/\t]")
 
 # The most columns of probabilities in the table of predictions. With more classes than this, `classification` writes
 # none of these columns, and `multilabel` writes those of the first classes.
@@ -54,23 +50,17 @@ class TextKind(Kind):
     problem_type = ""
 
     def find_columns(self, train):
-        config, task = self.config, self.config.named_task()
-        self.text = choose_column(train, "text_column", config.text_column, "text", *([task.text] if task else []))
-        pair = config.text_pair_column or (task and task.text_pair)
-        has_pair = pair or "text_pair" in train.columns
-        self.text_pair = (
-            choose_column(
-                train, "text_pair_column", config.text_pair_column, "text_pair", *([task.text_pair] if task else [])
-            )
-            if has_pair
-            else None
-        )
-        self.label = config.label_column or [
-            choose_column(train, "label_column", None, "label", *([task.label] if task else []))
-        ]
+        config, task = self.config, self.config.named_task() or NamedTask(kind="", dataset="")
+        self.text = choose_column(train, "text_column", config.text_column, "text", task.text)
+        self.text_pair = None
+        if config.text_pair_column or task.text_pair or "text_pair" in train.columns:
+            usual = ("text_pair", task.text_pair)
+            self.text_pair = choose_column(train, "text_pair_column", config.text_pair_column, *usual)
+        self.label = config.label_column or [choose_column(train, "label_column", None, "label", task.label)]
         for column in self.label:
             train.require(column, "label_column")
         check_different([*self.text_columns(), *self.label])
+        self.settings["problem_type"], self.recorded["has_pairs"] = self.problem_type, self.text_pair is not None
 
     def text_columns(self) -> list[str]:
         """The names of the columns of texts, one or two."""
@@ -84,16 +74,9 @@ class TextKind(Kind):
         is_labelled = all(column in table.columns for column in self.label)
         return Row(tuple(texts), self.label_in(cells, table) if is_labelled else None)
 
-    def label_in(self, cells: dict, table):
-        """The label of a row; None if its cell is empty. Raises `ValueError` for a label of another kind."""
-        raise NotImplementedError
-
     def in_training(self, targets) -> list:
         """The targets as values of `labels` for the model in training."""
         return targets.tolist()
-
-    def model_settings(self):
-        return {**super().model_settings(), "problem_type": self.problem_type}
 
     def features(self, table, tokenizer, max_seq_length):
         targets = self.in_training(self.targets(table)) if self.is_labelled(table) else None
@@ -106,13 +89,7 @@ class TextKind(Kind):
             rows += [{name: values[number] for name, values in cut.items()} for number in range(len(chunk))]
         if targets is not None:
             rows = [{**row, "labels": target} for row, target in zip(rows, targets, strict=True)]
-        return Features(rows, truncated)
-
-    def collator(self, tokenizer):
-        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
-
-    def data_record(self):
-        return {"labels": self.classes or None, "has_pairs": self.text_pair is not None}
+        return Features(rows, f"{truncated:,} are truncated to {max_seq_length} tokens" if truncated else "")
 
 
 class Classification(TextKind):
@@ -130,23 +107,17 @@ class Classification(TextKind):
     def label_in(self, cells, table):
         column = self.label[0]
         value, known = cells[column], self.known_names()
-        if isinstance(value, list | dict):
+        is_number = isinstance(value, float) or NO_CLASS.fullmatch(str(value).strip())
+        if is_number or isinstance(value, list | dict):
+            what = f"numbers such as {value}" if is_number else type(value).__name__
             raise ValueError(
-                f"column {column!r} holds {type(value).__name__}, not a class; name another column with "
-                f"--label_column, or give --task multilabel for several labels"
-            )
-        if isinstance(value, float) or NO_CLASS.fullmatch(str(value).strip()):
-            raise ValueError(
-                f"column {column!r} holds numbers such as {value}, not classes; give --task regression, or write "
-                f"classes as whole numbers or names"
+                f"column {column!r} holds {what}, not classes; give --task "
+                f"{'regression' if is_number else 'multilabel'}, or name another column with --label_column"
             )
         if not is_filled(value) or (table.is_dataset and value == -1):
             return None
         (name,) = names_in([value], column, table)
         return known[int(name)] if name.isdecimal() and int(name) < len(known) else name
-
-    def classes_of(self, row):
-        return {row.label}
 
     def learn(self, train):
         column, found = self.label[0], {row.label for row in train.rows} - {None}
@@ -166,11 +137,6 @@ class Classification(TextKind):
 
     def most_frequent_share(self, table):
         return float(np.bincount(self.targets(table)).max() / len(table))
-
-    def constant_metrics(self, table):
-        found = set(self.targets(table).tolist())
-        without_second = ("f1",) if len(self.classes) == 2 and found == {0} else ()
-        return (*without_second, "matthews_correlation") if len(found) == 1 else ()
 
     def predicted_columns(self, table, features, predictions):
         probabilities, chosen = softmax(predictions), predictions.argmax(-1)
@@ -206,30 +172,15 @@ class Multilabel(TextKind):
         return [column for column in self.label if float(cells[column]) == 1]
 
     def learn(self, train):
-        column, separator = self.label[0], self.config.label_separator
         labels = [row.label for row in train.rows]
         found = {name for names in labels for name in names}
-        if not found:
-            raise UserError(f"{train.label}: no row has a label in column {column!r}; name another column")
-        if all(set(names) == found for names in labels):
-            raise UserError(f"{train.label}: every row has all of the labels {listed_names(sorted(found))}")
-        if len(self.label) > 1:
-            self.classes = list(self.label)
-        elif found <= {"0", "1"} and all(len(names) == 1 for names in labels):
+        if not found or all(set(names) == found for names in labels):
             raise UserError(
-                f"{train.label}: column {column!r} holds a 0 or a 1 in each row; name several such columns with "
-                f"--label_column, or give --task classification"
+                f"{train.label}: every row has the labels {listed_names(sorted(found))} in column {self.label[0]!r}; "
+                f"name another column with --label_column, or what separates labels with --label_separator"
             )
-        elif all(isinstance(cell, str) and separator not in cell for cell in train.columns[column]):
-            example = next(filter(OTHER_SEPARATOR.search, sorted(found)), min(found))
-            self.notes.append(
-                f"no cell of column {column!r} holds the separator {separator!r}, so no row has two labels; one label "
-                f"is {example!r:.40}: if that is several, name what separates them with --label_separator"
-            )
-        if len(self.label) == 1:
-            named = train.class_names.get(column)
-            self.classes = [name for name in named if name in found] if named else sort_labels(found)
-        self.number_of = {name: number for number, name in enumerate(self.classes)}
+        named = self.label if len(self.label) > 1 else train.class_names.get(self.label[0])
+        self.learn_classes(train, found, named, least=1)
 
     def targets(self, table):
         found = np.zeros((len(table), len(self.classes)), dtype=np.float32)
@@ -240,9 +191,6 @@ class Multilabel(TextKind):
 
     def metrics(self, table, features, predictions):
         return metrics.multilabel_metrics(self.targets(table), (predictions > 0).astype(int))
-
-    def constant_metrics(self, table):
-        return () if self.targets(table).any() else ("f1", "macro_f1")
 
     def predicted_columns(self, table, features, predictions):
         chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in predictions]
@@ -290,6 +238,7 @@ class Regression(TextKind):
     def learn(self, train):
         numbers = self.targets(train)
         self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
+        self.settings["num_labels"] = 1
         if self.deviation == 0:
             raise UserError(
                 f"{train.label}: every row has the number {numbers[0]:g} in column {self.label[0]!r}; there is "
@@ -301,9 +250,6 @@ class Regression(TextKind):
 
     def in_training(self, targets):
         return ((targets - self.mean) / self.deviation).tolist()
-
-    def model_settings(self):
-        return {"num_labels": 1, "problem_type": self.problem_type}
 
     def rescaled(self, outputs):
         return outputs * self.deviation + self.mean
@@ -319,9 +265,6 @@ class Regression(TextKind):
 
     def metrics(self, table, features, predictions):
         return metrics.number_metrics(self.targets(table), predictions[:, 0])
-
-    def constant_metrics(self, table):
-        return ("pearson", "spearman", "pearson_spearman_mean") if np.ptp(self.targets(table)) == 0 else ()
 
     def predicted_columns(self, table, features, predictions):
         return {"prediction": [float(f"{value:.6g}") for value in predictions[:, 0]]}

@@ -2,33 +2,25 @@
 
 import errno
 import logging
-import math
 import os
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.utils.data import SequentialSampler
-from tqdm.auto import tqdm
 from transformers import (
-    EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer import TRAINER_STATE_NAME
 
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
-from d2l_bert.model_cards.finetuned import shown_metric
-from d2l_bert.progress import counted
+from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
@@ -76,45 +68,8 @@ def warmup(config: FinetuneConfig) -> float:
     return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
 
 
-def _epochs(config):
-    return EPOCHS if config.num_train_epochs is None else config.num_train_epochs
-
-
-def total_steps(config: FinetuneConfig, processes: int, rows: int) -> int:
-    """The number of optimizer steps that Trainer takes to train one model on `rows` features (rows, or windows)."""
-    batches = math.ceil(rows / (batch_size(config, processes) * processes))
-    in_epoch = math.ceil(batches / config.gradient_accumulation_steps)
-    return config.max_steps or max(1, math.ceil(_epochs(config) * in_epoch))
-
-
-def check_warmup(config: FinetuneConfig, steps: int) -> str | None:
-    """
-    Check that the warm-up ends before the run does: the first step of a warm-up has rate 0.
-
-    Returns:
-        What to say if the default share of warm-up takes all steps; None if nothing is to be said.
-
-    Raises:
-        UserError: `warmup_steps` or `warmup_ratio` is too large for the steps of the run.
-    """
-    if config.lr_scheduler_type == "constant":
-        return None
-    name = "warmup_ratio" if config.warmup_steps is None else "warmup_steps"
-    share = warmup(config)
-    warm = math.ceil(share * steps) if config.warmup_steps is None else share
-    if warm < steps or warm == 0:
-        return None
-    if getattr(config, name) is not None:
-        raise UserError(
-            f"{name} {share:g}: the warm-up ({counted(warm, 'step')}) is not shorter than the run "
-            f"({counted(steps, 'step')}); give less warm-up, or more steps"
-        )
-    whole = f"the warm-up takes the whole run ({counted(steps, 'step')}), at rate 0"
-    return f"{whole}; --warmup_ratio 0 trains without a warm-up"
-
-
 def make_arguments(
-    config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, rows: int, labels
+    config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, labels
 ) -> TrainingArguments:
     """
     Trainer's arguments for one model of a run.
@@ -124,12 +79,9 @@ def make_arguments(
         rate, seed: of this model.
         processes: how many processes train.
         metric: the metric that chooses the best checkpoint.
-        rows: how many training features there are: rows, or windows of long texts.
         labels: the names of labels in a batch.
     """
     batch = batch_size(config, processes)
-    epochs = _epochs(config)
-    steps = total_steps(config, processes, rows)
     validates = config.validates()
     # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
     evaluations = {
@@ -150,7 +102,7 @@ def make_arguments(
         per_device_eval_batch_size=config.per_device_eval_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         train_sampling_strategy=config.train_sampling_strategy,
-        num_train_epochs=epochs,
+        num_train_epochs=EPOCHS if config.num_train_epochs is None else config.num_train_epochs,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
         weight_decay=config.weight_decay,
@@ -166,7 +118,7 @@ def make_arguments(
         fp16=config.fp16,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
         dataloader_num_workers=config.dataloader_num_workers,
-        logging_steps=config.logging_steps or max(1, steps // LOGGED_ROWS),
+        logging_steps=config.logging_steps or 1 / LOGGED_ROWS,
         report_to=config.report_to,
         run_name=folder.name,
         disable_tqdm=True,
@@ -182,47 +134,13 @@ def make_arguments(
     return arguments
 
 
-def check_machine(config: FinetuneConfig) -> None:
-    """
-    Check that this machine has what the options ask for.
-
-    Raises:
-        UserError: fp16 without a GPU, or a tracker that is unknown or not installed.
-    """
-    if config.fp16 and not torch.cuda.is_available():
-        raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
-    known = get_available_reporting_integrations()
-    for name in config.report_to:
-        if name not in ("none", "all", *known):
-            raise UserError(
-                f"report_to takes trackers that are installed here ({', '.join(known) or 'none is'}), got {name!r}; "
-                f"install it, or leave it out"
-            )
-
-
-def check_layers(config: FinetuneConfig, model) -> None:
-    """
-    Check that a model has the layers that `layerwise_decay` needs.
-
-    Raises:
-        UserError: no layer is found, as in ALBERT, whose layers share their weights.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    # Without layers, the embeddings have depth 0 and the head has depth 1.
-    if config.layerwise_decay not in (None, 1.0) and max(depths(names).values()) < 2:
-        raise UserError(
-            f"layerwise_decay: no layers are found in a {model.config.model_type} model; leave layerwise_decay out"
-        )
-
-
 class FinetuneTrainer(Trainer):
     """`Trainer` with rates by layer (`layerwise_decay`), and one mean loss for any gradient accumulation."""
 
     def __init__(self, *arguments, layerwise_decay: float | None = None, **options):
         super().__init__(*arguments, **options)
         self.layerwise_decay = layerwise_decay
-        for callback in (ProgressCallback, PrinterCallback):
-            self.remove_callback(callback)
+        self.remove_callback(PrinterCallback)  # which Trainer adds where it has no bar
         # Stock BERT takes `num_items_in_batch` and ignores it: with gradient accumulation, loss and gradient would be
         # too large by the number of batches in a step. Without it, Trainer averages the batches' losses.
         if not is_ours(self.accelerator.unwrap_model(self.model).config):
@@ -246,16 +164,16 @@ class FinetuneTrainer(Trainer):
         if self.optimizer is not None or self.layerwise_decay in (None, 1.0):
             return super().create_optimizer(model)
         model = self.model if model is None else model
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        depth_of, decayed = (
-            depths([name for name, _ in model.named_parameters()]),
-            self.get_decay_parameter_names(model),
-        )
-        top, groups = max(depth_of.values()), {}
+        optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        depth_of = depths([name for name, _ in model.named_parameters()])
+        decayed, top, groups = self.get_decay_parameter_names(model), max(depth_of.values()), {}
+        if top < 2:  # the embeddings have depth 0 and the head has depth 1
+            kind = self.accelerator.unwrap_model(model).config.model_type
+            raise UserError(f"layerwise_decay: no layers are found in a {kind} model; leave layerwise_decay out")
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 groups.setdefault((depth_of[name], name in decayed), []).append(parameter)
-        self.optimizer = kind(
+        self.optimizer = optimizer(
             [
                 {
                     "params": parameters,
@@ -268,33 +186,6 @@ class FinetuneTrainer(Trainer):
         )
         return self.optimizer
 
-    def go_on(self, checkpoint: Path) -> None:
-        """
-        Go on with the training from a checkpoint, to its end.
-
-        If the training had ended at this checkpoint, by early stopping or at the last step, only weights are loaded;
-        Trainer would train on.
-        """
-        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        _correct_best_path(state, checkpoint.parent)
-        self.accelerator.wait_for_everyone()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, EarlyStoppingCallback):
-                stored = state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
-                if stored.get("early_stopping_patience_counter", 0) >= callback.early_stopping_patience:
-                    self.state = state
-                    self._load_best_model()
-                    return
-        # Trainer forgets in `train` that the last step is done, and would train a step more.
-        if 0 < state.max_steps <= state.global_step:
-            self.state = state
-            if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-                self._load_best_model()
-            else:
-                self._load_from_checkpoint(str(checkpoint))
-            return
-        self.train(resume_from_checkpoint=str(checkpoint))
-
 
 def depths(names: list[str]) -> dict[str, int]:
     """The depth of each parameter of an encoder: 0 for embeddings, 1 for the first layer, ..., the head at the top."""
@@ -306,44 +197,28 @@ def depths(names: list[str]) -> dict[str, int]:
     }
 
 
-class Progress(TrainerCallback):
-    """Shows the training of one model: a bar on a terminal, and a line for each evaluation."""
-
-    def __init__(self, name: str, metric: str):
-        self.name, self.metric, self.bar = name, metric, None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                desc=self.name,
-                unit="step",
-                leave=False,
-                dynamic_ncols=True,
-                disable=not sys.stderr.isatty(),
-            )
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n if not self.bar.disable else 0)
+class Bar(ProgressCallback):
+    """Transformers' progress bar, with the loss beside it instead of lines."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.bar is not None and "loss" in (logs or {}):
-            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+        if self.training_bar is not None and "loss" in (logs or {}):
+            self.training_bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+
+class Lines(TrainerCallback):
+    """Logs a line for each evaluation."""
+
+    def __init__(self, name: str, metric: str):
+        self.name, self.metric = name, metric
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if state.is_world_process_zero and metrics and state.epoch is not None:
-            value = shown_metric(self.metric, metrics[f"eval_{self.metric}"])
-            parts = [f"{self.metric} {value}"] * (self.metric != "loss")
+            parts = [f"validation loss {metrics['eval_loss']:.4f}"]
+            if self.metric != "loss":
+                parts.append(f"{self.metric} {shown_metric(self.metric, metrics[f'eval_{self.metric}'])}")
             logger.info(
-                f"{self.name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
-                f"validation loss {metrics['eval_loss']:.4f}{', ' if parts else ''}{''.join(parts)}"
+                f"{self.name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: {', '.join(parts)}"
             )
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
 
 
 class MarkComplete(TrainerCallback):
@@ -362,11 +237,14 @@ class MarkComplete(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.began = time.monotonic()
-        _correct_best_path(state, Path(args.output_dir))
+        if state.best_global_step:  # the folder may have been moved since the state was saved
+            state.best_model_checkpoint = str(Path(args.output_dir, f"checkpoint-{state.best_global_step}"))
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         self.before = seconds_before(folder) if state.global_step else 0.0
 
     def on_save(self, args, state, control, **kwargs):
+        if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint
+            return
         args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if not state.is_world_process_zero or not last.is_dir():
@@ -389,9 +267,3 @@ def last_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of most steps in the folder of one model; None without one."""
     complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
     return complete[-1] if complete else None
-
-
-def _correct_best_path(state, folder):
-    """Let a `TrainerState` name the best checkpoint in a folder, which may have been moved since it was saved."""
-    if state.best_global_step:
-        state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")

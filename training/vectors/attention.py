@@ -4,7 +4,9 @@ The words are the book's (*Dive into Deep Learning*, chapter 11 and section 15.1
 attention weights, which sum to 1 over the keys.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,24 +19,38 @@ from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, shortened
 from d2l_bert.training.load import load_encoder
-from d2l_bert.training.vectors.attention_picture import Panels, draw
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 
 
 @dataclass
-class Attention:
+class Panels:
     """
-    The attention of all heads to all tokens of an input.
+    What to draw.
 
     Args:
-        tokens: the tokens, special tokens included (T).
+        model: the model's name.
+        tokens: the tokens of the input (T).
         segments: the segment of each token, 0 or 1 (T).
-        weights: attention weights of query q on key k (layers, heads, q, k); they sum to 1 over the keys.
+        weights: attention weights (layers, heads, T, T), of query q on key k.
+        layers, heads: the numbers of the layers (rows of panels) and heads (columns) to draw, from 0.
     """
 
+    model: str
     tokens: list[str]
     segments: list[int]
     weights: np.ndarray
+    layers: Sequence[int]
+    heads: Sequence[int]
+
+    def columns(self) -> int:
+        """Panels in a row: a head each; if there is only one layer or head, as many as make a compact picture."""
+        if min(len(self.layers), len(self.heads)) > 1:
+            return len(self.heads)
+        return math.ceil(math.sqrt(len(self.layers) * len(self.heads)))
+
+    def are_tokens_left_out(self) -> bool:
+        """Whether the picture would be too large with all tokens; then only special tokens are written."""
+        return len(self.tokens) * max(self.columns(), len(self.layers)) > MOST_TOKENS_ACROSS
 
 
 def draw_attention(name: str, first: str, second: str | None, config: AttentionConfig) -> str:
@@ -52,36 +68,32 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
         UserError: an option, the model or the output is refused; the model has no such layer or head; a text has more
             tokens than the model reads.
     """
-    config.check(second is not None)
+    config.check()
     output = Path(config.output or DEFAULT_PICTURE)
     folders.check_new_file(output.absolute())
     model, tokenizer = load_encoder(name, attn_implementation="eager")
-    attention = attention_of(name, model, tokenizer, first, second)
-    layers, heads = attention.weights.shape[:2]
+    panels = attention_of(name, model, tokenizer, first, second)
+    layers, heads = panels.weights.shape[:2]
     for option, value, count in (("layer", config.layer, layers), ("head", config.head, heads)):
         if value is not None and value > count:
             raise UserError(f"{option} {value}: {name} has {counted(count, option)}; give one from 1 to {count}")
-    panels = Panels(
-        model=folders.base_name(name) if Path(name).exists() else name,
-        tokens=attention.tokens,
-        segments=attention.segments,
-        weights=attention.weights,
-        layers=range(layers) if config.layer is None else [config.layer - 1],
-        heads=range(heads) if config.head is None else [config.head - 1],
-    )
+    if config.layer is not None:
+        panels.layers = [config.layer - 1]
+    if config.head is not None:
+        panels.heads = [config.head - 1]
     with folders.new_file(output) as partial:
         draw(panels, partial)
     shown = len(panels.layers) * len(panels.heads)
-    line = f"{output}: attention of {shown} of {counted(layers * heads, 'head')} over {len(attention.tokens)} tokens"
+    line = f"{output}: attention of {shown} of {counted(layers * heads, 'head')} over {len(panels.tokens)} tokens"
     if panels.are_tokens_left_out():
         mend = ": --layer and --head enlarge a part" if shown > 1 else ""
         line += f"; there are too many tokens to write them all{mend}"
     return line
 
 
-def attention_of(name: str, model, tokenizer, first: str, second: str | None = None) -> Attention:
+def attention_of(name: str, model, tokenizer, first: str, second: str | None = None) -> Panels:
     """
-    The attention weights of an encoder for [CLS] A [SEP], or for [CLS] A [SEP] B [SEP].
+    The attention weights of an encoder for [CLS] A [SEP], or for [CLS] A [SEP] B [SEP], of all layers and heads.
 
     Args:
         name: the model's name, for messages.
@@ -102,7 +114,9 @@ def attention_of(name: str, model, tokenizer, first: str, second: str | None = N
         is_second = [number == 1 for number in encoded.sequence_ids(0)]
         segments = [int(any(is_second[: place + 1])) for place in range(len(is_second))]
     tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
-    return Attention(tokens, segments, torch.cat(weights).numpy())
+    shown = folders.base_name(name) if Path(name).exists() else name
+    weights = torch.cat(weights).numpy()
+    return Panels(shown, tokens, segments, weights, *map(range, weights.shape[:2]))
 
 
 def _encoded(name, model, tokenizer, first, second=None):
@@ -156,8 +170,6 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
             f"word {word!r}: is not in {shortened(text, 60)!r}; give a word of both texts, as it stands there"
         )
     encoded = _encoded(name, model, tokenizer, text)
-    if not encoded.is_fast:
-        raise UserError(f"{name}: its tokenizer ({type(tokenizer).__name__}) does not say where a word is")
     of_characters = {encoded.char_to_token(place) for place in range(*found.span())} - {None}
     if not of_characters:
         raise UserError(f"word {word!r}: the tokenizer of {name} makes no token of it; give another word")
@@ -168,11 +180,6 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
     pieces = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0, places].tolist())
     shown = f"{text[: found.start()]}[{found.group()}]{text[found.end() :]}"
     return WordInText(pieces, vectors, shown)
-
-
-def word_similarities(first: WordInText, second: WordInText) -> list[float]:
-    """The cosine of the word's vectors in two texts, after the embeddings and after each layer (layers + 1)."""
-    return F.cosine_similarity(first.vectors.double(), second.vectors.double(), dim=-1).tolist()
 
 
 def compare_word(name: str, word: str, first: str, second: str) -> str:
@@ -195,8 +202,78 @@ def compare_word(name: str, word: str, first: str, second: str) -> str:
         lines.append(f"  {letter}  {' '.join(found.shown.split())}    tokens: {' '.join(found.pieces)}")
         if tokenizer.unk_token in found.pieces:
             lines.append(f"     {tokenizer.unk_token} stands for any word that the tokenizer does not know")
+    cosines = F.cosine_similarity(words[0].vectors.double(), words[1].vectors.double(), dim=-1)  # (layers + 1,)
     lines.append(f"  {'':12}{'cosine similarity':>18}{'cosine distance':>18}")
-    for number, cosine in enumerate(word_similarities(*words)):
+    for number, cosine in enumerate(cosines.tolist()):
         row = f"layer {number}" if number else "embeddings"
         lines.append(f"  {row:12}{cosine:18.3f}{max(0.0, 1 - cosine):18.3f}")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture
+
+
+SEGMENT_COLOURS = ("#1f4e9c", "#b8550a")  # of the tokens of segments A and B
+SPECIAL_COLOUR = "0.45"
+
+# With more tokens than this along a side of the picture, only special tokens are written.
+MOST_TOKENS_ACROSS = 240
+
+# The sides of a panel, in inches: a token needs its font's height.
+LEAST_SIDE, INCHES_A_TOKEN, MOST_SIDE = 2.2, 0.16, 12
+
+MOST_PIXELS = 8000
+
+
+def draw(panels: Panels, path: Path) -> None:
+    """
+    Draw the panels into a PNG file.
+
+    A row of a panel is a query, a column is a key; the colour is the attention weight. Tokens have the colour of their
+    segment, special tokens are grey.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    places = [(layer, head) for layer in panels.layers for head in panels.heads]
+    columns, count = panels.columns(), len(panels.tokens)
+    rows = math.ceil(len(places) / columns)
+    side = min(MOST_SIDE, max(LEAST_SIDE, 4.5 / columns, INCHES_A_TOKEN * count))
+    figure = Figure(figsize=(columns * side + 2, rows * side + 1.8), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    most = max(float(panels.weights[place].max()) for place in places)
+    for panel, place in zip(grid, places, strict=False):
+        image = panel.imshow(panels.weights[place], cmap="Blues", vmin=0, vmax=most)
+        panel.set_title(f"layer {place[0] + 1}, head {place[1] + 1}", fontsize=9)
+        _write_tokens(panel, panels)
+    for panel in grid[len(places) :]:
+        panel.set_axis_off()
+    figure.suptitle(f"Attention of {panels.model}: how much a\nquery (row) attends to a key (column)", fontsize=10)
+    bar = figure.colorbar(image, ax=grid, shrink=0.7, label="attention weight (a row sums to 100 %)")
+    bar.ax.yaxis.set_major_formatter("{x:.0%}")
+    legend = [Patch(color=colour, label=f"segment {name}") for colour, name in zip(SEGMENT_COLOURS, "AB", strict=True)]
+    legend = legend[: 1 + any(panels.segments)] + [Patch(color=SPECIAL_COLOUR, label="special tokens")]
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=min(120, MOST_PIXELS / max(figure.get_size_inches())), format="png")
+
+
+def _is_special(token):
+    """Whether a token is one such as [CLS], <s> or </s>."""
+    return len(token) > 2 and (token[0], token[-1]) in (("[", "]"), ("<", ">"))
+
+
+def _write_tokens(panel, panels):
+    """Write the tokens at the left and the bottom side of a panel, if it stands at the side of the picture."""
+    few = panels.are_tokens_left_out()
+    places = [place for place, token in enumerate(panels.tokens) if not few or _is_special(token)]
+    tokens = [panels.tokens[place] for place in places]
+    panel.set_xticks(places, tokens, rotation=90, fontsize=8)
+    panel.set_yticks(places, tokens, fontsize=8)
+    for labels in (panel.get_xticklabels(), panel.get_yticklabels()):
+        for place, label in zip(places, labels, strict=True):
+            is_special = _is_special(panels.tokens[place])
+            label.set_color(SPECIAL_COLOUR if is_special else SEGMENT_COLOURS[panels.segments[place]])
+    panel.set_xlabel("key")
+    panel.set_ylabel("query")
+    panel.label_outer()

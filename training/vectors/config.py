@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.errors import UserError
 from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option
 
 
@@ -60,13 +59,16 @@ class EmbedConfig(Options):
         common=True,
     )
 
-    def check(self) -> None:
-        """Check the values of all options, before anything is read or written."""
-        super().check()
-        if self.output is None and self.nearest is None:
-            raise UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
-        if self.output is not None and Path(self.output).suffix not in VECTOR_SUFFIXES:
-            raise UserError(f"output {self.output}: give a name that ends in {' or '.join(VECTOR_SUFFIXES)}")
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both": (
+                self.output is None and self.nearest is None
+            ),
+            f"output {self.output}: give a name that ends in {' or '.join(VECTOR_SUFFIXES)}": (
+                self.output is not None and Path(self.output).suffix not in VECTOR_SUFFIXES
+            ),
+        }
 
 
 @dataclass(kw_only=True)
@@ -90,19 +92,16 @@ class AttentionConfig(Options):
         common=True,
     )
 
-    def check(self, has_second_text: bool) -> None:
-        """
-        Check the values of all options, before anything is read or written.
-
-        Args:
-            has_second_text: whether TEXT_B is given.
-        """
-        super().check()
-        if self.word is not None:
-            for name in ("output", "layer", "head"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"{name} is for the picture, and word prints numbers; leave {name} or word out")
-            if not has_second_text:
-                raise UserError(f"word {self.word!r} is compared in two texts; give TEXT_B too")
-        elif Path(self.output or DEFAULT_PICTURE).suffix != ".png":
-            raise UserError(f"output {self.output}: give a name that ends in .png")
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            **{
+                f"{name} is for the picture, and word prints numbers; leave {name} or word out": (
+                    self.word is not None and getattr(self, name) is not None
+                )
+                for name in ("output", "layer", "head")
+            },
+            f"output {self.output}: give a name that ends in .png": (
+                Path(self.output or DEFAULT_PICTURE).suffix != ".png"
+            ),
+        }

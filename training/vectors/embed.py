@@ -1,7 +1,6 @@
 """Lines of text -> one vector each: written to .npy or Parquet, and compared with the vector of another text."""
 
 import contextlib
-import heapq
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
@@ -70,9 +69,7 @@ class Embedder:
     def __init__(self, model, tokenizer, pooling: str, max_seq_length: int | None, batch_tokens: int):
         self.model, self.tokenizer, self.pooling, self.batch_tokens = model, tokenizer, pooling, batch_tokens
         self.pad, self.size = tokenizer.pad_token_id, model.config.hidden_size
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self.backend is None:
-            raise UserError(f"its tokenizer ({type(tokenizer).__name__}) is written in Python; give a fast tokenizer")
+        self.backend = tokenizer.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
         self.limit = max_seq_length
@@ -157,23 +154,18 @@ def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[st
 # What becomes of the vectors
 
 
-class ParquetWriter:
+class ParquetWriter(pq.ParquetWriter):
     """Appends texts and vectors to a Parquet file with the columns `text` and `vector` (H numbers in float32)."""
 
     def __init__(self, path: Path, size: int):
         fields = [("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))]
-        self.schema, self.size = pa.schema(fields), size
-        self.file = pq.ParquetWriter(path, self.schema, compression="zstd")
+        super().__init__(path, pa.schema(fields), compression="zstd")
 
     def append(self, texts: list[str], vectors: np.ndarray) -> None:
         """Append texts (n,) and vectors (n, H) as a row group."""
         values = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
-        columns = [pa.array(texts, self.schema.types[0]), pa.FixedSizeListArray.from_arrays(values, self.size)]
-        self.file.write_table(pa.table(columns, schema=self.schema))
-
-    def close(self) -> None:
-        """Write the end of the file, and close the file."""
-        self.file.close()
+        lists = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
+        self.write_table(pa.table([pa.array(texts, pa.large_string()), lists], schema=self.schema))
 
 
 class Nearest:
@@ -183,6 +175,9 @@ class Nearest:
     Args:
         vector: the vector to compare with (H,).
         top_k: how many lines to keep.
+
+    Attributes:
+        best: the nearest lines so far, nearest first: (cosine, number of the line from 1, text).
     """
 
     def __init__(self, vector: np.ndarray, top_k: int):
@@ -192,21 +187,9 @@ class Nearest:
         """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
         passed over."""
         cosines = unit(vectors) @ self.vector
-        has_text = np.array([bool(text.strip()) for text in texts])
-        for index in np.argsort(-cosines, kind="stable"):
-            if not has_text[index]:
-                continue
-            entry = (float(cosines[index]), -(first_line + int(index)), texts[index])
-            if len(self.best) < self.top_k:
-                heapq.heappush(self.best, entry)
-            elif entry[:2] > self.best[0][:2]:
-                heapq.heapreplace(self.best, entry)
-            else:
-                break
-
-    def lines(self) -> list[tuple[float, int, str]]:
-        """The nearest lines, nearest first: (cosine, number of the line from 1, text)."""
-        return [(cosine, -number, text) for cosine, number, text in sorted(self.best, reverse=True)]
+        likely = [int(index) for index in np.argsort(-cosines, kind="stable") if texts[index].strip()][: self.top_k]
+        found = [(float(cosines[index]), first_line + index, texts[index]) for index in likely]
+        self.best = sorted(self.best + found, key=lambda entry: (-entry[0], entry[1]))[: self.top_k]
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
@@ -259,7 +242,12 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         embedder = Embedder(model.to(device), tokenizer, config.pooling, config.max_seq_length or limit, batch_tokens)
     except UserError as error:
         raise UserError(f"{name}: cannot embed: {error}") from None
-    nearest = config.nearest is not None and Nearest(_query(embedder, config.nearest), config.top_k)
+    nearest = None
+    if config.nearest is not None:
+        query = embedder.encode([config.nearest])
+        if query.cut:
+            logger.warning(f"nearest: the text is cut off after {embedder.limit:,} tokens")
+        nearest = Nearest(embedder.vectors(query)[0], config.top_k)
     lines = cut = empty = 0
     with contextlib.ExitStack() as stack:
         writer = None
@@ -268,7 +256,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
             if output.suffix == ".npy":
                 writer = stack.enter_context(NumberFile(partial, "<f4", (embedder.size,)))
             else:
-                writer = stack.enter_context(contextlib.closing(ParquetWriter(partial, embedder.size)))
+                writer = stack.enter_context(ParquetWriter(partial, embedder.size))
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
         for texts, encoded, vectors in with_progress(
@@ -289,11 +277,4 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if empty:
         left_out = ", and is none of the nearest lines" if nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
-    return Embedded(lines, embedder.size, nearest.lines() if nearest else [])
-
-
-def _query(embedder, text):
-    encoded = embedder.encode([text])
-    if encoded.cut:
-        logger.warning(f"nearest: the text is cut off after {embedder.limit:,} tokens")
-    return embedder.vectors(encoded)[0]
+    return Embedded(lines, embedder.size, nearest.best if nearest else [])

@@ -1,7 +1,11 @@
-"""Draws training_curves.png: losses and accuracies over the steps of a run."""
+"""Pictures: training_curves.png, the losses and accuracies of a run; and bars."""
 
 import math
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from d2l_bert.pair_tasks import pair_task
 from d2l_bert.training.tracking import kind_of
@@ -24,7 +28,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     held_out = [row for row in rows if "eval_mlm_loss" in row]
     skipped = [row["step"] for row in train if "skipped_steps" in row]
     # The axis counts finished steps. A stage whose first step is n begins when n - 1 steps are finished.
-    stages = {row["step"] - 1: _stage_label(row) for row in rows if kind_of(row) == "stage"}
+    stages = {row["step"] - 1: row["label"] for row in rows if kind_of(row) == "stage"}
     losses = [("mlm", "masked language model", "masked tokens")]
     if task := pair_task(name for row in rows for name in row):
         losses.append((task.key, task.name, task.name.removesuffix(" prediction")))
@@ -49,7 +53,10 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     accuracies.set_title("held-out accuracy (%)", fontsize=10)
     accuracies.set_ylim(0, 100)
     for panel in panels:
-        _mark_stages(panel, stages)
+        for step, label in stages.items():
+            panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
+            place = {"rotation": 90, "va": "top", "ha": "right", "transform": panel.get_xaxis_transform()}
+            panel.text(step, 0.98, label, fontsize=STAGE_LABEL_POINTS, color="0.3", **place)
         panel.legend(facecolor="white", edgecolor="none")  # opaque, so that the dashed lines do not cross the text
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
@@ -57,18 +64,49 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _stage_label(row):
-    parts = []
-    if row["length"] != row["length_before"]:
-        parts.append(f"{row['length_before']} → {row['length']} tokens")
-    if row["batch"] != row["batch_before"]:
-        parts.append(f"batch {row['batch_before']} → {row['batch']}")
-    return ", ".join(parts)
+# ---------------------------------------------------------------------------------------------------------------------
+# Bars
 
 
-def _mark_stages(panel, stages):
-    """Draw a line at each stage, with its label along the line; `stages` has labels by step."""
-    for step, label in stages.items():
-        panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
-        place = {"rotation": 90, "va": "top", "ha": "right", "transform": panel.get_xaxis_transform()}
-        panel.text(step, 0.98, label, fontsize=STAGE_LABEL_POINTS, color="0.3", **place)
+def draw_bars(
+    groups: list[tuple],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+    errors: np.ndarray | None = None,
+    chance: float | None = None,
+):
+    """
+    Draw horizontal bars of shares; returns the figure.
+
+    Args:
+        groups: for each group its name, and the figures from 0 to 1, one for each of `names`.
+        errors: the standard errors of the figures (groups, names).
+        chance: where to draw a line, the share that guessing gives.
+    """
+    figure, panel = one_panel((7, 1.8 + 0.24 * len(names) * len(groups)), title)
+    values, height = np.array([figures for _, figures in groups]), 0.8 / len(names)
+    for number, name in enumerate(names):
+        places = np.arange(len(groups)) + (number - (len(names) - 1) / 2) * height
+        error = None if errors is None else errors[:, number]
+        bars = panel.barh(places, values[:, number], 0.92 * height, label=name, xerr=error, error_kw={"lw": 1})
+        panel.bar_label(bars, [f"{value:.1%}" for value in values[:, number]], fontsize=7, padding=2)
+    if chance is not None:
+        panel.axvline(chance, color="0.2", linestyle="--", linewidth=1, label=f"chance ({chance:.0%})", zorder=0)
+    panel.set_yticks(range(len(groups)), [name for name, _ in groups])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.12)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def one_panel(size: tuple[float, float], title: str):
+    """A figure of this size in inches with one panel, and the panel; a long title is wrapped."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
+    panel.set_title("\n".join(textwrap.wrap(title, int(10 * size[0]))), fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure, panel
