@@ -35,7 +35,7 @@ from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT, is_large
-from d2l_bert.tokenization.token_store import STORE_FORMAT, held_out_documents
+from d2l_bert.tokenization.token_store import held_out_documents
 from d2l_bert.training import batching, epochs
 
 
@@ -94,7 +94,7 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
     tables = ("ids", "sentence_ends", "paragraph_ends", "document_ends", "document_words", "empty_documents")
     sizes = (total, sentences, *[len(sentences_of)] * 3, 0)
     counts = dict(zip(tables, sizes, strict=True))
-    record = {"format": STORE_FORMAT, "fingerprint": "0" * 16, "counts": counts}
+    record = {"fingerprint": "0" * 16, "counts": counts}
     (tokens / "store.json").write_text(json.dumps(record))
     np.save(folder / "held_out_documents.npy", held_out_documents(ends[document_ends - 1], 0.05, 250_000))
     np.save(folder / "text_hashes.npy", np.zeros(0, dtype="<i8"))

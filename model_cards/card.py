@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
 from d2l_bert import model_cards
-from d2l_bert.errors import UserError
+from d2l_bert.errors import explained
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.figures import (
     DEVIATIONS,
@@ -220,15 +220,11 @@ def finetuned_card(
     if is_derived:
         card_data.base_model_relation = "finetune"
     pair = data.get("has_pairs")
-    texts = "pairs of texts" if pair else "texts"
-    classes = len(config.get("id2label") or {})
-    first = "A text pair's first text.", "Its second text."
-    example = json.dumps({"text": first[0], "text_pair": first[1]} if pair else "A text of your own.")
-    size = f"{parameters:,} parameters"
+    pair_example = {"text": "A text pair's first text.", "text_pair": "Its second text."}
+    example = json.dumps(pair_example if pair else "A text of your own.")
+    base_sentence = f"{base['name']} ({parameters:,} parameters)"
     if run.get("from_scratch"):
-        base_sentence = f"The architecture of {base['name']} ({size}) with fresh weights, without pretraining"
-    else:
-        base_sentence = f"{base['name']} ({size})"
+        base_sentence = f"The architecture of {base_sentence} with fresh weights, without pretraining"
     card = ModelCard.from_template(
         card_data,
         template_path=str(Path(model_cards.__file__).parent / "FINETUNED.md"),
@@ -237,7 +233,9 @@ def finetuned_card(
         is_ours=is_ours,
         kind=kind,
         base_sentence=base_sentence,
-        task_sentence=KINDS.get(kind, kind.replace("_", " ")).format(texts=texts, classes=classes),
+        task_sentence=KINDS[kind].format(
+            texts="pairs of texts" if pair else "texts", classes=len(config.get("id2label") or {})
+        ),
         pipeline_task=record["pipeline_task"],
         auto_class=record["auto_class"],
         example=record.get("example") or example,
@@ -267,13 +265,13 @@ def _eval_results(metrics, data, run, hub_dataset, pipeline_tag):
     for shown, key, _, metric_type in finetuned_metrics(metrics):
         split = key.partition("_")[0]
         table = data["splits"][split]["name"]
-        source = run.get(f"{split}_file")  # rows of a file are not those of the Hub's dataset
+        is_of_hub = hub_dataset and not run.get(f"{split}_file")
         invented = re.sub(r"[^\w.-]+", "-", table, flags=re.ASCII).strip("-") or "table"
         if math.isfinite(metrics[key]):
             results.append(
                 EvalResult(
                     task_type=pipeline_tag,
-                    dataset_type=invented if source or not hub_dataset else hub_dataset,
+                    dataset_type=hub_dataset if is_of_hub else invented,
                     dataset_name=table,
                     dataset_split=split,
                     metric_type=metric_type,
@@ -295,11 +293,15 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
         UserError: the card cannot be read, or its metadata is not valid.
     """
     path = folder / CARD_FILE
-    try:
+    with explained(
+        f"{path}: cannot be read",
+        "mend it, or delete it, and it is written again",
+        OSError,
+        ValueError,
+        TypeError,
+        yaml.YAMLError,
+    ):
         card = ModelCard(path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(folder))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: cannot be read ({reason}); mend it, or delete it, and it is written again") from None
     if license is not None:
         card.data.license = license
     return card

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from d2l_bert.errors import UserError, writing
+from d2l_bert.errors import refuse_first, writing
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, eval_results, read_card, render_card
 from d2l_bert.model_cards.figures import (
@@ -38,10 +38,11 @@ def check_updatable(name: str) -> None:
         UserError: there is no such folder, it cannot be written, or its metrics.json or card cannot be read.
     """
     folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(f"update_card: {name} is no folder here; leave update_card out, or give a model's folder")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"update_card: {name} cannot be written; leave update_card out, or allow writing there")
+    cases = {
+        "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
+        "cannot be written; leave update_card out, or allow writing there": not os.access(folder, os.W_OK),
+    }
+    refuse_first(cases, f"update_card: {name} ")
     read_json(folder / METRICS_FILE)
     if (folder / CARD_FILE).exists():
         read_card(folder)

@@ -224,7 +224,7 @@ def evaluation_section(metrics: dict) -> str:
 
 def shown_metric(name: str, value: float) -> str:
     """The value of a metric for a table: in percent, or with four decimals."""
-    return f"{100 * value:.1f} %" if METRICS.get(name, ("", ""))[1] == "%" else f"{value:.4f}"
+    return formatted(value, METRICS.get(name, ("", "1"))[1])
 
 
 def no_better(metrics: dict, split: str) -> str:
@@ -240,10 +240,8 @@ def no_better(metrics: dict, split: str) -> str:
     share = metrics.get("most_frequent_class", {}).get(split)
     if share is None:
         return ""
-    sentence = f"always the most frequent class: accuracy {shown_metric('accuracy', share)}"
-    if metrics[f"{split}_accuracy"] <= share:
-        sentence += "; the model does no better"
-    return sentence
+    beaten = "" if metrics[f"{split}_accuracy"] > share else "; the model does no better"
+    return f"always the most frequent class: accuracy {shown_metric('accuracy', share)}{beaten}"
 
 
 def finetuned_metrics(metrics: dict) -> list[tuple[str, str, str, str]]:

@@ -1,6 +1,5 @@
 """Checks a model folder before it is published: configuration, code, tokenizer, weights and card must agree."""
 
-import contextlib
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer, BertConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.model_cards.card import (
     CARD_FILE,
     METRICS_FILE,
@@ -59,7 +58,9 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
     check_release(folder)
-    with refused(folder, f"put back what the run wrote into {RUN_FILE} and {METRICS_FILE}", *DAMAGED):
+    with explained(
+        f"{folder}: cannot be published", f"put back what the run wrote into {RUN_FILE} and {METRICS_FILE}", *DAMAGED
+    ):
         check_card(folder, license)
 
 
@@ -77,7 +78,9 @@ def check_config(folder: Path) -> D2lBertConfig | BertConfig:
             f"pretrain, or publish another model with hf upload"
         )
     # Transformers raises AttributeError, IndexError, TypeError or ValueError if an entry has the wrong type.
-    with refused(folder, "put back the config.json of the run, or save the model again", Exception):
+    with explained(
+        f"{folder}: cannot be published", "put back the config.json of the run, or save the model again", Exception
+    ):
         config = config_class.from_pretrained(folder)
         (model_class,) = config.architectures
         if config_class is D2lBertConfig and model_class not in OURS:
@@ -94,7 +97,9 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
         which needs no code, Transformers' own.
     """
     if not isinstance(config, D2lBertConfig):
-        with refused(folder, "put back the config.json of the run", AttributeError, TypeError):
+        with explained(
+            f"{folder}: cannot be published", "put back the config.json of the run", AttributeError, TypeError
+        ):
             return getattr(transformers, config.architectures[0])
     changed = []
     for name, installed in CODE.items():
@@ -114,7 +119,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
             f"{f' (the run was made with {made_with})' if made_with else ''}; put back that file, or give "
             f"--changed_code if the change is intended"
         )
-    with refused(folder, f"{' and '.join(changed)} cannot be run; mend the code", Exception, SystemExit):
+    with explained(f"{folder}: {' and '.join(changed)} cannot be run", "mend the code", Exception, SystemExit):
         for reference in AUTO_MAP.values():
             get_class_from_dynamic_module(reference, str(folder))
         return get_class_from_dynamic_module(f"modeling_d2l_bert.{class_name}", str(folder))
@@ -130,7 +135,8 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
             f"{folder}/tokenizer_config.json: names no stock class of a WordPiece tokenizer ({kind}), or code by "
             f"auto_map, or tokenizer.json is missing; {mend}"
         )
-    with refused(folder, f"its tokenizer cannot be loaded; {mend}", Exception):  # `tokenizers` raises plain Exceptions
+    # `tokenizers` raises plain Exceptions.
+    with explained(f"{folder}: its tokenizer cannot be loaded", mend, Exception):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
     pairs = {
@@ -153,12 +159,9 @@ def check_weights(folder: Path, model_class) -> None:
             f"{folder}: model.safetensors is missing, and weights are published as safetensors only; {mend}"
         )
     # The folder's own code may raise any exception. Of the installed code, other exceptions are bugs.
-    kinds = (
-        (ValueError, OSError, SafetensorError)
-        if model_class.__module__ == modeling_d2l_bert.__name__
-        else (Exception,)
-    )
-    with refused(folder, mend, *kinds):
+    is_installed = model_class.__module__ == modeling_d2l_bert.__name__
+    kinds = (ValueError, OSError, SafetensorError) if is_installed else (Exception,)
+    with explained(f"{folder}: cannot be published", mend, *kinds):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
     if different := sorted(missing | unexpected):
         raise UserError(
@@ -190,37 +193,25 @@ def check_card(folder: Path, license: str | None = None) -> None:
     if not licenses:
         raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
     for each in licenses if isinstance(licenses, list) else [licenses]:
-        try:
+        with explained(path, "", UserError):
             check_license(str(each))
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-    for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
-        if "://" not in picture and not (folder / picture).is_file():
-            raise UserError(
-                f"{path}: shows {picture}, which is not in the folder; put the picture back, or delete {CARD_FILE}, "
-                f"and it is written again"
-            )
     in_metadata = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
     in_text = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card.text, re.MULTILINE))
-    for metric in reported_metrics(metrics):
-        value = metrics[metric.key]
-        for in_card, expected in ((in_metadata, round(value, 4)), (in_text, formatted(value, metric.unit))):
-            if in_card.get(metric.name, expected) != expected:
-                raise UserError(
-                    f"{path}: says {metric.name} {in_card[metric.name]}, and {METRICS_FILE} says {expected}; write "
-                    f"{expected} into the card, or delete it, and it is written again"
-                )
-
-
-@contextlib.contextmanager
-def refused(folder: Path, mend: str, *kinds: type[BaseException]):
-    """
-    Raise exceptions of the block as `UserError`, in one line with the folder and the mend.
-
-    Args:
-        kinds: the classes of exceptions to convert; others are bugs of this package, and pass unchanged.
-    """
-    try:
-        yield
-    except kinds as error:
-        raise UserError(f"{folder}: {' '.join(str(error).split()):.300}; {mend}") from None
+    way_out = f"put back what belongs there, or delete {CARD_FILE}, and it is written again"
+    cases = {
+        f"shows {picture}, which is not in the folder; {way_out}": (
+            "://" not in picture and not (folder / picture).is_file()
+        )
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text)
+    }
+    cases |= {
+        f"says {metric.name} {in_card.get(metric.name)}, and {METRICS_FILE} says {expected}; {way_out}": (
+            in_card.get(metric.name, expected) != expected
+        )
+        for metric in reported_metrics(metrics)
+        for in_card, expected in (
+            (in_metadata, round(metrics[metric.key], 4)),
+            (in_text, formatted(metrics[metric.key], metric.unit)),
+        )
+    }
+    refuse_first(cases, f"{path}: ")

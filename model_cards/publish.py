@@ -13,7 +13,7 @@ from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, Repositor
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, explained
 from d2l_bert.model_cards.card import auto_class
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import check_folder
@@ -54,10 +54,8 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
 
 def check_repo_id(repo_id: str) -> None:
     """Raise `UserError` if the Hub does not allow the name of the repository."""
-    try:
+    with explained(f"{repo_id!r} cannot be a repository", "", ValueError):
         validate_repo_id(repo_id)
-    except ValueError as error:
-        raise UserError(f"{repo_id!r} cannot be a repository: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

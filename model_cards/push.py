@@ -125,8 +125,7 @@ class Pusher:
         staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
         for path in published_files(checkpoint):
             shutil.copyfile(path, Path(staged.name, path.name))
-        record = {**self.record, **entries}
-        folders.write_json(Path(staged.name, RUN_FILE), record)
+        folders.write_json(Path(staged.name, RUN_FILE), {**self.record, **entries})
         card = render_card(Path(staged.name), self.folder.resolve().name)
         Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
         return staged

@@ -222,9 +222,8 @@ def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, P
         inputs = fingerprint([made["weights_sha256"], options, rows, from_scratch])
         tuned = folder.with_name(f"{folder.name}-{task}-{inputs[:8]}")
         if not (tuned / METRICS_FILE).exists():
-            how = ["--resume_from_checkpoint", "latest"] if (tuned / RUN_FILE).exists() else []
-            words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned, *how]
-            run(recipe, "finetune", folder, *words)
+            words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned]
+            run(recipe, "finetune", folder, *words, "--resume_from_checkpoint", "latest")
         found.append(read_json(tuned / METRICS_FILE))
     write_json(folder / METRICS_FILE, {**read_json(folder / METRICS_FILE), **finetuned_entries(task, *found)})
     write_json(folder / RELEASE_FILE, {**made, "measured": {**before["measured"], f"finetune {task}": options}})

@@ -199,8 +199,7 @@ def _shared_fields(config):
 
 def _pooling(model):
     """The argument of a model class that leaves out the pooler, if `model` has none."""
-    has_none = getattr(model, "pooler", ...) is None
-    return {"add_pooling_layer": False} if has_none else {}
+    return {"add_pooling_layer": False} if getattr(model, "pooler", ...) is None else {}
 
 
 def _bert_names(our_class, layers):

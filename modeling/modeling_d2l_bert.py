@@ -551,12 +551,6 @@ def loss_over(values, num_items=None):
     return values.mean() if num_items is None else values.sum() / num_items
 
 
-def positions_as_labels(positions, length):
-    """Positions (B,) in a row of `length` tokens as labels for `cross_entropy`: -100 for a position beyond the row."""
-    positions = positions.reshape(-1).clamp(min=0)
-    return positions.masked_fill(positions >= length, -100)
-
-
 def head_dropout(config):
     """Dropout before a classifier: `classifier_dropout`, or `hidden_dropout_prob` if `classifier_dropout` is None."""
     probability = config.classifier_dropout
@@ -573,6 +567,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     config_class = D2lBertConfig
     base_model_prefix = "bert"
+    _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules = ["D2lBertEmbeddings", "D2lBertEncoderBlock"]
     _supports_sdpa = True
@@ -640,12 +635,6 @@ class D2lBertModel(D2lBertPreTrainedModel):
         self.encoder = D2lBertEncoder(config)
         self.pooler = D2lBertPooler(config) if add_pooling_layer else None
         self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value):
-        self.embeddings.word_embeddings = value
 
     @capture_outputs
     def forward(
@@ -1055,11 +1044,8 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # (B, T) each
         loss = None
         if start_positions is not None and end_positions is not None:
-            losses = [
-                cross_entropy(logits, positions_as_labels(positions, logits.shape[1]), num_items_in_batch)
-                for logits, positions in ((start_logits, start_positions), (end_logits, end_positions))
-            ]
-            loss = sum(losses) / 2
+            arguments = (start_logits, end_logits, start_positions, end_positions)
+            loss = self.loss_function(*arguments, num_items_in_batch=num_items_in_batch)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits.contiguous(),

@@ -7,7 +7,7 @@ import random
 from d2l_bert.cli import main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.run import make_kind
+from d2l_bert.training.finetuning.run import CLASSES
 
 
 NAMES = ["anna", "boris", "clara", "daniel"]
@@ -66,5 +66,5 @@ def load(path, task, **options):
     """The kind and the rows of a run on a file, without validation rows."""
     config = FinetuneConfig(model="m", task=task, train_file=str(path), validation_share=0.0, **options)
     config.check()
-    kind = make_kind(config)
+    kind = CLASSES[config.kind](config)
     return kind, load_data(config, kind)

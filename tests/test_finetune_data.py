@@ -14,7 +14,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import run
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.run import make_kind
+from d2l_bert.training.finetuning.run import CLASSES
 from d2l_bert.training.finetuning.tables import Table, read_file
 from d2l_bert.training.finetuning.text_kinds import Classification
 
@@ -357,7 +357,7 @@ def loaded(tmp_path, rows, **options):
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     config = FinetuneConfig(**{"model": "m", "task": "classification", "train_file": str(path), **options})
     config.check()
-    kind = make_kind(config)
+    kind = CLASSES[config.kind](config)
     return load_data(config, kind), kind
 
 

@@ -18,7 +18,7 @@ from d2l_bert.cli import main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.kind import Features
-from d2l_bert.training.finetuning.run import make_kind
+from d2l_bert.training.finetuning.run import CLASSES
 from d2l_bert.training.finetuning.tables import read_dataset, read_file
 
 
@@ -74,7 +74,7 @@ def test_tags_in_all_their_files_are_the_same(tmp_path):
     for name in ("rows.conll", "rows.jsonl", "rows.csv", "rows.parquet"):
         kind, data = load(tmp_path / name, "tags")
         assert kind.texts(data.train) == [tuple(row["tokens"]) for row in rows]
-        assert kind.true_tags(data.train) == [row["ner_tags"] for row in rows]
+        assert [row.label for row in data.train.rows] == [row["ner_tags"] for row in rows]
     table = read_file(str(tmp_path / "rows.conll"), "train_file")
     assert table.place(1) == "train_file rows.conll, row 2"
 
@@ -90,10 +90,10 @@ def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
     splits = read_dataset(str(tmp_path / "saved"), {"train", "validation"})
     assert len(splits.pop("train")) == 3 and splits == {"test": None, "more": None}  # the splits that are not wanted
     config = FinetuneConfig(model="m", task="tags", dataset=str(tmp_path / "saved"), validation_share=0.0)
-    kind = make_kind(config)
+    kind = CLASSES[config.kind](config)
     data = load_data(config, kind)
     assert kind.classes == ["O", "B-PER"]  # in the order of the dataset, those that the training rows have
-    assert kind.true_tags(data.train) == [["B-PER", "O"], ["O", "O"]]
+    assert [row.label for row in data.train.rows] == [["B-PER", "O"], ["O", "O"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.folder import write_table
 from d2l_bert.training.finetuning.metrics import class_metrics
-from d2l_bert.training.finetuning.run import make_kind
+from d2l_bert.training.finetuning.run import CLASSES
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
@@ -19,7 +19,7 @@ def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")
     write_table(tmp_path / "rows.csv", data.train.columns)
     kind, again = load(tmp_path / "rows.csv", "tags")
-    assert kind.true_tags(again.train) == [row["ner_tags"] for row in rows]
+    assert [row.label for row in again.train.rows] == [row["ner_tags"] for row in rows]
     assert kind.texts(again.train) == [tuple(row["tokens"]) for row in rows]
     write_table(tmp_path / "labels.csv", {"text": ["one", "two"], "label": [["a", "b"], ["b"]]})
     kind, data = load(tmp_path / "labels.csv", "multilabel")
@@ -70,4 +70,4 @@ def test_columns_of_whole_numbers_as_floats_are_0_and_1(tmp_path):
 def test_held_out_rows_are_named_after_their_file(tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"text": f"text {n}", "label": n % 2} for n in range(20)])
     config = FinetuneConfig(model="m", task="classification", train_file=str(tmp_path / "rows.jsonl"))
-    assert load_data(config, make_kind(config)).validation.name == "rows.jsonl (held out)"
+    assert load_data(config, CLASSES[config.kind](config)).validation.name == "rows.jsonl (held out)"

@@ -143,7 +143,7 @@ def test_bars_show_all_and_the_most_frequent_classes(tmp_path):
     panel = figure.axes[0]
     names = [label.get_text() for label in panel.get_yticklabels()]
     assert len(names) == 22 and names[0] == "all (1,202)" and names[-1].startswith("1,181 others")
-    assert names[1].startswith("label_0007_xxx") and names[1].endswith("… (2)")
+    assert names[1].startswith("label_0007_xxx") and names[1].endswith("... (2)")
     assert [bar.get_width() for bar in panel.containers[1]][:2] == pytest.approx([600 / 1202, 0.5])
     assert figure.get_size_inches()[1] < 30
 

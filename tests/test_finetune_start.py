@@ -15,7 +15,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.folder import start_folder
-from d2l_bert.training.finetuning.run import make_kind
+from d2l_bert.training.finetuning.run import CLASSES
 from d2l_bert.training.finetuning.start import make_model, read_start
 
 
@@ -31,7 +31,7 @@ def made(model, rows_file, **options):
     """The model that a run starts with, and the names of its modules with fresh weights."""
     file = rows_file.partition("=")[2]
     config = FinetuneConfig(model=str(model), task="classification", train_file=file, **options)
-    kind = make_kind(config)
+    kind = CLASSES[config.kind](config)
     load_data(config, kind)
     torch.manual_seed(0)
     return make_model(read_start(config, kind), kind, config.from_scratch)
@@ -58,7 +58,7 @@ def test_an_encoder_that_does_not_fit_its_configuration_is_refused(trained, rows
     config.intermediate_size += 8
     config.save_pretrained(tmp_path / "base")
     line = fails("finetune", tmp_path / "base", "--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}")
-    assert "bert.encoder.layer.0." in line and "does not have the shape that config.json gives" in line
+    assert "bert.encoder.layer.0." in line and "the shape that config.json gives" in line
 
 
 def test_weights_that_are_not_finite_are_refused_by_every_command(trained, rows_file, tmp_path, fails):

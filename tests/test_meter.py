@@ -22,8 +22,10 @@ def test_the_meter_measures_padding_and_waiting_time():
             time.sleep(0.05)
             yield STEP
 
-    meter = meter_of()
-    for step in meter.waiting(slow()):
+    meter, steps = meter_of(), slow()
+    for _ in range(2):
+        with meter.waiting():
+            step = next(steps)
         time.sleep(0.05)
         meter.add(step)
     row = meter.row(0.1, 0)

@@ -280,8 +280,8 @@ def test_the_moving_average_equals_its_formula(switches):
     assert kept[0] == 2 / 11 and kept[7:] == [0.5] * 5
     shares = [math.prod(kept)] + [(1 - kept[n]) * math.prod(kept[n + 1 :]) for n in range(12)]
     assert sum(shares) == pytest.approx(1)
-    assert average.tensors().keys() == history[0].keys()
-    for name, found in average.tensors().items():
+    assert average.averages.keys() == history[0].keys()
+    for name, found in average.averages.items():
         expected = sum(share * weights[name] for share, weights in zip(shares, history, strict=True))
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -303,7 +303,7 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
     average.update(1)
     with torch.no_grad():
         model.nsp.output.bias.copy_(torch.tensor([-0.0, float("nan")]))
-    before, averages = bits(model), {name: tensor.clone() for name, tensor in average.tensors().items()}
+    before, averages = bits(model), {name: tensor.clone() for name, tensor in average.averages.items()}
     with pytest.raises(KeyError) if fails else torch.no_grad(), average.in_place():
         assert same(dict(model.named_parameters()), averages) and not same(bits(model), before)
         if switches:
@@ -311,7 +311,7 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
         assert all(parameter.requires_grad for parameter in model.parameters())
         if fails:
             raise KeyError
-    assert same(bits(model), before) and same(average.tensors(), averages)
+    assert same(bits(model), before) and same(average.averages, averages)
 
 
 def test_the_average_of_sharded_weights_equals_that_of_whole_weights(tmp_path):
@@ -329,8 +329,8 @@ def test_the_average_of_sharded_weights_equals_that_of_whole_weights(tmp_path):
                 for parameter in model.parameters():
                     parameter.mul_(3)
             average.update(1)
-        for name, tensor in averages[1].tensors().items():
-            assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), averages[0].tensors()[name])
+        for name, tensor in averages[1].averages.items():
+            assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), averages[0].averages[name])
         with averages[0].in_place(), averages[1].in_place():
             assert torch.equal(sharded.weight.full_tensor(), whole.weight)
     finally:

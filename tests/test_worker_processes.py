@@ -25,7 +25,7 @@ def test_processes_that_cannot_be_started_are_said_in_one_line(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
-    with pytest.raises(UserError, match="cannot be started .*; lower --preprocessing_num_workers"):
+    with pytest.raises(UserError, match="cannot be started .*lower --preprocessing_num_workers"):
         list(in_order(int, "12", 2))
 
 

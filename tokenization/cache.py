@@ -3,15 +3,15 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError, writing
+from d2l_bert.errors import explained, writing
 
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,8 @@ def fingerprint(*values) -> str:
 
 def content_hash(file: Path) -> str:
     """The SHA-256 of a file. Raises `UserError` if the file cannot be read."""
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); allow reading it, or leave it out") from None
+    with explained(f"{file}: cannot be read", "allow reading it, or leave it out", OSError), file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
@@ -71,16 +68,12 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
                     write(partial)
 
 
-@contextmanager
-def reading_cache(folder: Path) -> Iterator[None]:
+def reading_cache(folder: Path) -> AbstractContextManager:
     """
-    Turn any exception that the block raises into a `UserError` that names the folder of the cache, and the mend.
+    Turns exceptions of a damaged file into a `UserError` that names the folder of the cache.
 
     NumPy and PyArrow raise exceptions of many classes for a damaged file. The block should hold only the call that
     reads: a bug inside the block would be reported as a damaged file.
     """
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:  # of NumPy, PyArrow and json
-        reason = " ".join(str(error).split())
-        raise UserError(f"cache {folder}: damaged ({reason}); delete this folder and run again") from None
+    kinds = (OSError, ValueError, LookupError, TypeError, EOFError)  # of NumPy, PyArrow and json
+    return explained(f"cache {folder}: damaged", "delete this folder and run again", *kinds)

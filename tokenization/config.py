@@ -1,4 +1,4 @@
-"""`TextConfig`: the options about text and tokenizer, which `d2l-bert prepare` and `d2l-bert pretrain` share."""
+"""`SourceConfig` and `TextConfig`: the options about text and tokenizer that several commands share."""
 
 import dataclasses
 import re
@@ -11,18 +11,13 @@ from d2l_bert.options import TEXT, TOKENIZER, Options, option
 
 
 @dataclass(kw_only=True)
-class TextConfig(Options):
+class SourceConfig(Options):
     """
-    Which text to read and which tokenizer to use. Every field is an option of `d2l-bert prepare` and of `pretrain`.
+    Which text to read. Every field is an option of `d2l-bert prepare`, of `pretrain` and of `evaluate`.
 
     Raises:
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
-
-    # A separate text to evaluate on: options of `pretrain` alone, as `prepare` holds out a part of the text.
-    validation_corpus: ClassVar[list[str]] = []
-    validation_dataset: ClassVar[list[str]] = []
-    validation_split: ClassVar[str] = ""
 
     corpus: list[str] | None = option(
         None,
@@ -62,6 +57,44 @@ class TextConfig(Options):
         TEXT,
         metavar="CODE",
     )
+    preprocessing_num_workers: int | None = option(
+        None,
+        "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
+        TEXT,
+        identity=False,
+        within="[1, inf)",
+    )
+
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
+                self.dataset_config is not None and len(self.dataset) != 1
+            ),
+            f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
+                not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
+            ),
+        }
+
+    def named_datasets(self) -> list[tuple[str, str | None]]:
+        """The Hub id or folder of each dataset, and its configuration or None."""
+        return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
+
+
+@dataclass(kw_only=True)
+class TextConfig(SourceConfig):
+    """
+    Which text to read and which tokenizer to use. Every field is an option of `d2l-bert prepare` and of `pretrain`.
+
+    Raises:
+        UserError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    # A separate text to evaluate on: options of `pretrain` alone, as `prepare` holds out a part of the text.
+    validation_corpus: ClassVar[list[str]] = []
+    validation_dataset: ClassVar[list[str]] = []
+    validation_split: ClassVar[str] = ""
+
     unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
         "none", "Unicode normal form that paragraphs are converted to", TEXT
     )
@@ -71,14 +104,6 @@ class TextConfig(Options):
         0.05, "share of the text to hold out for evaluation, in whole documents", TEXT, within="(0, 1)"
     )
     max_validation_characters: int = option(1_000_000, "most characters to hold out", TEXT, within="[1, inf)")
-
-    preprocessing_num_workers: int | None = option(
-        None,
-        "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
-        TEXT,
-        identity=False,
-        within="[1, inf)",
-    )
 
     tokenizer: str | None = option(
         None,
@@ -111,13 +136,8 @@ class TextConfig(Options):
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
         return {
+            **super().contradictions(),
             "corpus names no text; give files, folders or python-docs": not self.text_paths() and not self.dataset,
-            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
-                self.dataset_config is not None and len(self.dataset) != 1
-            ),
-            f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
-                not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
-            ),
             "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one": (
                 self.extend_vocab and self.existing_tokenizer() is None
             ),
@@ -132,10 +152,6 @@ class TextConfig(Options):
         if self.corpus is None:
             return [] if self.dataset else ["python-docs"]
         return self.corpus
-
-    def named_datasets(self) -> list[tuple[str, str | None]]:
-        """The Hub id or folder of each dataset, and its configuration or None."""
-        return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
 
     def token_options(self) -> dict:
         """The options that determine the token ids of a given text, with their values."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from transformers import BertTokenizer
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
@@ -76,7 +76,7 @@ def _from_text(run, has_validation):
     sources = open_sources(run.text_paths(), run.named_datasets(), run.dataset_split, run, run.max_documents)
     corpus_name, text = read_sources(sources, run.language, Cleaning.of(run.token_options()))
     cache = cache_folder()
-    try:
+    with explained(corpus_name, "", UserError):
         held_out = np.zeros(0, dtype=np.int64)
         if not has_validation:
             fraction, most = run.validation_fraction, run.max_validation_characters
@@ -86,8 +86,6 @@ def _from_text(run, has_validation):
             tokenizer = train_or_load_tokenizer(run, sample, cache)
         elif run.extend_vocab:
             tokenizer = extend_tokenizer(tokenizer, sample, run)
-    except UserError as error:
-        raise UserError(f"{corpus_name}: {error}") from None
     folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes())
     tokens = TokenizedCorpus(folder)
     report = describe_tokenizer(tokenizer, SentenceSample(text, held_out)) if not has_validation else {}
@@ -129,10 +127,8 @@ def _add_validation(prepared, sources, run):
     options, cache = prepared.token_options, cache_folder()
     name, text = read_sources(sources, options["language"], Cleaning.of(options))
     processes = run.preprocessing_num_workers or default_processes()
-    try:
+    with explained(f"validation text {name}", "", UserError):
         tokens = TokenizedCorpus(prepare_tokens(text, prepared.tokenizer, cache, processes))
-    except UserError as error:
-        raise UserError(f"validation text {name}: {error}") from None
     if len(tokens) < 2:
         raise UserError(
             f"validation text {name}: too few documents hold a token that the tokenizer knows; give more text"
@@ -187,9 +183,8 @@ def open_sources(
     reading = (split, run.text_column, run.streaming, max_documents, options)
     sources = files + [dataset_source(name, config, *reading) for name, config in datasets]
     identities = [source.identity for source in sources]
-    for source in sources:
-        if identities.count(source.identity) > 1:
-            raise UserError(f"{options[0]}: {source.name} is given twice; give it once")
+    if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
+        raise UserError(f"{options[0]}: {twice[0]} is given twice; give it once")
     return sources
 
 
@@ -242,8 +237,7 @@ def train_or_load_tokenizer(run: TextConfig, sample: SentenceSample, cache: Path
         start = time.monotonic()
         tokenizer = wordpiece.train_wordpiece(sample, *training_options)
         logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
-        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        (partial / "pieces.json").write_text(json.dumps(pieces))
+        (partial / "pieces.json").write_text(json.dumps(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
 
     if not path.exists():
         write_once(path, "training a tokenizer", write)

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 from transformers import BertTokenizer
 
-from d2l_bert.errors import UserError, refuse_first
-from d2l_bert.folders import read_json
+from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.progress import counted
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.cache import content_hash
@@ -177,7 +176,9 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     """
     wordpiece.save_tokenizer(text.tokenizer, folder)
     (store,) = text.tokens.folders
-    shutil.copytree(store, folder / TOKENS_FOLDER)
+    (folder / TOKENS_FOLDER).mkdir()
+    for file in store.iterdir():  # `shutil.copytree` would hide why a write fails
+        shutil.copyfile(file, folder / TOKENS_FOLDER / file.name)
     np.save(folder / HELD_OUT_FILE, text.held_out)
     np.save(folder / HASHES_FILE, text.text_hashes[0])
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -267,7 +268,14 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
     Raises:
         UserError: the folder is damaged or has an earlier format.
     """
-    try:
+    with explained(
+        f"corpus {folder}: a damaged prepared folder",
+        "prepare the text again",
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ):
         record = json.loads((folder / PREPARED_FILE).read_text())
         if record["format"] != PREPARED_FORMAT:
             raise ValueError(f"its format is {record['format']}, and this version reads {PREPARED_FORMAT}")
@@ -280,9 +288,6 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         entries = {name: record[name] for name in ("token_options", "corpus_name", "hub_datasets", "reading")}
         entries |= {"source_fingerprints": [record["fingerprint"]], "source_ends": record["source_ends"]}
         entries |= {"tokenizer": load_tokenizer(str(folder)), "tokenizer_report": record["counts"]["tokenizer"]}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"corpus {folder}: a damaged prepared folder ({reason}); prepare the text again") from None
     tokens = TokenizedCorpus(folder / TOKENS_FOLDER)
     return PreparedText(**entries, tokens=tokens, held_out=np.array(held_out), text_hashes=[hashes])
 
@@ -297,7 +302,7 @@ def check_prepared_folder(folder: Path) -> str:
     Read every byte of a prepared folder, and compare each file's hash with the record.
 
     Returns:
-        A line for the user with the numbers of files, bytes, documents and tokens.
+        A line for the user with the numbers of documents and tokens.
 
     Raises:
         UserError: this is not a prepared folder, the folder is damaged (a file is missing or has changed since it was
@@ -308,7 +313,4 @@ def check_prepared_folder(folder: Path) -> str:
             f"{folder}: no prepared folder (no {PREPARED_FILE}); give one that `d2l-bert prepare` has made"
         )
     tokens = read_prepared_folder(folder, check_large=True).tokens
-    files = read_json(folder / PREPARED_FILE)["files"]
-    total = sum(file["bytes"] for file in files.values())
-    counts = f"{len(files)} files, {total:,} bytes, {len(tokens):,} documents, {tokens.size:,} tokens"
-    return f"{folder}: whole; {counts}"
+    return f"{folder}: whole; {len(tokens):,} documents, {tokens.size:,} tokens"

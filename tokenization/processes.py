@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import explained
 
 
 def in_order(
@@ -41,17 +41,18 @@ def in_order(
     with ProcessPoolExecutor(processes, initializer=_set_up_process, initargs=(initializer, arguments)) as pool:
         items, results = iter(items), deque()
         try:
-            for item in items:
-                results.append(pool.submit(function, item))  # the first item starts the processes
-                if len(results) > 2 * processes:
+            with explained(
+                f"one of {processes} processes was killed or cannot be started",
+                "perhaps memory ran out: lower --preprocessing_num_workers",
+                BrokenProcessPool,
+                BlockingIOError,
+            ):
+                for item in items:
+                    results.append(pool.submit(function, item))  # the first item starts the processes
+                    if len(results) > 2 * processes:
+                        yield results.popleft().result()
+                while results:
                     yield results.popleft().result()
-            while results:
-                yield results.popleft().result()
-        except (BrokenProcessPool, BlockingIOError) as error:
-            raise UserError(
-                f"one of {processes} processes was killed or cannot be started ({error}), perhaps because memory ran "
-                f"out; lower --preprocessing_num_workers"
-            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, explained
 from d2l_bert.folders import base_name
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.cache import content_hash
@@ -63,14 +63,9 @@ def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
         UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
     """
     for number, source in enumerate(sources):
-        try:
+        with explained(f"{source.name}: cannot be read", "put it back or leave it out", OSError):
             for document in source.documents:
                 yield dataclasses.replace(document, source=number)
-        except OSError as error:  # for example a file that was deleted after the folder was searched
-            name = error.filename or source.name
-            raise UserError(
-                f"{name}: cannot be read ({error.strerror or error}); put it back or leave it out"
-            ) from None
 
 
 def file_source(
@@ -102,8 +97,7 @@ def file_source(
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     files = text_files(path, counts)
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
-    documents = _documents(files, text_column, max_documents, counts)
-    return Source(base_name(path), identity, documents, counts)
+    return Source(base_name(path), identity, _documents(files, text_column, max_documents, counts), counts)
 
 
 def _documents(files, text_column, max_documents, counts):
@@ -217,17 +211,17 @@ def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
     Raises:
         UserError: the file cannot be read, is cut short, is binary, or has another encoding.
     """
-    try:
+    with explained(
+        f"{file}: cannot be read as UTF-8 text",
+        "convert it, as with `iconv -f LATIN1 -t UTF-8`, or leave it out",
+        OSError,
+        UnicodeError,
+    ):
         text = io.TextIOWrapper(tables.open_unpacked(file) if stdin is None else stdin, "utf-8-sig", newline="")
         while piece := text.read(READ_CHARACTERS):
             if "\0" in piece:
                 raise UserError(f"{file}: a binary file, not text (it holds NUL); leave it out")
             yield piece
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"{file}: cannot be read as UTF-8 text ({error}); convert it, as with `iconv -f LATIN1 -t UTF-8`, or "
-            f"leave it out"
-        ) from None
 
 
 def dataset_source(
@@ -363,8 +357,7 @@ def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
     first = list(itertools.islice(texts, 1000))
     rows = itertools.chain(first, texts)
     if any("\n" in text.strip() for text in first):
-        for number, text in enumerate(rows):
-            yield Document(f"{name} row {number}", split_paragraphs(text))
+        yield from (Document(f"{name} row {number}", split_paragraphs(text)) for number, text in enumerate(rows))
         return
     lines = (" ".join(text.split()) for text in rows)
     for number in itertools.count():

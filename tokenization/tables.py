@@ -8,7 +8,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import READ_ERRORS, explained
 
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
@@ -42,15 +42,13 @@ def text_rows(file: Path, column: str) -> Iterator[str | None]:
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
-    try:
+    with explained(
+        f"{file}: cannot be read as a table with a column {column!r} of text",
+        "name another column with --text_column, or repair the file",
+        *READ_ERRORS,
+    ):
         for batch in table_batches(file, column):
             yield from batch.column(column).to_pylist()
-    except (OSError, ValueError, LookupError) as error:  # PyArrow's own exceptions are subclasses of these
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{file}: cannot be read as a table with a column {column!r} of text ({reason}); name another column with "
-            f"--text_column, or repair the file"
-        ) from None
 
 
 def table_batches(file: Path, column: str | None = None) -> Iterator[pa.RecordBatch]:

@@ -6,6 +6,7 @@ The sentences are in an Arrow file. Each of its rows is a block: some consecutiv
 
 import array
 import importlib.metadata
+import itertools
 import json
 import unicodedata
 from collections import Counter
@@ -178,5 +179,4 @@ class SentenceSample:
     def __iter__(self) -> Iterator[str]:
         sentences = self.text.rows().select_columns("sentences")
         for first in range(0, len(self.blocks), 100):
-            for block in sentences[self.blocks[first : first + 100].tolist()]["sentences"]:
-                yield from block
+            yield from itertools.chain(*sentences[self.blocks[first : first + 100].tolist()]["sentences"])

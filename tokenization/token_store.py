@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.progress import counted
 from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization.cache import reading_cache
 
 
-# Raise STORE_FORMAT by 1 when the content of the files changes: `TokenStore` refuses a store of another format.
+# Raise STORE_FORMAT by 1 when the content of the files changes: the cache's keys hold it.
 STORE_FORMAT = 1
 
 STORE_FILE = "store.json"
@@ -141,7 +141,7 @@ class StoreWriter:
             for name, file in self.files.items():
                 digest.update(f"{name} {file.count} {file.digest.hexdigest()} ".encode())
             counts = {name: file.count for name, file in self.files.items()}
-            record = {"format": STORE_FORMAT, "fingerprint": digest.hexdigest()[:16], "counts": counts}
+            record = {"fingerprint": digest.hexdigest()[:16], "counts": counts}
             (self.folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -149,34 +149,29 @@ class TokenStore:
     """One token store, memory-mapped: `ids`, and a read-only array for each table of ends.
 
     Raises:
-        UserError: the store has another format, is damaged, or has no token.
+        UserError: the store is damaged, or has no token.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         with reading_cache(folder):
             record = json.loads((folder / STORE_FILE).read_text())
-            version, self.fingerprint, counts = record["format"], record["fingerprint"], record["counts"]
-        if version != STORE_FORMAT:
-            raise UserError(
-                f"{folder}: token ids in format {version}, and this version of d2l-bert reads {STORE_FORMAT}; delete "
-                f"this folder, and prepare the text again"
-            )
+            self.fingerprint, counts = record["fingerprint"], record["counts"]
         for name in ("ids", *END_TABLES, "empty_documents"):
             setattr(self, name, read_table(folder / f"{name}.npy"))
         lengths = {name: len(getattr(self, name)) for name in counts}
         ends = self.sentence_ends[-1:].sum(), self.document_ends[-1:].sum()
-        if lengths != counts or ends != (len(self.ids), len(self.sentence_ends)):
-            raise UserError(
-                f"cache {folder}: damaged (its files have lengths that contradict each other); delete this folder and "
-                f"run again"
-            )
-        if not len(self.ids):
-            raise UserError(f"cache {folder}: no token in the text; give text in the tokenizer's language")
+        cases = {
+            "damaged (its files have lengths that contradict each other); delete this folder and run again": (
+                lengths != counts or ends != (len(self.ids), len(self.sentence_ends))
+            ),
+            "no token in the text; give text in the tokenizer's language": not len(self.ids),
+        }
+        refuse_first(cases, f"cache {folder}: ")
 
 
 class JoinedTable:
-    """The tables of ends of several stores as one table.
+    """The tables of several stores, of ends or of token ids, as one table.
 
     Entries are numbered on from one table to the next. An end includes the totals of all tables before.
 
@@ -239,15 +234,12 @@ class TokenizedCorpus:
         sizes = [len(store.ids) for store in self.stores]
         sentences = [len(store.sentence_ends) for store in self.stores]
         words = [int(store.document_words[-1]) for store in self.stores]
-        self.token_starts = np.cumsum([0, *sizes])
-        for name, totals in zip(END_TABLES, (sizes, sentences, sentences, words), strict=True):
+        totals_of = dict(zip(END_TABLES, (sizes, sentences, sentences, words), strict=True))
+        for name, totals in {"ids": [0] * len(folders), **totals_of}.items():
             setattr(self, name, JoinedTable([getattr(store, name) for store in self.stores], totals))
 
-    def __getstate__(self):  # another process maps the files again
-        return {"folders": self.folders}
-
-    def __setstate__(self, state):
-        self.__init__(*state["folders"])
+    def __reduce__(self):  # another process maps the files again
+        return TokenizedCorpus, self.folders
 
     def __len__(self):
         """The number of documents."""
@@ -256,7 +248,7 @@ class TokenizedCorpus:
     @property
     def size(self) -> int:
         """The number of tokens."""
-        return int(self.token_starts[-1])
+        return len(self.ids)
 
     def fingerprint(self) -> str:
         """A hash of all ids and ends, 16 hexadecimal digits: stores with equal numbers have equal fingerprints."""
@@ -287,14 +279,7 @@ class TokenizedCorpus:
 
     def at(self, places: np.ndarray) -> np.ndarray:
         """The ids of the tokens with these numbers, in an array of the same shape."""
-        if len(self.stores) == 1:
-            return self.stores[0].ids[places]
-        ids = np.empty(places.shape, dtype=np.int32)
-        store_of = np.searchsorted(self.token_starts, places, side="right") - 1
-        for number in np.unique(store_of):
-            in_store = store_of == number
-            ids[in_store] = self.stores[number].ids[places[in_store] - self.token_starts[number]]
-        return ids
+        return self.ids.at(places)
 
     def tokens(self, document: int) -> np.ndarray:
         """The token ids of a document (tokens,)."""
@@ -344,8 +329,8 @@ class AllBut:
         return self.nth(np.arange(self.before(first), self.before(end)))
 
 
-class Only:
-    """A selection: the documents with these numbers, ascending (n,). The methods are those of `AllBut`."""
+class Only(AllBut):
+    """A selection: the documents with these numbers, ascending (n,)."""
 
     def __init__(self, documents: np.ndarray):
         self.documents = documents
@@ -360,10 +345,6 @@ class Only:
     def before(self, document: int) -> int:
         """As in `AllBut`."""
         return int(np.searchsorted(self.documents, document))
-
-    def within(self, first: int, end: int) -> np.ndarray:
-        """As in `AllBut`."""
-        return self.documents[self.before(first) : self.before(end)]
 
 
 def held_out_documents(ends: np.ndarray, fraction: float, most: int) -> np.ndarray:

@@ -85,8 +85,7 @@ def train_wordpiece(
     continuations = [piece for piece in characters if piece.startswith(CONTINUATION)]
     merged = set(SPECIAL_TOKENS) | set(characters)
     merges = [piece for piece in train(vocab_size, continuations) if piece not in merged]
-    pieces = [*SPECIAL_TOKENS, *characters, *merges]
-    return make_tokenizer(pieces, lowercase, strip_accents, model_max_length)
+    return make_tokenizer([*SPECIAL_TOKENS, *characters, *merges], lowercase, strip_accents, model_max_length)
 
 
 def make_tokenizer(

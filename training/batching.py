@@ -7,7 +7,7 @@ import logging
 import math
 from types import SimpleNamespace
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
@@ -38,14 +38,15 @@ def check_architecture(architecture: D2lBertConfig, run: PretrainConfig) -> None
     Raises:
         UserError: the model has fewer than 2 segment types, or fewer positions than `max_seq_length`.
     """
-    if architecture.type_vocab_size < 2:
-        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
-    if run.max_seq_length > architecture.max_position_embeddings:
-        raise UserError(
-            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions "
-            f"({architecture.max_position_embeddings}); lower it"
-            + (", or raise max_position_embeddings" if run.init_from is None else "")
-        )
+    positions = architecture.max_position_embeddings
+    way_out = "lower it, or raise max_position_embeddings" if run.init_from is None else "lower it"
+    cases = {
+        "type_vocab_size must be at least 2: a pair has two segments": architecture.type_vocab_size < 2,
+        f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); {way_out}": (
+            run.max_seq_length > positions
+        ),
+    }
+    refuse_first(cases)
 
 
 def make_steps(
@@ -199,8 +200,7 @@ def make_sharding(architecture: D2lBertConfig, run: PretrainConfig, world_size: 
     counts = SimpleNamespace(  # of a pair of full length, masked at the run's highest share
         tokens=tokens, squared_lengths=tokens**2, examples=1, masked_tokens=max(run.mlm_probabilities()) * tokens
     )
-    cost = micro_batch_cost(architecture, counts, run.objective in PAIR_TASKS)
-    return Sharding(world_size, rank, cost)
+    return Sharding(world_size, rank, micro_batch_cost(architecture, counts, run.objective in PAIR_TASKS))
 
 
 def micro_batch_pairs(run: PretrainConfig) -> int:

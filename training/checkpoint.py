@@ -14,12 +14,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, refuse_first
+from d2l_bert.errors import GO_ON, UserError, explained, refuse_first
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.config import folder_name, words_of
+from d2l_bert.training.config import PREFIX, folder_name
 from d2l_bert.training.distributed import on_main
 
 
@@ -78,41 +78,6 @@ def delete(checkpoint: Path) -> None:
     if not checkpoint.name.startswith("."):
         checkpoint = checkpoint.rename(folders.hidden(checkpoint))
     shutil.rmtree(checkpoint)
-
-
-class Saver:
-    """
-    Saves the checkpoints of a run, at most one for each step. Every process must call `save`.
-
-    Args:
-        learner: the run's `Learner`.
-        folder: the run's output folder.
-        tokenizer: saved in every checkpoint.
-        run_state: entries of the JSON file that are the same in every checkpoint of the run: the micro-batch size and
-            number of steps that the run chose at its start, and the run's identity.
-        resumed: the checkpoint that the run resumes from.
-
-    Attributes:
-        path: the last checkpoint, or `resumed`; None if there is neither.
-    """
-
-    def __init__(self, learner, folder: Path, tokenizer, run_state: dict, resumed: "Checkpoint | None"):
-        self.learner, self.folder, self.tokenizer, self.run_state = learner, folder, tokenizer, run_state
-        self.step, self.path = (resumed.state["step"], resumed.path) if resumed else (0, None)
-
-    def save(self, step: int, state: dict) -> None:
-        """
-        Save a checkpoint after a step; nothing if a checkpoint of this step exists.
-
-        Args:
-            state: entries of the checkpoint's JSON file that change from step to step.
-
-        Raises:
-            UserError: the checkpoint cannot be written.
-        """
-        if step > self.step:
-            self.path = self.learner.save(self.folder, step, self.tokenizer, {**state, **self.run_state})
-            self.step = step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,13 +154,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not (path / MANIFEST_FILE).is_file():
         problem = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
         raise UserError(f"{path}: {problem} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest")
-    try:
+    with explained(
+        f"{path}: damaged", "give another checkpoint", OSError, ValueError, KeyError, TypeError, AttributeError
+    ):
         for name, saved_hash in json.loads((path / MANIFEST_FILE).read_text())["sha256"].items():
             if content_hash(path / name) != saved_hash:
                 raise UserError(f"{name} is not as it was saved")
         return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error}); give another checkpoint") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,9 +221,9 @@ WORDS_FILE = "words_seen.json"
 
 
 def word_folders(folder: Path) -> dict[Path, int]:
-    """The models that runs have saved in an output folder, each with the number in its name."""
-    found = {path: words_of(path.name) for path in folder.iterdir() if (path / WORDS_FILE).is_file()}
-    return dict(sorted((entry for entry in found.items() if entry[1] is not None), key=lambda entry: entry[1]))
+    """The models that runs have saved in an output folder, each with its number of words."""
+    found = {file.parent: folders.read_json(file)["words"] for file in folder.glob(f"{PREFIX}*/{WORDS_FILE}")}
+    return dict(sorted(found.items(), key=lambda entry: entry[1]))
 
 
 class WordSaver:

@@ -1,7 +1,6 @@
 """The options of a pretraining run (`PretrainConfig`), apart from the architecture (`D2lBertConfig`); their checks."""
 
 import contextlib
-import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -401,13 +400,8 @@ class PretrainConfig(TextConfig):
 
     def known_license(self) -> str | None:
         """The licence of the model: `license`, or apache-2.0 if everything comes from python-docs, or None."""
-        is_python_docs = self.text_paths() == ["python-docs"] and not self.dataset
-        is_python_docs &= self.existing_tokenizer() is None  # neither a tokenizer nor a model to start from
-        return self.license or ("apache-2.0" if is_python_docs else None)
-
-    def identity(self) -> dict:
-        """The options that decide the weights of the model: a resumed run must have the same values."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["identity"]}
+        others = self.dataset or self.existing_tokenizer()  # of a tokenizer, or of a model to start from
+        return self.license or ("apache-2.0" if self.text_paths() == ["python-docs"] and not others else None)
 
 
 def _value_at(step, stages):
@@ -451,9 +445,3 @@ def folder_name(words: int) -> str:
     """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
     unit = next(unit for unit in ("M", "k", "") if words % UNITS[unit] == 0)
     return f"{PREFIX}{words // UNITS[unit]}{unit}"
-
-
-def words_of(name: str) -> int | None:
-    """The number of words in the name of a folder; None for any other name."""
-    match = re.fullmatch(rf"{PREFIX}(\d+)([kM]?)", name)
-    return match and int(match[1]) * UNITS[match[2]]

@@ -8,6 +8,7 @@ and S are the largest of all rows in the micro-batch.
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -342,15 +343,14 @@ class HeldOutPairs:
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the pairs and the keys of their masks, one window at a time."""
-        remaining = self.most
+        remaining = self.most or sys.maxsize
         for window in range(self.pairs.windows(0)):
             pairs = self.pairs.window(0, window)[:remaining]
             if len(pairs):
                 yield pairs, self.pairs.keys(0, window, 0, len(pairs))
-            if remaining is not None:
-                remaining -= len(pairs)
-                if not remaining:
-                    return
+            remaining -= len(pairs)
+            if not remaining:
+                return
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for pairs, keys in self.parts():

@@ -100,9 +100,8 @@ def check_launcher_environment() -> None:
     Raises:
         UserError: a variable asks for an unsupported engine.
     """
-    for variable, name in UNSUPPORTED_ENGINES.items():
-        if is_set(variable):
-            raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
+    way_out = "launch with FSDP2, which shards a model over GPUs as well"
+    refuse_first({f"{name} is not supported; {way_out}": is_set(var) for var, name in UNSUPPORTED_ENGINES.items()})
 
 
 def is_set(variable: str) -> bool:

@@ -247,8 +247,7 @@ class EpochPairs:
             turns, in_turn = np.divmod(visits[sources == number], source.stretches)
             for turn in np.unique(turns).tolist():
                 order = (self.seed, _VISITS, number, turn)
-                stretches = random_order(in_turn[turns == turn], source.stretches, order)
-                pieces.append(source.pieces(stretches))
+                pieces.append(source.pieces(random_order(in_turn[turns == turn], source.stretches, order)))
         return Pieces(
             *(
                 np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(piece, field.name) for piece in pieces)])

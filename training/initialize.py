@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, BertTokenizer, PreTrainedModel
 
-from d2l_bert.errors import UserError, reading_model
+from d2l_bert.errors import UserError, explained, reading_model, refuse_first
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
@@ -154,12 +154,14 @@ def start_from(
             model's.
     """
     saved, known = read_architecture(name), read_start_tokenizer(name, given)
-    for field in D2lBertConfig.__annotations__:
-        of_model, of_run = getattr(saved, field), getattr(architecture, field)
-        if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
-            raise UserError(
-                f"init_from {name}: {field} is {of_model!r} there, and {of_run!r} here; take the model's value"
-            )
+    values = {field: (getattr(saved, field), getattr(architecture, field)) for field in D2lBertConfig.__annotations__}
+    cases = {
+        f"{field} is {of_model!r} there, and {of_run!r} here; take the model's value": (
+            of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id")
+        )
+        for field, (of_model, of_run) in values.items()
+    }
+    refuse_first(cases, f"init_from {name}: ")
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
     with reading_model(name, "init_from "):
@@ -204,12 +206,10 @@ def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_
 
 def _refuse_another_vocabulary(model_label, known, tokenizer):
     """Raise `UserError` unless the vocabulary of `tokenizer` begins with that of `known`, the model's tokenizer."""
-    try:
+    with explained(
+        f"{model_label}: another vocabulary", "use the model's tokenizer, unchanged or with --extend_vocab", UserError
+    ):
         added_entries(known, tokenizer)
-    except UserError as error:
-        raise UserError(
-            f"{model_label}: {error}; use the model's tokenizer, unchanged or with --extend_vocab"
-        ) from None
 
 
 def model_class_of(run: PretrainConfig) -> type[PreTrainedModel]:

@@ -177,7 +177,7 @@ class Learner:
                 moments[full_name] = self.optimizer_of[name].state[parameter][key] = moment.detach()
         self._read_into(saved.path / checkpoint.OPTIMIZER_FILE, moments)
         if self.average:
-            self._read_into(saved.path / checkpoint.AVERAGE_FILE, self.average.tensors())
+            self._read_into(saved.path / checkpoint.AVERAGE_FILE, self.average.averages)
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(saved.state["scaler"])
 
@@ -193,7 +193,7 @@ class Learner:
 
     def full_averages(self) -> dict[str, torch.Tensor]:
         """The moving average of each parameter as a full CPU tensor; empty outside the main process."""
-        return self._gather(self.average.tensors().items() if self.average else ())
+        return self._gather(self.average.averages.items() if self.average else ())
 
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
         gathered = {}

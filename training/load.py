@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from d2l_bert.errors import UserError, reading_model
+from d2l_bert.errors import UserError, reading_model, refuse_first
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.wordpiece import read_tokenizer
@@ -26,12 +26,15 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
-        raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
-    if type(config) not in auto_class._model_mapping.keys():
-        raise UserError(
-            f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT"
-        )
+    cases = {
+        f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT": (
+            config.is_encoder_decoder or getattr(config, "is_decoder", False)
+        ),
+        f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT": (
+            type(config) not in auto_class._model_mapping.keys()
+        ),
+    }
+    refuse_first(cases)
     tokenizer = read_tokenizer(name, config)
     if tokenizer is None or not tokenizer.is_fast or tokenizer.pad_token_id is None:
         raise UserError("it has no tokenizer.json, or its tokenizer has no padding token; give another model")

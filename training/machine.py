@@ -19,7 +19,7 @@ import torch.fx.experimental._config
 from accelerate import Accelerator
 from torch import nn
 
-from d2l_bert.errors import UserError, is_out_of_memory
+from d2l_bert.errors import UserError, explained, is_out_of_memory
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import counted
 from d2l_bert.training.batching import DEFAULT_EVALUATIONS, make_steps, trial_micro_batches
@@ -90,6 +90,7 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
     try:
         with (
+            explained("torch_compile", "give --torch_compile false", torch._dynamo.exc.TorchDynamoException),
             torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
             # Recomputing activations is cheaper than writing and reading them. `aggressive_recomputation` is wrong
             # here: it would also recompute dropout masks, with other random numbers.
@@ -102,9 +103,6 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
             torch.fx.experimental._config.patch(use_duck_shape=False),
         ):
             yield
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"torch_compile: {reason:.300}; give --torch_compile false, or what it asks for") from None
     finally:
         for block in blocks:
             vars(block).pop("compute", None)

@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import psutil
@@ -73,17 +73,12 @@ class Meter:
         self.start_clock()
         self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
 
-    def waiting(self, batches: Iterable) -> Iterator:
-        """Yield the batches, and measure how long the training waits for each of them."""
-        batches = iter(batches)
-        while True:
-            start = time.monotonic()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self.waited += time.monotonic() - start
-            yield batch
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measures the block as time that the training waits for a batch."""
+        start = time.monotonic()
+        yield
+        self.waited += time.monotonic() - start
 
     def add(self, stats: StepStats) -> None:
         """Add one step to the next row."""
@@ -107,8 +102,7 @@ class Meter:
         )
         skipped = round(sum(step.skipped for step in self.steps))
         arithmetic, possible = sum(map(self.arithmetic, self.steps)), seconds * self.peak
-        memory = used_memory(self.device)
-        examples = sum(step.examples for step in self.steps)
+        memory, examples = used_memory(self.device), sum(step.examples for step in self.steps)
         spent = (seconds, self.waited, tokens, padded_tokens, examples, skipped, arithmetic, possible)
         for name, value in zip(self.totals, spent, strict=False):
             self.totals[name] += value

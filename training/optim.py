@@ -72,15 +72,11 @@ class Muon(torch.optim.Muon):
     def step(self, closure=None):
         if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        assert closure is None, "steps here have their gradients"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_float32(parameter, group)
-        return loss
 
     def _step_float32(self, parameter, group):
         state, gradient, keep = self.state[parameter], parameter.grad, group["momentum"]
@@ -151,8 +147,7 @@ def learning_rate_share(kind: Schedule, step: int, warmup_steps: int, max_steps:
         decay_steps = min(decay_steps, steps_after_warmup)
     else:
         decay_steps = steps_after_warmup
-    left = (max_steps - step) / max(1, decay_steps)
-    return _DECAYS[kind](min(left, 1.0))
+    return _DECAYS[kind](min((max_steps - step) / max(1, decay_steps), 1.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +172,7 @@ class MovingAverage:
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
         self._parameters = dict(model.named_parameters())  # a tied parameter appears once
-        self._averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -188,18 +183,14 @@ class MovingAverage:
         on, the initial weights would stay in the average for long.
         """
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self._averages.values()), list(self._parameters.values()), 1 - decay)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by the names of `model.named_parameters()`: not copies, so writing to them sets the average."""
-        return self._averages
+        torch._foreach_lerp_(list(self.averages.values()), list(self._parameters.values()), 1 - decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """In this block the model has the averaged weights; afterwards, even after an error, the trained weights."""
         trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         try:
-            self._write(self._averages)
+            self._write(self.averages)
             yield
         finally:
             self._write(trained)

@@ -89,7 +89,9 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, sharding: Sharding =
     own_rows = order[sharding.rank :: sharding.world_size].tolist()
     # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
     widths = [padded(length) for length in np.asarray(lengths)[order[:: sharding.world_size]]]
-    size = group_size(len(widths), most_tokens // widths[0])
+    rows_at_once = most_tokens // widths[0]  # of the longest
+    limit = max(1, min(len(widths) // MIN_GROUPS_IN_STEP, rows_at_once // MIN_GROUPS_IN_MICRO_BATCH))
+    size = 1 << limit.bit_length() - 1  # of a group, in rows: a power of two
     result = []
     start = 0  # in groups
     for width, groups in _merged_widths(Counter(widths[::size]), size, most_tokens, sharding.cost):
@@ -99,18 +101,6 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, sharding: Sharding =
             result.append(own_rows[first * size : end * size])
         start += groups
     return result
-
-
-def group_size(rows: int, rows_at_once: int) -> int:
-    """
-    The number of rows in a group, a power of two.
-
-    Args:
-        rows: rows of one process in a step.
-        rows_at_once: how many of the longest rows fit into a micro-batch.
-    """
-    limit = max(1, min(rows // MIN_GROUPS_IN_STEP, rows_at_once // MIN_GROUPS_IN_MICRO_BATCH))
-    return 1 << limit.bit_length() - 1
 
 
 def padded(length: int) -> int:
@@ -139,8 +129,7 @@ def _merged_widths(groups_of_width, size, most_tokens, cost):
         for last in range(first, len(widths)):
             groups += groups_of_width[widths[last]]
             count = -(-groups // _groups_that_fit(widths[first], size, most_tokens))  # micro-batches of this width
-            tokens = groups * size * widths[first]
-            options.append((tokens + count * cost + best[last + 1][0], last + 1))
+            options.append((groups * size * widths[first] + count * cost + best[last + 1][0], last + 1))
         best[first] = min(options)
     first = 0
     while first < len(widths):

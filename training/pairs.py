@@ -367,7 +367,8 @@ def _segments_of_documents(sentences, room, short_seq_prob, draw):
             segment_end = min(start + (1 + int(draw() * room) if is_short else room), piece_end)
             add((start, segment_end))
             start = segment_end
-    return _as_segments(*np.array(bounds, dtype=np.int64).reshape(-1, 2).T)
+    starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
+    return _as_pairs(starts, ends, ends, ends, NO_LABEL)
 
 
 def _segments_of_sentences(sentences, room):
@@ -375,10 +376,7 @@ def _segments_of_sentences(sentences, room):
     counts = -(-(sentences.ends - sentences.starts) // room)  # the number of segments of each sentence
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
     starts = np.repeat(sentences.starts, counts) + number * room
-    return _as_segments(starts, np.minimum(starts + room, np.repeat(sentences.ends, counts)))
-
-
-def _as_segments(starts, ends):
+    ends = np.minimum(starts + room, np.repeat(sentences.ends, counts))
     return _as_pairs(starts, ends, ends, ends, NO_LABEL)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import re
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from accelerate.tracking import get_available_trackers
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.errors import GO_ON, UserError
+from d2l_bert.errors import writing
 from d2l_bert.model_cards.card import count_parameters
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import Pusher, check_push
@@ -34,7 +33,7 @@ from d2l_bert.training.batching import (
     make_sharding,
     make_steps,
 )
-from d2l_bert.training.checkpoint import Saver, WordSaver, check_output_folder, find_checkpoint
+from d2l_bert.training.checkpoint import WordSaver, check_output_folder, find_checkpoint, step_of
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, folder_name, word_marks
 from d2l_bert.training.data import HeldOutPairs
 from d2l_bert.training.distributed import on_main, report_errors_once, restore_host_settings, shut_down
@@ -163,20 +162,19 @@ def train_learner(job: Job, learner: Learner) -> None:
     on_main(accelerator, start_trackers, accelerator, folder, job.record, start, share_result=False)
     monitor = RunMonitor(job, log, state)
     pusher = on_main(accelerator, start_pusher, job, saved_before, share_result=False)
-    chosen = {"micro_batch_size": run.micro_batch_size, "max_steps": max_steps, "identity": job.identity}
-    saver = Saver(learner, folder, tokenizer, chosen, job.resumed)
+    saved = job.resumed and job.resumed.path  # the last checkpoint
     # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
     stop = StopSignals(accelerator)
     with stop, closing(monitor.bar):
         loaded = load(steps, start, max_steps, run.dataloader_num_workers, lambda: bool(stop.received_signal))
         with closing(loaded):
-            batches = monitor.meter.waiting(loaded)
             # If a signal stopped the earlier run at this step, the evaluation of the step is still missing.
             if start and "evaluate" in schedule.due_at(start):
                 write_evaluation(learner, held_out, stop, monitor)
             monitor.meter.start_clock()
             for step in range(start + 1, max_steps + 1):
-                micro_batches = next(batches, None)  # None if a signal has stopped the run
+                with monitor.meter.waiting():
+                    micro_batches = next(loaded, None)  # None if a signal has stopped the run
                 if stop.should_stop():
                     break
                 rate, place = schedule.learning_rate(step), micro_batches.place
@@ -193,13 +191,14 @@ def train_learner(job: Job, learner: Learner) -> None:
                         pusher.saved_by_words(saved_by_words)
                     # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
                     if ("save" in due and not monitor.skipped_in_a_row) or step == max_steps:
-                        saver.save(step, state_of(monitor, words, place))
+                        saved = learner.save(folder, step, tokenizer, state_of(job, monitor, words, place))
                         if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
-                            pusher.saved(saver.path, step)
+                            pusher.saved(saved, step)
         if stop.should_stop():
             monitor.write_row()
-            saver.save(monitor.step, state_of(monitor, words, place))
-            how_to_resume = f"{saver.path} is saved; go on" if saver.path else "nothing is lost; start"
+            if monitor.step > (step_of(saved) if saved else 0):
+                saved = learner.save(folder, monitor.step, tokenizer, state_of(job, monitor, words, place))
+            how_to_resume = f"{saved} is saved; go on" if saved else "nothing is lost; start"
             logger.warning(
                 f"{signal_name(stop.agreed_signal)}: stopped; {how_to_resume} with the same command and "
                 f"--resume_from_checkpoint latest"
@@ -255,10 +254,18 @@ def start_pusher(job: Job, saved_before: list) -> Pusher | None:
     return pusher
 
 
-def state_of(monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
+def state_of(job: Job, monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
     """What a checkpoint keeps, beside model and optimizer: totals, words seen, and where the next pairs are."""
-    counts = {"skipped_in_a_row": monitor.skipped_in_a_row, "words_seen": words.seen, "words_settled": words.settled}
-    return {**monitor.meter.totals, **counts, "data_position": place}
+    return {
+        **monitor.meter.totals,
+        "skipped_in_a_row": monitor.skipped_in_a_row,
+        "words_seen": words.seen,
+        "words_settled": words.settled,
+        "data_position": place,
+        "micro_batch_size": job.run.micro_batch_size,
+        "max_steps": job.max_steps,
+        "identity": job.identity,
+    }
 
 
 def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: RunMonitor) -> None:
@@ -287,12 +294,8 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
     lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
     # The temporary folder goes into the nearest existing parent of the output folder, so that both are on one disk.
     parent = next(parent for parent in output_dir.parents if parent.exists())
-    try:
+    with writing(f"output_dir {output_dir}", ", or name another folder"):
         temporary = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=parent)
-    except OSError as error:
-        raise UserError(
-            f"output_dir {output_dir}: cannot be written ({error.strerror}); name another folder"
-        ) from None
     # At least two steps of full length: the second has the first one's optimizer state, and its memory. The time of
     # the last but one is what its log row says is left.
     steps = max(3, len(lengths) + 1)
@@ -316,8 +319,6 @@ def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
         report.disabled = True  # the report of so short a run means nothing, and is not printed
         try:
             model_folder = pretrain(architecture, short_run)
-        except UserError as error:  # without the hint to resume: the temporary folder is deleted
-            raise UserError(re.sub(f"(;|, and) {GO_ON}", "", str(error))) from None
         finally:
             report.disabled = False
         if distributed.launched_rank():

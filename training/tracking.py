@@ -1,6 +1,5 @@
 """Logging of a run: progress on the terminal, training_log.jsonl, trackers such as TensorBoard, and events."""
 
-import contextlib
 import datetime
 import functools
 import json
@@ -15,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from d2l_bert.errors import GO_ON, UserError, launched_rank, writing
+from d2l_bert.errors import GO_ON, UserError, explained, launched_rank, refuse_first, writing
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task
 from d2l_bert.training.batching import stage_changes
 from d2l_bert.training.checkpoint import checkpoints
@@ -64,9 +63,7 @@ def speed_of(row: dict) -> str:
 
 def kind_of(row: dict) -> str:
     """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `skipped`."""
-    if "event" in row:
-        return row["event"]
-    return "held_out" if any(name.startswith("eval_") for name in row) else "train"
+    return row.get("event") or ("held_out" if any(name.startswith("eval_") for name in row) else "train")
 
 
 class TrainingLog:
@@ -93,9 +90,7 @@ class TrainingLog:
         """
         with writing(self.path, f", and {GO_ON}"):
             if step == 0:
-                partial = self.path.with_name(f".{self.path.name}.part")
-                partial.write_bytes(b"")
-                partial.replace(self.path)
+                self.path.write_bytes(b"")
             elif self.path.exists():
                 os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.written = {(row["step"], kind_of(row)) for row in self.rows()}
@@ -119,13 +114,7 @@ class TrainingLog:
 
     def rows(self) -> list[dict]:
         """All rows of the file in order, without incomplete lines from a write that was interrupted."""
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-        return rows
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,12 +133,8 @@ def check_trackers(names: list[str], installed: Iterable[str]) -> list[str] | No
     """
     if names in ([], ["none"]):
         return None
-    for name in names:
-        if name not in installed:
-            raise UserError(
-                f"report_to takes none, or trackers that are installed here ({', '.join(installed) or 'none is'}), "
-                f"got {name!r}; install it, or leave it out"
-            )
+    known = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
+    refuse_first({f"report_to takes {known}, got {name!r}": name not in installed for name in names})
     return names
 
 
@@ -176,13 +161,9 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
         "trackio": {"name": name},
         "mlflow": {"run_name": name},
     }
-    try:
+    what = f"report_to {' '.join(map(str, accelerator.log_with))}: a tracker does not start"
+    with explained(what, "fix the error, or leave the tracker out", Exception):
         accelerator.init_trackers(PROJECT, flat(record), arguments)
-    except Exception as error:
-        names = ", ".join(map(str, accelerator.log_with))
-        raise UserError(
-            f"report_to {names}: a tracker does not start ({error!r:.300}); fix the error, or leave the tracker out"
-        ) from error
 
 
 def flat(record: dict, prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -291,8 +272,7 @@ class RunMonitor:
     def write_row(self) -> None:
         """Write a log row with the means over the steps since the last row; nothing if there were none."""
         if self.meter.steps:
-            row = self.meter.row(self.learning_rate, self.max_steps - self.step)
-            self._record({"step": self.step, **row})
+            self._record({"step": self.step, **self.meter.row(self.learning_rate, self.max_steps - self.step)})
 
     def write_evaluation(self, metrics: dict) -> None:
         """Write a log row with the result of `Learner.evaluate` after the last step."""

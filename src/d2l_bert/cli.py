@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import errno
 import functools
 import itertools
 import os
@@ -88,8 +87,6 @@ def _show_error(command, error):
             file=sys.stderr,
         )
         return 1
-    elif getattr(error, "errno", None) == errno.ENAMETOOLONG:
-        line = f"{str(error.filename):.60}...: {error.strerror}; give a shorter name"
     process = f"process {launched_rank()}: " if launched_rank() else ""
     print(f"d2l-bert {command}: error: {process}{line}", file=sys.stderr)
     return 2

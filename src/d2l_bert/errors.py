@@ -54,6 +54,7 @@ def writing(place: object, mend: str = "") -> Iterator[None]:
     Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
 
     Rust libraries (tokenizers, safetensors) raise exceptions of their own, with "(os error 28)" in the message.
+    `torch.save` names only its source file inline_container.cc when a write fails: nearly always as the disk is full.
 
     Args:
         place: what is written, for the message.
@@ -62,15 +63,34 @@ def writing(place: object, mend: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        in_message = re.search(r"\(os error (\d+)\)", str(error))
+        in_message = re.search(r"\(os error (\d+)\)|inline_container\.cc", str(error))
         if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
             raise
-        number = int(in_message[1]) if in_message else error.errno
+        number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
         first = "free some space" if number in NO_SPACE_ERRNOS else "make it writable"
-        if number == errno.ENAMETOOLONG:
-            first = "give a shorter name"
         reason = os.strerror(number) if number else error
         raise UserError(f"{place}: cannot be written ({reason}); {first}{mend}") from None
+
+
+# What libraries raise for a damaged file; PyArrow's own exceptions are subclasses of these.
+READ_ERRORS = (OSError, ValueError, LookupError)
+
+
+@contextlib.contextmanager
+def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """
+    Turn exceptions that the block raises into a `UserError` of one line, which quotes them.
+
+    Args:
+        what: what went wrong, and where.
+        way_out: what the user can do; "" if the exception says so itself.
+        kinds: the classes of exceptions; others pass unchanged, as bugs of this package.
+    """
+    try:
+        yield
+    except kinds as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what} ({reason:.500}); {way_out}" if way_out else f"{what}: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from d2l_bert.errors import UserError, refuse_first, writing
+from d2l_bert.errors import READ_ERRORS, UserError, explained, refuse_first, writing
 
 
 def hidden(path: Path) -> Path:
@@ -156,12 +156,10 @@ def read_json(path: Path) -> dict:
     """
     if not path.is_file():
         return {}
-    try:
+    with explained(f"{path}: cannot be read", "take it out, or put the right one back", *READ_ERRORS, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); take it out, or put the right one back") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object; take it out, or put the right one back")
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
     return content
 
 
@@ -194,10 +192,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         # The lock file is deleted before the lock is released. Deleted afterwards, a second run could already hold the
         # lock of the deleted file while a third run makes and locks a new file. A run that opened the file before its
         # deletion notices, once it has the lock, that the file name is gone.
-        try:
-            with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
-                (folder / LOCK_FILE).unlink(missing_ok=True)
-        finally:
-            lock.release()
+        with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
+            (folder / LOCK_FILE).unlink(missing_ok=True)
+        lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

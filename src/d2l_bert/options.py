@@ -89,6 +89,10 @@ class Options:
         """The cases in which options contradict each other: a message for each, and whether it holds."""
         return {}
 
+    def identity(self) -> dict:
+        """The options that decide what a run computes: a run that resumes must have the same values."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["identity"]}
+
     def check_values(self) -> None:
         """
         Check each value by itself, as its field declares it.

@@ -13,6 +13,7 @@ class PairTask:
     A classification of pairs of segments A and B into two classes.
 
     Args:
+        key: the task's part in the names of metrics: `nsp` in `nsp_loss` and `eval_nsp_accuracy`.
         short: the task's abbreviation.
         name: the task's full name.
         claim: the statement about A and B that is true for label 0.
@@ -21,6 +22,7 @@ class PairTask:
         note: printed behind the metrics, for a task that is less known than next sentence prediction.
     """
 
+    key: str
     short: str
     name: str
     claim: str
@@ -28,15 +30,11 @@ class PairTask:
     meaning: str
     note: str = ""
 
-    @property
-    def key(self) -> str:
-        """The task's part in the names of metrics: `nsp` in `nsp_loss` and `eval_nsp_accuracy`."""
-        return self.short.lower()
-
 
 # Keys are values of the option `objective`. Its value `none` has no task, as in RoBERTa (Liu et al., 2019).
 PAIR_TASKS = {
     "nsp": PairTask(  # BERT (Devlin et al., 2018)
+        key="nsp",
         short="NSP",
         name="next sentence prediction",
         claim="B follows A",
@@ -44,6 +42,7 @@ PAIR_TASKS = {
         meaning="label 0: B follows A",
     ),
     "sop": PairTask(  # ALBERT (Lan et al., 2020)
+        key="sop",
         short="SOP",
         name="sentence order prediction",
         claim="A comes before B",

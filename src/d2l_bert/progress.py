@@ -53,8 +53,7 @@ def with_progress(
         unit: what a document is called, such as "line".
     """
     start, count = time.monotonic(), 0
-    bar = tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty())
-    with bar:
+    with progress_bar(label, total, f"{unit}s") as bar:
         for item in items:
             yield item
             done = documents_in(item) if documents_in else 1
@@ -63,7 +62,7 @@ def with_progress(
     logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
 
 
-def progress_bar(label: str, total: int, unit: str) -> tqdm:
+def progress_bar(label: str, total: int | None, unit: str) -> tqdm:
     """
     A progress bar to call `update` on, in a `with` block; not shown unless stderr is a terminal.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization.sources import dataset_errors
 from d2l_bert.tokenization.tables import suffix_unpacked, table_batches
 
@@ -70,11 +70,8 @@ def _folder_rows(place):
     for file in sorted(folder.iterdir()):
         if suffix_unpacked(file) != ".jsonl" or file.name.startswith("."):
             continue
-        try:
+        with explained(f"{file}: cannot be read", "copy BLiMP's file again", *READ_ERRORS):
             rows = [row for batch in table_batches(file) for row in batch.to_pylist()]
-        except (OSError, ValueError, LookupError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{file}: cannot be read ({reason}); copy BLiMP's file again") from None
         for number, row in enumerate(rows, 1):
             yield f"{file}, row {number}", row, file.name.partition(".")[0]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.folders import check_new_file
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
-from d2l_bert.tokenization.config import TextConfig, dataset_and_config
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, option, option_of
+from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
 
@@ -18,16 +18,9 @@ Score = Literal["pll", "within_word_l2r"]
 # The length of rows unless a model has fewer positions: the default of pretraining.
 DEFAULT_LENGTH = 128
 
-# These say how a text is evaluated; without a text they would do nothing.
-OPTIONS_OF_TEXT = (
-    *("dataset_config", "dataset_split", "streaming", "text_column", "max_documents", "language", "held_out"),
-    *("preprocessing_num_workers", "max_seq_length", "objective", "pairing", "mlm_probability", "masking"),
-    *("max_eval_pairs", "pppl_sentences"),
-)
-
 
 @dataclass(kw_only=True)
-class EvaluateConfig(Options):
+class EvaluateConfig(SourceConfig):
     """
     What to evaluate models on, and where to write the figures. Every field is an option of `d2l-bert evaluate`.
 
@@ -45,20 +38,13 @@ class EvaluateConfig(Options):
         metavar="PATH",
         common=True,
     )
-    dataset: list[str] = option_of(TextConfig, "dataset")
-    dataset_config: str | None = option_of(TextConfig, "dataset_config")
     dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
-    streaming: bool = option_of(TextConfig, "streaming")
-    text_column: str = option_of(TextConfig, "text_column")
-    max_documents: int | None = option_of(TextConfig, "max_documents")
-    language: str = option_of(TextConfig, "language")
     held_out: bool = option(
         False,
         "evaluate only on the documents that pretrain, by its default options, holds out of this text; without it the "
         "text is read whole",
         TEXT,
     )
-    preprocessing_num_workers: int | None = option_of(TextConfig, "preprocessing_num_workers")
 
     max_seq_length: int | None = option(
         None,
@@ -126,20 +112,21 @@ class EvaluateConfig(Options):
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
-        given = {field.name: getattr(self, field.name) != field.default for field in dataclasses.fields(self)}
+        sources = ("corpus", "dataset")
+        of_text = [
+            f for f in dataclasses.fields(self) if f.metadata["group"] in (TEXT, BATCHES) and f.name not in sources
+        ]
         return {
             "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp": (
                 not self.has_text() and self.blimp is None
             ),
             **{
-                f"{name} is for a text, and none is given; leave it out, or give --corpus": (
-                    given[name] and not self.has_text()
+                f"{field.name} is for a text, and none is given; leave it out, or give --corpus": (
+                    getattr(self, field.name) != field.default and not self.has_text()
                 )
-                for name in OPTIONS_OF_TEXT
+                for field in of_text
             },
-            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
-                self.dataset_config is not None and len(self.dataset) != 1
-            ),
+            **super().contradictions(),
             "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out": (
                 self.score != "pll" and self.blimp is None and not self.pppl_sentences
             ),
@@ -154,10 +141,6 @@ class EvaluateConfig(Options):
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""
         return bool(self.corpus or self.dataset)
-
-    def named_datasets(self) -> list[tuple[str, str | None]]:
-        """The Hub id or folder of each dataset, and its configuration or None."""
-        return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
 
     def picture(self) -> Path | None:
         """The file of BLiMP's picture: `plot`, or beside `output`; None for no picture."""

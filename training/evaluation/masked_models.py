@@ -57,6 +57,7 @@ class MaskedModel(nn.Module):
         self.name, self.tokenizer, self.record = name, tokenizer, record
         self.model = model
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
+        self.most_positions = longest_input(model.base_model, tokenizer) or sys.maxsize
         self._arguments = inspect.signature(model.forward).parameters
         if tokenizer.mask_token_id is None:
             raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
@@ -97,16 +98,6 @@ class MaskedModel(nn.Module):
             logits = logits.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits")) if self.task else None
         return D2lBertForPreTrainingOutput(prediction_logits=logits, seq_relationship_logits=pair_logits)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return next(self.parameters()).device
-
-    @property
-    def most_positions(self) -> int:
-        """The most tokens in a row, special tokens included; `sys.maxsize` if there is no limit."""
-        return longest_input(self.model.base_model, self.tokenizer) or sys.maxsize
 
     def backend(self) -> Tokenizer:
         """A copy of the tokenizer without truncation and padding, which reads a "[MASK]" in a text as text."""

@@ -150,7 +150,7 @@ def pseudo_log_likelihoods(
     Returns:
         float64, one number for each sentence that was given (sentences,): the parts of this process.
     """
-    device = model.device
+    device = model.model.device
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
     number, entries = itertools.count(), len(model.tokenizer)  # a row has one logit for each entry
     for rows in masked_rows(sentences, model.tokenizer.mask_token_id, score):

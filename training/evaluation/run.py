@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, writing
 from d2l_bert.folders import write_json
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
 from d2l_bert.model_cards.figures import SCORES
@@ -57,9 +57,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     transformers_logging.disable_progress_bar()
     with distributed.report_errors_once():
         config.check()
-        for name in names:
-            if config.update_card:
-                check_updatable(name)
+        for name in names if config.update_card else ():
+            check_updatable(name)
         accelerator = distributed.make_accelerator("no")
         models = [load_masked_model(name) for name in names]
         if config.has_text():
@@ -127,7 +126,7 @@ def _encode_pairs(model: MaskedModel, paradigms: Sequence[Paradigm], config: Eva
 def _write(content, config: EvaluateConfig) -> None:
     """Show the table; then write the JSON file, the picture and the models' cards that the options ask for."""
     report.info(evaluation_table(content))
-    try:
+    with writing(config.output or config.picture(), ", or name another file"):
         if config.output is not None:
             write_json(Path(config.output), content)
             logger.info(f"wrote {config.output}")
@@ -136,8 +135,6 @@ def _write(content, config: EvaluateConfig) -> None:
             results = [figures["blimp"] for figures in content["models"]]
             plot_phenomena(list(zip(names, results, strict=True)), picture)
             logger.info(f"wrote {picture}")
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); name another file") from None
     if config.update_card:
         for figures in content["models"]:
             update_folder(Path(figures["model"]), content["text"], figures.get("text"), figures.get("blimp"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert.errors import UserError, refuse_first
+from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import progress_bar
@@ -91,12 +91,10 @@ def read_text(config: EvaluateConfig) -> EvaluationText:
     if not config.held_out:
         return EvaluationText(name, store)
     usual = TextConfig()
-    try:
+    with explained(name, "", UserError):
         documents = held_out_documents(
             store.document_characters, usual.validation_fraction, usual.max_validation_characters
         )
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
     return EvaluationText(f"{name}, held out", store, documents)
 
 

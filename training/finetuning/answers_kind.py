@@ -111,26 +111,23 @@ class Answers(Kind):
                 )
 
     def check_tokenizer(self, tokenizer, max_seq_length):
-        special = tokenizer.num_special_tokens_to_add(pair=True)
-        room = max_seq_length - special
-        if (left := room - room // 2) < LEAST_CONTEXT:
+        room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        left, stride = room - room // 2, self.stride(max_seq_length)
+        if left < max(stride + 1, LEAST_CONTEXT):
             raise UserError(
                 f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
-                f"answers need {LEAST_CONTEXT}; give {2 * LEAST_CONTEXT - 1 + special} or more, and a model with as "
-                f"many positions"
+                f"answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise max_seq_length, or "
+                f"lower doc_stride"
             )
-        stride = self.config.doc_stride
-        if stride is not None and stride >= left:
-            raise UserError(
-                f"doc_stride ({stride}) must be smaller than the context beside a long question ({left} tokens of "
-                f"max_seq_length {max_seq_length}); lower doc_stride"
-            )
+
+    def stride(self, max_seq_length: int) -> int:
+        """How many tokens two windows of a context share."""
+        given = self.config.doc_stride
+        return min(STRIDE, max_seq_length // 3) if given is None else given
 
     def features(self, table, tokenizer, max_seq_length):
         is_labelled = self.is_labelled(table)
         room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
-        wanted = self.config.doc_stride
-        stride = min(STRIDE, max_seq_length // 3) if wanted is None else wanted
         rows, sources, details, cut, found = [], [], [], 0, set()
         for begin, chunk in in_chunks(table.rows):
             questions = [row.texts[0].strip() for row in chunk]
@@ -141,7 +138,7 @@ class Answers(Kind):
                 [row.texts[1] for row in chunk],
                 truncation="only_second",
                 max_length=max_seq_length,
-                stride=stride,
+                stride=self.stride(max_seq_length),
                 return_overflowing_tokens=True,
                 return_offsets_mapping=True,
             )

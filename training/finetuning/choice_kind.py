@@ -100,8 +100,6 @@ class MultipleChoice(Kind):
                 f"many"
             )
         value = cells.get(self.label[0])
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
         classes = table.class_names.get(self.label[0])
         if classes and isinstance(value, int) and 0 <= value < len(classes):
             value = classes[value]
@@ -124,13 +122,11 @@ class MultipleChoice(Kind):
         """The choices of a row."""
         return row.texts[-self.count :]
 
-    def number_of_choice(self, row: Row, rule: str) -> int | None:
-        """The number of the right choice of a row, from 0, by one of `RULES`; None if the label is no choice by it."""
-        return RULES[rule](row.label, self.choices_of(row), row.names)
-
     def learn(self, train):
         """Choose how all labels are read: by the first rule that makes every label a choice."""
-        read = {rule: [self.number_of_choice(row, rule) for row in train.rows] for rule in RULES}
+        read = {
+            rule: [RULES[rule](row.label, self.choices_of(row), row.names) for row in train.rows] for rule in RULES
+        }
         complete = {rule: numbers for rule, numbers in read.items() if None not in numbers}
         self.rule = next(iter(complete), None) or max(read, key=lambda rule: len(train) - read[rule].count(None))
         is_text = isinstance(train.columns[self.label[0]][0], str)
@@ -141,7 +137,7 @@ class MultipleChoice(Kind):
             )
 
     def targets(self, table):
-        numbers = [self.number_of_choice(row, self.rule) for row in table.rows]
+        numbers = [RULES[self.rule](row.label, self.choices_of(row), row.names) for row in table.rows]
         if None in numbers:
             row = numbers.index(None)
             raise UserError(
@@ -181,6 +177,4 @@ class MultipleChoice(Kind):
             "prediction": chosen,
             "predicted_choice": [self.choices_of(row)[number] for row, number in zip(table.rows, chosen, strict=True)],
         }
-        for number in range(self.count):
-            columns[f"probability of {number}"] = rounded(probabilities[:, number])
-        return columns
+        return columns | {f"probability of {n}": rounded(probabilities[:, n]) for n in range(self.count)}

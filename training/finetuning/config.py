@@ -478,11 +478,3 @@ class FinetuneConfig(Options):
                 f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
             )
         return rates
-
-    def identity(self) -> dict:
-        """The options that decide the weights of the model: a resumed run must have the same values."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.metadata.get("identity", True)
-        }

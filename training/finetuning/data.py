@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.progress import counted
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
@@ -69,7 +69,8 @@ def load_data(config: FinetuneConfig, kind: Kind) -> Data:
     train, validation, test = tables.values()
     kind.learn(train)
     for table in filter(None, tables.values()):
-        kind.check(table)
+        if kind.is_labelled(table):
+            kind.targets(table)  # refuses labels that the model cannot be trained or measured on
     held_out = 0.0
     if validation is None and config.validates():
         held_out = HELD_OUT if config.validation_share is None else config.validation_share
@@ -113,14 +114,13 @@ def _read(config):
             "validation_split": config.validation_split,
             "test_split": config.test_split,
         }
-        for option, name in names.items():
-            if name is not None and name not in splits:
-                raise UserError(
-                    f"dataset {config.dataset_name()}: no split {name!r}; it has {', '.join(splits)}: name one with "
-                    f"--{option}"
-                )
-            if name is not None and len(splits[name]) == 0:
-                raise UserError(f"{splits[name].label}: has no rows; name another split")
+        cases = {
+            f"no rows in split {name!r}; it has {', '.join(splits)}: name one with --{option}": (
+                name is not None and not splits.get(name)
+            )
+            for option, name in names.items()
+        }
+        refuse_first(cases, f"dataset {config.dataset_name()}: ")
     train = splits[config.train_split] if splits else read_file(config.train_file, "train_file")
     validation, test = map(splits.get, chosen)
     if config.validation_share is not None:
@@ -150,7 +150,6 @@ def hold_out(train: Table, kind: Kind, share: float, seed: int) -> tuple[Table, 
     drawn = np.random.default_rng(seed).permutation(len(different))[:number]
     chosen = {different[row] for row in drawn}
     kept = [row for row, text in enumerate(texts) if text not in chosen]
-    held = [row for row, text in enumerate(texts) if text in chosen]
-    validation = train.select(held)
+    validation = train.select([row for row, text in enumerate(texts) if text in chosen])
     validation.label, validation.name = f"{train.label}, rows held out", f"{train.name} (held out)"
     return train.select(kept), validation

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, writing
+from d2l_bert.errors import GO_ON, refuse_first, writing
 from d2l_bert.folders import locked_folder
 from d2l_bert.model_cards.card import METRICS_FILE, RUN_FILE
 from d2l_bert.options import flag
@@ -68,13 +68,12 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
     """
     if config.resume_from_checkpoint and (folder / RUN_FILE).exists():
         then = _identity(folders.read_json(folder / RUN_FILE))
-        for name, value in _identity(record).items():
-            if then.get(name) != value:
-                raise UserError(
-                    f"output_dir {folder}: {name} was {then.get(name)!r} when the run was started, and is {value!r} "
-                    f"now; give the same, or start a new run in another folder"
-                )
-        return
+        cases = {
+            f"{name} was {then.get(name)!r} when the run was started, and is {value!r} now; give the same, or start a "
+            f"new run in another folder": then.get(name) != value
+            for name, value in _identity(record).items()
+        }
+        return refuse_first(cases, f"output_dir {folder}: ")
     if config.resume_from_checkpoint:
         logger.warning(f"{folder}: no run yet, starting from the beginning")
     # What this run may not replace of an earlier one, the weights first; all other files stay.

@@ -102,7 +102,10 @@ class Kind:
         Raises:
             UserError: a row of a file cannot be used, a column is missing, or no row of a dataset can be used.
         """
-        table = self.without_marks(table)
+        labels = table.columns.get(self.label[0], [])
+        if table.is_dataset and all(label in (-1, None) for label in labels):  # GLUE's mark of rows without labels
+            columns = {name: values for name, values in table.columns.items() if name not in self.label}
+            table = dataclasses.replace(table, columns=columns)
         rows, left_out = [], Counter()
         for number in range(len(table)):
             try:
@@ -127,22 +130,9 @@ class Kind:
             )
         return table.select(kept) if len(kept) < len(rows) else table, +left_out
 
-    def without_marks(self, table: Table) -> Table:
-        """A table without a column of labels that are all -1, as GLUE marks test rows without labels."""
-        labels = table.columns.get(self.label[0], [])
-        if table.is_dataset and all(label in (-1, None) for label in labels):
-            columns = {name: values for name, values in table.columns.items() if name not in self.label}
-            return dataclasses.replace(table, columns=columns)
-        return table
-
     def is_labelled(self, table: Table) -> bool:
         """Whether the table has labels. The test rows may be without; all others must have labels."""
         return any(row is not None and row.label is not None for row in table.rows)
-
-    def check(self, table: Table) -> None:
-        """Refuse labels that the model cannot be trained or measured on; called after `learn`, with every table."""
-        if self.is_labelled(table):
-            self.targets(table)
 
     def class_number(self, table: Table, row: int, name: str) -> int:
         """The number of a class by its name; raises `UserError` if the training rows do not have it."""

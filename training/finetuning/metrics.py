@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import explained
 
 
 def check_extra() -> None:
@@ -16,14 +16,13 @@ def check_extra() -> None:
     Raises:
         UserError: names the command that installs them.
     """
-    try:
+    with explained(
+        "finetune needs scikit-learn and scipy for its metrics",
+        "install them with pip install 'd2l-bert[finetune]'",
+        ImportError,
+    ):
         import scipy.stats  # noqa: F401
         import sklearn.metrics  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"finetune needs scikit-learn and scipy for its metrics ({error}); install them with "
-            f"pip install 'd2l-bert[finetune]'"
-        ) from None
 
 
 def class_metrics(labels, predicted, classes: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.model_cards.figures import METRICS
+from d2l_bert.progress import shortened
 from d2l_bert.training.finetuning.metrics import precision_recall_f1
 from d2l_bert.training.pictures import draw_bars, one_panel
 
@@ -42,7 +43,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
         true,
         predicted,
         labels=range(len(classes)),
-        display_labels=[shortened(name) for name in classes],
+        display_labels=[shortened(name, LABEL_CHARACTERS) for name in classes],
         normalize="true",
         include_values=len(classes) <= NUMBERED_CLASSES,
         values_format=".0%",
@@ -75,7 +76,10 @@ def draw_counts(counts: dict[str, np.ndarray], title: str, path: Path):
     groups = [("all", sum(counts.values())), *frequent[:MOST_GROUPS]]
     if rest := frequent[MOST_GROUPS:]:
         groups.append((f"{len(rest):,} others", sum(count for _, count in rest)))
-    figures = [(f"{shortened(name)} ({count[2]:,})", precision_recall_f1(*count.tolist())) for name, count in groups]
+    figures = [
+        (f"{shortened(name, LABEL_CHARACTERS)} ({count[2]:,})", precision_recall_f1(*count.tolist()))
+        for name, count in groups
+    ]
     return draw_bars(figures, ("precision", "recall", "F1"), title, path)
 
 
@@ -113,8 +117,3 @@ def draw_curves(logs: dict[str, list[dict]], kept: str, metric: str, title: str,
         panel.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)
     return figure
-
-
-def shortened(name: str) -> str:
-    """A name for the axis of a picture."""
-    return name if len(name) <= LABEL_CHARACTERS else f"{name[: LABEL_CHARACTERS - 1]}…"

@@ -84,7 +84,7 @@ def finetune(config: FinetuneConfig) -> Path:
             if config.fp16 and not torch.cuda.is_available():
                 raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
             check_trackers(config.report_to, get_available_reporting_integrations())
-            kind = make_kind(config)
+            kind = CLASSES[config.kind](config)
             # What can be refused without the rows, which may be many, is refused before the rows are read.
             best_metric(config, kind)
             output.check_output_folder(config, output.folder_of(config), config.model, is_finetuning=True)
@@ -279,11 +279,6 @@ CLASSES = {
     "answers": Answers,
     "multiple_choice": MultipleChoice,
 }
-
-
-def make_kind(config: FinetuneConfig) -> Kind:
-    """The `Kind` of a run."""
-    return CLASSES[config.kind](config)
 
 
 def best_metric(config: FinetuneConfig, kind: Kind) -> str:

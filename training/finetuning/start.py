@@ -129,8 +129,7 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
     """
     auto_class = getattr(transformers, kind.auto_class)
     config = copy.deepcopy(start.config)
-    for field, value in kind.settings.items():
-        setattr(config, field, value)
+    config.update(kind.settings)
     if from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
     with reading_model(start.name), conversion.without_log_messages():
@@ -145,23 +144,19 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
         )
         missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
         encoder = f"{model.base_model_prefix}."
-        if wrong := sorted(name for name in mismatched if name.startswith(encoder)):
+        unfit = {name for name in mismatched | missing if name.startswith(encoder)} - {
+            name for name in missing if "pooler." in name
+        }
+        if unfit:
             raise UserError(
-                f"{wrong[0]} does not have the shape that config.json gives; put back the config.json that was saved "
-                f"with the weights"
-            )
-        lacking = sorted(name for name in missing if name.startswith(encoder) and "pooler." not in name)
-        if lacking:
-            raise UserError(
-                f"it has no weights for {lacking[0]}; give a pretrained encoder, or save the model again with "
-                f"save_pretrained"
+                f"it has no weights for {min(unfit)}, or not in the shape that config.json gives; give a pretrained "
+                f"encoder with its config.json"
             )
         head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
         if not head <= missing | mismatched:
             _draw_head(model)
         conversion.check_finite(model)
-    fresh = sorted({name.rpartition(".")[0] for name in missing | head})
-    return model.train(), fresh
+    return model.train(), sorted({name.rpartition(".")[0] for name in missing | head})
 
 
 @torch.no_grad()

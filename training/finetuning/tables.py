@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from d2l_bert.errors import UserError
+from d2l_bert.errors import READ_ERRORS, UserError, explained
 from d2l_bert.folders import base_name
 from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
@@ -107,7 +107,7 @@ def read_file(path: str, option: str) -> Table:
     suffix = suffix_unpacked(file)
     if not file.is_file() or suffix not in SUFFIXES:
         raise UserError(f"{option} {path}: no such table; give a file that ends in {', '.join(SUFFIXES)}")
-    try:
+    with explained(f"{label}: cannot be read as {suffix}", "repair the file", *READ_ERRORS, TypeError, RecursionError):
         if suffix in (".json", ".conll"):
             text = open_unpacked(file).read().decode("utf-8-sig")
             columns = _json_columns(json.loads(text)) if suffix == ".json" else _conll_columns(text)
@@ -115,9 +115,6 @@ def read_file(path: str, option: str) -> Table:
             batches = list(table_batches(file))
             rows = pa.Table.from_batches(batches) if batches else pa.table({})
             columns = {name: rows.column(name).to_pylist() for name in rows.column_names}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{label}: cannot be read as {suffix} ({reason}); repair the file") from None
     table = Table(label=label, name=base_name(path), columns=columns, fingerprint=content_hash(file)[:16])
     if len(table) == 0:
         raise UserError(f"{label}: has no rows; give a file with rows")

@@ -140,13 +140,9 @@ class Tags(Kind):
                 tags[source][word] = self.classes[number]
         return tags
 
-    def true_tags(self, table) -> list[list[str]]:
-        """The tags of each row of a labelled table."""
-        return [row.label for row in table.rows]
-
     def metrics(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
-        return metrics.tag_metrics(self.true_tags(table), predicted, self.has_entities)
+        return metrics.tag_metrics([row.label for row in table.rows], predicted, self.has_entities)
 
     def predicted_columns(self, table, features, predictions):
         predicted = self.predicted_tags(table, features, predictions)
@@ -162,7 +158,7 @@ class Tags(Kind):
         return columns
 
     def pictures(self, table, features, predictions, folder):
-        true, predicted = self.true_tags(table), self.predicted_tags(table, features, predictions)
+        true, predicted = [row.label for row in table.rows], self.predicted_tags(table, features, predictions)
         if self.has_entities:
             counts = metrics.entity_counts(true, predicted)
             by_type = {

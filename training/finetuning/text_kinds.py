@@ -144,10 +144,11 @@ class Classification(TextKind):
             "prediction": [self.classes[number] for number in chosen],
             "probability": rounded(probabilities.max(-1)),
         }
-        if len(self.classes) <= PROBABILITY_COLUMNS:
-            for number, name in enumerate(self.classes):
-                columns[f"probability of {name}"] = rounded(probabilities[:, number])
-        return columns
+        if len(self.classes) > PROBABILITY_COLUMNS:
+            return columns
+        return columns | {
+            f"probability of {name}": rounded(probabilities[:, n]) for n, name in enumerate(self.classes)
+        }
 
     def pictures(self, table, features, predictions, folder):
         path = Path(folder, CONFUSION_FILE)
@@ -196,9 +197,8 @@ class Multilabel(TextKind):
         chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in predictions]
         columns = {"prediction": [self.config.label_separator.join(names) for names in chosen]}
         probabilities = 1 / (1 + np.exp(-predictions.astype(np.float64)))
-        for number, name in enumerate(self.classes[:PROBABILITY_COLUMNS]):
-            columns[f"probability of {name}"] = rounded(probabilities[:, number])
-        return columns
+        shown = enumerate(self.classes[:PROBABILITY_COLUMNS])
+        return columns | {f"probability of {name}": rounded(probabilities[:, n]) for n, name in shown}
 
     def pictures(self, table, features, predictions, folder):
         true, said = self.targets(table).astype(bool), predictions > 0

@@ -1,8 +1,6 @@
 """Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
 
-import errno
 import logging
-import os
 import re
 import shutil
 import time
@@ -38,6 +36,13 @@ LOGGED_ROWS = 50
 
 # Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
 # file is never resumed from.
+# The options that go to Trainer as they are.
+AS_GIVEN = (
+    *("per_device_eval_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "weight_decay"),
+    *("lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+    *("dataloader_num_workers", "report_to", "eval_steps"),
+)
+
 COMPLETE_FILE = "complete"
 
 
@@ -81,53 +86,31 @@ def make_arguments(
         metric: the metric that chooses the best checkpoint.
         labels: the names of labels in a batch.
     """
-    batch = batch_size(config, processes)
-    validates = config.validates()
-    # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
-    evaluations = {
-        "eval_strategy": config.eval_strategy if validates else "no",
-        "save_strategy": config.eval_strategy,
-        **({"eval_steps": config.eval_steps, "save_steps": config.eval_steps} if config.eval_steps else {}),
-    }
-    best = {}
-    if validates:
-        best = {
-            "load_best_model_at_end": True,
-            "metric_for_best_model": f"eval_{metric}",
-            "greater_is_better": metric not in LOWER_IS_BETTER,
-        }
     arguments = TrainingArguments(
+        **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=config.per_device_eval_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        train_sampling_strategy=config.train_sampling_strategy,
+        run_name=folder.name,
+        per_device_train_batch_size=batch_size(config, processes),
         num_train_epochs=EPOCHS if config.num_train_epochs is None else config.num_train_epochs,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
-        weight_decay=config.weight_decay,
         warmup_steps=warmup(config),
-        lr_scheduler_type=config.lr_scheduler_type,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_epsilon=config.adam_epsilon,
-        max_grad_norm=config.max_grad_norm,
         seed=seed,
         data_seed=seed,
-        bf16=config.bf16,
-        fp16=config.fp16,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
-        dataloader_num_workers=config.dataloader_num_workers,
         logging_steps=config.logging_steps or 1 / LOGGED_ROWS,
-        report_to=config.report_to,
-        run_name=folder.name,
+        # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
+        eval_strategy=config.eval_strategy if config.validates() else "no",
+        save_strategy=config.eval_strategy,
+        save_steps=config.eval_steps or 1,
+        load_best_model_at_end=config.validates(),
+        metric_for_best_model=f"eval_{metric}",
+        greater_is_better=metric not in LOWER_IS_BETTER,
         disable_tqdm=True,
         label_names=list(labels),
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
-        **evaluations,
-        **best,
     )
     # On a machine with several GPUs one process uses one; DataParallel would change what a batch is.
     arguments._n_gpu = min(arguments.n_gpu, 1)
@@ -149,15 +132,6 @@ class FinetuneTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset):
         """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
-
-    def _save_checkpoint(self, *arguments):
-        try:
-            super()._save_checkpoint(*arguments)
-        except RuntimeError as error:
-            # `torch.save` does not say why a write failed: nearly always because the disk is full.
-            if "inline_container.cc" not in str(error):
-                raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.args.output_dir) from None
 
     def create_optimizer(self, model=None):
         """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, shortened
 from d2l_bert.training.load import load_encoder
@@ -74,9 +74,15 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     model, tokenizer = load_encoder(name, attn_implementation="eager")
     panels = attention_of(name, model, tokenizer, first, second)
     layers, heads = panels.weights.shape[:2]
-    for option, value, count in (("layer", config.layer, layers), ("head", config.head, heads)):
-        if value is not None and value > count:
-            raise UserError(f"{option} {value}: {name} has {counted(count, option)}; give one from 1 to {count}")
+    cases = {
+        f"layer {config.layer}: {name} has {counted(layers, 'layer')}; give one from 1 to {layers}": (
+            config.layer or 0
+        )
+        > layers,
+        f"head {config.head}: {name} has {counted(heads, 'head')}; give one from 1 to {heads}": (config.head or 0)
+        > heads,
+    }
+    refuse_first(cases)
     if config.layer is not None:
         panels.layers = [config.layer - 1]
     if config.head is not None:
@@ -178,8 +184,7 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
         hidden = model(**encoded, output_hidden_states=True).hidden_states
     vectors = torch.stack([layer[0, places].mean(0) for layer in hidden])
     pieces = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0, places].tolist())
-    shown = f"{text[: found.start()]}[{found.group()}]{text[found.end() :]}"
-    return WordInText(pieces, vectors, shown)
+    return WordInText(pieces, vectors, f"{text[: found.start()]}[{found.group()}]{text[found.end() :]}")
 
 
 def compare_word(name: str, word: str, first: str, second: str) -> str:

@@ -75,8 +75,6 @@ class Embedder:
         self.limit = max_seq_length
         if max_seq_length is not None:
             self.backend.enable_truncation(max_seq_length, direction=tokenizer.truncation_side)
-        if any(self.backend.encode("a").type_ids):
-            raise UserError(f"its tokenizer ({type(tokenizer).__name__}) has other segments than BERT's; give a BERT")
 
     def encode(self, texts: list[str]) -> Encoded:
         """The token ids of some texts."""
@@ -238,10 +236,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if config.max_seq_length is not None and limit is not None and config.max_seq_length > limit:
         raise UserError(f"max_seq_length {config.max_seq_length}: the model reads {limit} tokens at most; lower it")
     batch_tokens = config.batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_OF_A_GPU)
-    try:
-        embedder = Embedder(model.to(device), tokenizer, config.pooling, config.max_seq_length or limit, batch_tokens)
-    except UserError as error:
-        raise UserError(f"{name}: cannot embed: {error}") from None
+    embedder = Embedder(model.to(device), tokenizer, config.pooling, config.max_seq_length or limit, batch_tokens)
     nearest = None
     if config.nearest is not None:
         query = embedder.encode([config.nearest])
