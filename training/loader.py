@@ -78,7 +78,7 @@ def _from_workers(steps, numbers, num_workers, workers):
         batch_size=None,
         sampler=numbers,
         num_workers=num_workers,
-        collate_fn=copy.copy,  # leaves the arrays as they are; without a function, tensors would be made of them
+        collate_fn=copy.copy,  # returns the NumPy arrays unchanged; PyTorch's default would turn them into tensors
         worker_init_fn=_start_worker,
     )
     others = active_children()

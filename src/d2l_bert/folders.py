@@ -30,7 +30,7 @@ def atomic_folder(final: Path, mend: str):
     Raises:
         UserError: the folder cannot be written.
     """
-    # In the nearest folder that exists, so that a block that raises leaves no parent folders either.
+    # The hidden folder lies in the nearest folder that exists: the parents of `final` are made only when it is whole.
     partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
     shutil.rmtree(partial, ignore_errors=True)
     try:

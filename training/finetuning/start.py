@@ -144,10 +144,8 @@ def make_model(start: Start, kind: Kind, from_scratch: bool = False) -> tuple[Pr
         )
         missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
         encoder = f"{model.base_model_prefix}."
-        unfit = {name for name in mismatched | missing if name.startswith(encoder)} - {
-            name for name in missing if "pooler." in name
-        }
-        if unfit:
+        needed = mismatched | {name for name in missing if "pooler." not in name}
+        if unfit := {name for name in needed if name.startswith(encoder)}:
             raise UserError(
                 f"it has no weights for {min(unfit)}, or not in the shape that config.json gives; give a pretrained "
                 f"encoder with its config.json"
