@@ -18,7 +18,7 @@ from benchmarks.mlm_head import heading, positive
 from benchmarks.turns import summary
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.sources import text_lines
-from d2l_bert.training.load import best_device, load_encoder
+from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.embed import BATCH_TOKENS, BATCH_TOKENS_OF_A_GPU, Embedder, embedded
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=positive, default=32, help="of sentence-transformers (its default: 32)")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
-    device = best_device()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     print(heading(device.type, "float32"))
     model, tokenizer = load_encoder(arguments.model)
     limit, batch_tokens = longest_input(model, tokenizer), BATCH_TOKENS.get(device.type, BATCH_TOKENS_OF_A_GPU)

@@ -115,7 +115,7 @@ def paragraphs(prepared, most):
         starts = corpus.sentence_ends.before(corpus.paragraph_ends.before(numbers))
         ends = corpus.sentence_ends.before(corpus.paragraph_ends.at(numbers))
         for start, end in zip(starts, ends, strict=True):
-            ids = corpus.at(np.arange(start, min(end, start + most)))
+            ids = corpus.ids.at(np.arange(start, min(end, start + most)))
             if len(ids) >= SHORTEST and prepared.tokenizer.mask_token_id not in ids:
                 yield ids
 

@@ -173,7 +173,7 @@ def measure_first_batch(folder):
         json.dumps(
             {
                 "seconds": seconds,
-                "tokens": text.tokens.size,
+                "tokens": len(text.tokens.ids),
                 "anonymous": rss_anon(),
                 "pairs_per_second": laid_out / (time.monotonic() - start),
             }

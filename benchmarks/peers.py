@@ -68,9 +68,13 @@ def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
 
 def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
     """A micro-batch of random tokens without padding, as large as the largest of the run."""
-    from d2l_bert.training.batching import micro_batch_pairs
+    from d2l_bert.training.batching import most_tokens
 
-    rows, length, slots = micro_batch_pairs(run), run.max_seq_length, math.ceil(0.15 * run.max_seq_length)
+    rows, length, slots = (
+        most_tokens(run) // run.max_seq_length,
+        run.max_seq_length,
+        math.ceil(0.15 * run.max_seq_length),
+    )
     ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
     batch |= {"masked_positions": torch.arange(slots).expand(rows, slots), "labels": ids[:, :slots].clone()}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("tokenization", "training", "modeling", "model_cards", "src/d2l_bert")
+FOLDERS = ("tokenization", "training", "modeling", "model_cards", "src/d2l_bert")
 
 CHANGES, COMMENTS = 10, 30
 FEWEST_WORDS = 6  # shorter comments and docstrings are not drawn
@@ -63,7 +63,7 @@ FILE_FOR = {
     "Explain standard errors on the card of a fine-tuned model": "model_cards/card.py",
     "Draw the learning rate into the picture of the losses": "training/curves.py",
     "Add a recipe with 6 layers of 384": "training/recipes.py",
-    "Show ten filled masks at the end of a run instead of five": "training/held_out.py",
+    "Show ten filled masks at the end of a run instead of five": "training/run_report.py",
     "Count the floating-point operations of the embedding, too": "training/meter.py",
     "Give the model a fourth switch, RMSNorm": "modeling/modeling_d2l_bert.py",
     "Convert checkpoints of stock RoBERTa": "modeling/bert_checkpoints.py",
@@ -88,7 +88,7 @@ def main() -> None:
         print(f"{change}: {file}" if arguments.answers else f"{change}?")
     if arguments.answers:
         return
-    files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
     texts = [text for file in files for text in texts_of(file)]
     for where, text in rng.sample(texts, COMMENTS):
         print(f"\n{where}\n{text}")

@@ -30,7 +30,7 @@ from benchmarks.mlm_head import positive
 from d2l_bert import PretrainConfig
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training.load import load_encoder
+from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.embed import Embedder, Encoded, unit
 
 
@@ -114,7 +114,7 @@ def neighbours(corpus, documents, most):
 
 def sentence_ids(corpus, number):
     start, end = (int(find(np.array(number))) for find in (corpus.sentence_ends.before, corpus.sentence_ends.at))
-    return corpus.at(np.arange(start, end))
+    return corpus.ids.at(np.arange(start, end))
 
 
 def word_vectors(queries, answers, size):

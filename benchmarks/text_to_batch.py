@@ -41,7 +41,7 @@ from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.commands import keep_freed_memory
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import batching, data, packing, pretrain
-from d2l_bert.training.loader import load
+from d2l_bert.training.batch_loader import load
 
 
 def main() -> None:

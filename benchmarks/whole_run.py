@@ -71,7 +71,7 @@ def command_of(task, count, output) -> list[str]:
     flags |= {"length_schedule": "none", "batch_size_schedule": "none", "torch_compile": task.run.torch_compile}
     for name in ("vocab_size", "pairing", "max_seq_length", "mlm_probability", "global_batch_size"):
         flags[name] = getattr(task.run, name)
-    flags["micro_batch_size"] = batching.micro_batch_pairs(task.run)
+    flags["micro_batch_size"] = batching.most_tokens(task.run) // task.run.max_seq_length
     flags |= {name: getattr(task.architecture, name) for name in architecture_options()}
     command = [sys.executable, "-m", "d2l_bert", "pretrain", "--recipe", task.run.recipe]
     for name, value in flags.items():

@@ -295,7 +295,7 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     path = folder / CARD_FILE
     with explained(
         f"{path}: cannot be read",
-        "mend it, or delete it, and it is written again",
+        "fix it, or delete it, and it is written again",
         OSError,
         ValueError,
         TypeError,

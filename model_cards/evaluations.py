@@ -75,21 +75,16 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
             kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
             card.data.eval_results = kept + [result for result in found if result.metric_name in names]
             card.data.model_name = card.data.model_name or folder.resolve().name
-            card.text = _with_section(card.text, evaluation_section(metrics))
+            section = evaluation_section(metrics)
+            body, replaced_one = re.subn(SECTION, lambda _: section, card.text, count=1, flags=re.DOTALL)
+            if not replaced_one:
+                headings = [f"\n{heading}\n" for heading in HEADINGS_AFTER]
+                place = min([body.index(heading) for heading in headings if heading in body], default=len(body))
+                body = f"{body[:place].rstrip()}\n\n{section}\n{body[place:]}"
+            card.text = body
             content = card.content
         else:
             content = render_card(folder)
         partial = path.with_name(f".{path.name}.part")
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
-
-
-def _with_section(body, section):
-    """The card's text with this section instead of the earlier one."""
-    there = re.compile(SECTION, re.DOTALL)
-    if there.search(body):
-        return there.sub(lambda _: section, body, count=1)
-    places = [body.index(f"\n{heading}\n") + 1 for heading in HEADINGS_AFTER if f"\n{heading}\n" in body]
-    if places:
-        return f"{body[: min(places)]}{section}\n\n{body[min(places) :]}"
-    return f"{body.rstrip()}\n\n{section}\n"

@@ -119,7 +119,7 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
             f"{f' (the run was made with {made_with})' if made_with else ''}; put back that file, or give "
             f"--changed_code if the change is intended"
         )
-    with explained(f"{folder}: {' and '.join(changed)} cannot be run", "mend the code", Exception, SystemExit):
+    with explained(f"{folder}: {' and '.join(changed)} cannot be run", "fix the code", Exception, SystemExit):
         for reference in AUTO_MAP.values():
             get_class_from_dynamic_module(reference, str(folder))
         return get_class_from_dynamic_module(f"modeling_d2l_bert.{class_name}", str(folder))
@@ -127,16 +127,16 @@ def check_code(folder: Path, config: D2lBertConfig, changed_code: bool):
 
 def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     """Refuse a tokenizer that is missing, is not a stock class, or does not fit the model or vocab.txt."""
-    mend = "save the tokenizer that the model was trained with into the folder"
+    way_out = "save the tokenizer that the model was trained with into the folder"
     settings, vocabulary = folders.read_json(folder / "tokenizer_config.json"), folder / "vocab.txt"
     kind = settings.get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS or settings.get("auto_map") or not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{folder}/tokenizer_config.json: names no stock class of a WordPiece tokenizer ({kind}), or code by "
-            f"auto_map, or tokenizer.json is missing; {mend}"
+            f"auto_map, or tokenizer.json is missing; {way_out}"
         )
     # `tokenizers` raises plain Exceptions.
-    with explained(f"{folder}: its tokenizer cannot be loaded", mend, Exception):
+    with explained(f"{folder}: its tokenizer cannot be loaded", way_out, Exception):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
     pairs = {
@@ -147,25 +147,25 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
     for name, (one, other) in pairs.items():
         if one != other:
             values = "" if isinstance(one, list) else f" ({one} and {other})"
-            raise UserError(f"{folder}: the tokenizer's {name} are not those of the model{values}; {mend}")
+            raise UserError(f"{folder}: the tokenizer's {name} are not those of the model{values}; {way_out}")
 
 
 def check_weights(folder: Path, model_class) -> None:
     """Refuse weights that are missing, damaged, not finite, or not those of the model in config.json."""
     files = sorted(folder.glob("model*.safetensors"))
-    mend = "save the model there again with save_pretrained, or copy the file anew"
+    way_out = "save the model there again with save_pretrained, or copy the file anew"
     if not files:
         raise UserError(
-            f"{folder}: model.safetensors is missing, and weights are published as safetensors only; {mend}"
+            f"{folder}: model.safetensors is missing, and weights are published as safetensors only; {way_out}"
         )
     # The folder's own code may raise any exception. Of the installed code, other exceptions are bugs.
     is_installed = model_class.__module__ == modeling_d2l_bert.__name__
     kinds = (ValueError, OSError, SafetensorError) if is_installed else (Exception,)
-    with explained(f"{folder}: cannot be published", mend, *kinds):
+    with explained(f"{folder}: cannot be published", way_out, *kinds):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder))
     if different := sorted(missing | unexpected):
         raise UserError(
-            f"{folder}: the weights and the model of config.json differ ({different[0]} is in one of both); {mend}"
+            f"{folder}: the weights and the model of config.json differ ({different[0]} is in one of both); {way_out}"
         )
 
 

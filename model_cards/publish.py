@@ -179,19 +179,15 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
         if isinstance(error, RuntimeError) and error.__cause__ is None:
             raise
         # A failed upload is a RuntimeError whose cause is the reason.
-        reason = error.__cause__ if isinstance(error, RuntimeError) else error
-        raise UserError(f"{repo_id}: {explanation(reason, again)}") from None
+        error = error.__cause__ if isinstance(error, RuntimeError) else error
+        said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        said = f"{status}: {said}" if status else said
+        why = f"{constants.ENDPOINT} cannot be reached, or failed ({said}); {again}"
+        if isinstance(error, LocalTokenNotFoundError) or status in (401, 403):
+            why = f"no token, or not the right one ({said}); log in with `hf auth login`, or set HF_TOKEN"
+        elif isinstance(error, ValueError) or (status and status < 500 and status not in (408, 412, 429)):
+            why = f"{constants.ENDPOINT} refuses, or is no Hub ({said})"
+        raise UserError(f"{repo_id}: {why}") from None
     finally:
         hub_logging.set_verbosity(verbosity)
-
-
-def explanation(error: BaseException, again: str) -> str:
-    """The reason and the way out for an error of the Hub's client."""
-    said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    said = f"{status}: {said}" if status else said
-    if isinstance(error, LocalTokenNotFoundError) or status in (401, 403):
-        return f"no token, or not the right one ({said}); log in with `hf auth login`, or set HF_TOKEN"
-    if isinstance(error, ValueError) or (status and status < 500 and status not in (408, 412, 429)):
-        return f"{constants.ENDPOINT} refuses, or is no Hub ({said})"
-    return f"{constants.ENDPOINT} cannot be reached, or failed ({said}); {again}"

@@ -109,9 +109,18 @@ class Pusher:
             self._send(folder, folder.name, entries)
 
     def _send(self, checkpoint, branch, entries):
-        """Queue a folder for the background thread; `entries` are added to the record of the run."""
+        """
+        Copy a folder, and queue the copy for the background thread: the folder may be deleted before it is sent.
+
+        `entries` are added to the record of the run.
+        """
         try:
-            staged = self._stage(checkpoint, entries)
+            staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
+            for path in published_files(checkpoint):
+                shutil.copyfile(path, Path(staged.name, path.name))
+            folders.write_json(Path(staged.name, RUN_FILE), {**self.record, **entries})
+            card = render_card(Path(staged.name), self.folder.resolve().name)
+            Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
         except Exception as error:  # the run continues after any error
             self._not_sent(checkpoint.name, error)
             return
@@ -119,16 +128,6 @@ class Pusher:
         if self.thread is None:  # a daemon, so that a run that stops does not wait for uploads
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
-
-    def _stage(self, checkpoint, entries):
-        """Copy the files to send into a temporary folder, as the checkpoint may be deleted before they are sent."""
-        staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
-        for path in published_files(checkpoint):
-            shutil.copyfile(path, Path(staged.name, path.name))
-        folders.write_json(Path(staged.name, RUN_FILE), {**self.record, **entries})
-        card = render_card(Path(staged.name), self.folder.resolve().name)
-        Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
-        return staged
 
     def _work(self):
         """The background thread: send the waiting checkpoints, until None arrives."""

@@ -74,8 +74,8 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if not isinstance(config, BertConfig):
-        mend = "it needs no conversion" if isinstance(config, D2lBertConfig) else "give a stock BERT"
-        raise ValueError(f"it is a {config.model_type} model, not a bert one; {mend}")
+        way_out = "it needs no conversion" if isinstance(config, D2lBertConfig) else "give a stock BERT"
+        raise ValueError(f"it is a {config.model_type} model, not a bert one; {way_out}")
     _shared_fields(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:

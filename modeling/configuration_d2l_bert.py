@@ -80,18 +80,14 @@ class D2lBertConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         # Transformers passes model_type from a saved config.json. All other calls are checked for misspelt names.
-        if "model_type" not in kwargs:
-            self._refuse_unknown_arguments(kwargs)
-        super().__post_init__(**kwargs)
-        self.check()
-
-    def _refuse_unknown_arguments(self, kwargs):
         known = {field.name for field in dataclasses.fields(self)} | _COMMON_ARGUMENTS
-        for name in kwargs:
+        for name in kwargs if "model_type" not in kwargs else ():
             if name not in known and not name.startswith("_"):
                 close = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"D2lBertConfig has no argument {name!r}{hint}")
+        super().__post_init__(**kwargs)
+        self.check()
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range, or if values contradict each other."""

@@ -149,9 +149,9 @@ def renamed(model, names):
     state = {}
     for name, value in model.state_dict().items():
         prefix = "bert." if name.startswith("bert.") else ""
-        module, leaf = name.removeprefix(prefix).rsplit(".", 1)
+        module, parameter = name.removeprefix(prefix).rsplit(".", 1)
         if module in names:
-            state[f"{prefix}{names[module]}.{leaf}"] = value
+            state[f"{prefix}{names[module]}.{parameter}"] = value
         elif name != "cls.predictions.bias":  # a second name of the decoder's bias
             raise ValueError(
                 f"{name}: d2l-bert has no weight of this name; remove the weight, and save the model again"

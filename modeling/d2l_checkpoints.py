@@ -166,11 +166,23 @@ def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
     Write `pretrained.params` and `vocab.json`, the two files that section 16.7.1 of the book loads a BERT from.
 
     Args:
-        tokenizer: the model's tokenizer; None to leave out `vocab.json`.
+        tokenizer: the model's tokenizer, whose tokens become `vocab.json` in the order of their ids, the special ones
+            under d2l's names; None to leave out `vocab.json`.
+
+    Raises:
+        ValueError: d2l cannot express the model, or an ordinary token has the name of one of d2l's special tokens.
     """
     torch.save(to_d2l(model), folder / "pretrained.params")
     if tokenizer is not None:
-        tokens = d2l_vocabulary(tokenizer)
+        ids = tokenizer.get_vocab()
+        new_names = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
+        tokens = [new_names.get(token, token) for token in sorted(ids, key=ids.get)]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"the vocabulary has an ordinary token with the name of a special token of d2l "
+                f"({', '.join(new_names.values())}); rename the token in tokenizer.json, or convert the model "
+                f"--to bert"
+            )
         tokens += [f"<unused-{index}>" for index in range(len(tokens), model.config.vocab_size)]
         (folder / "vocab.json").write_text(json.dumps(tokens))
 
@@ -238,24 +250,6 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
     )
 
 
-def d2l_vocabulary(tokenizer) -> list[str]:
-    """
-    The tokens of a tokenizer for a d2l `Vocab`: in the order of the ids, the special tokens under d2l's names.
-
-    Raises:
-        ValueError: an ordinary token has the name of one of d2l's special tokens.
-    """
-    ids = tokenizer.get_vocab()
-    renamed = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
-    tokens = [renamed.get(token, token) for token in sorted(ids, key=ids.get)]
-    if len(set(tokens)) < len(tokens):
-        raise ValueError(
-            f"the vocabulary has an ordinary token with the name of a special token of d2l "
-            f"({', '.join(renamed.values())}); rename the token in tokenizer.json, or convert the model --to bert"
-        )
-    return tokens
-
-
 def _with_nsp_flipped(state):
     """A state dict with the two labels of the NSP head exchanged."""
     return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
@@ -265,6 +259,6 @@ def _names_of_weights(layers):
     """The names of our weights by those of the book's model, for a number of blocks."""
     names = {D2L_POSITIONS: OUR_POSITIONS}
     for ours, theirs in module_names(D2L_NAMES, layers).items():
-        for leaf in ("weight",) if theirs.endswith("embedding") else ("weight", "bias"):
-            names[f"{theirs}.{leaf}"] = f"{ours}.{leaf}"
+        for parameter in ("weight",) if theirs.endswith("embedding") else ("weight", "bias"):
+            names[f"{theirs}.{parameter}"] = f"{ours}.{parameter}"
     return names

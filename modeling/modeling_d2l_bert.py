@@ -320,12 +320,16 @@ class MaskLM(nn.Module):
         Returns:
             The scores, None if skipped; and the loss, None without labels.
         """
-        if labels is None or not (skip_scores and is_plain(self.decoder)):
+        decoder = self.decoder
+        hooks = decoder._forward_pre_hooks or decoder._forward_hooks or "forward" in vars(decoder)
+        # A decoder with an adapter, a hook, or a quantized or sharded weight has to be called: it may give more than
+        # `states @ weight.T + bias`.
+        if labels is None or not skip_scores or type(decoder) is not nn.Linear or hooks:
             scores = self(hidden_states)
             loss = None if labels is None else cross_entropy(scores, labels, num_items)
             return None if skip_scores and labels is not None else scores, loss
         states, labels = self.transform(hidden_states).flatten(0, -2), labels.flatten().long()
-        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels)
+        loss = linear_cross_entropy(states, decoder.weight, decoder.bias, labels)
         return None, loss / ((labels != -100).sum() if num_items is None else num_items)
 
 
@@ -402,16 +406,6 @@ def cross_entropy(logits, labels, num_items=None):
         logits.flatten(0, -2).float(), labels.flatten().long(), reduction="mean" if num_items is None else "sum"
     )
     return loss if num_items is None else loss / num_items
-
-
-def is_plain(linear):
-    """
-    Whether the output of a layer is exactly `states @ weight.T + bias`.
-
-    With an adapter, a quantized or sharded weight, or a hook, the output may differ, and the layer has to be called.
-    """
-    hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    return type(linear) is nn.Linear and not hooks
 
 
 def rows_to_predict(labels):
@@ -544,11 +538,6 @@ def label_losses(logits, probabilities, at_labels):
     log_odds += scores.scatter_(1, labels, -torch.inf).logsumexp(dim=1)  # log (1 - p) / p
     losses[rows], others[rows] = F.softplus(log_odds), log_odds.sigmoid()
     return losses, others
-
-
-def loss_over(values, num_items=None):
-    """The mean of `values`; with `num_items`, the sum of `values` divided by `num_items`, as in `cross_entropy`."""
-    return values.mean() if num_items is None else values.sum() / num_items
 
 
 def head_dropout(config):
@@ -957,9 +946,10 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
                 )
             logits, labels = logits.float(), labels.reshape(logits.shape).float()
             if problem_type == "regression":
-                loss = loss_over((logits - labels) ** 2, num_items)
+                losses = (logits - labels) ** 2
             else:
-                loss = loss_over(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"), num_items)
+                losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            loss = losses.mean() if num_items is None else losses.sum() / num_items
         self.config.problem_type = problem_type
         return loss
 

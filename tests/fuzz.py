@@ -1,6 +1,6 @@
 """Try new examples in every property test until the time is up: `python tests/fuzz.py MINUTES`, or `make fuzz`.
 
-A failing example is printed and kept in .hypothesis; the next run tries it first. When the bug is mended, add the
+A failing example is printed and kept in .hypothesis; the next run tries it first. When the bug is fixed, add the
 example to its test as an `@example`.
 """
 

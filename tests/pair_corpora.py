@@ -1,7 +1,5 @@
 """Corpora whose sentences have given lengths, and the pairs made from them, for the tests of pairs."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -41,10 +39,12 @@ class Corpus:
     def laid_out(self, max_seq_length, seed=0, documents=None, **options):
         documents = np.arange(len(self)) if documents is None else np.array(documents)
         pieces = made_by.Pieces(documents, self.document_ends.before(documents), self.document_ends.at(documents))
-        others = SimpleNamespace(
-            several=len(documents) > 1, draw=lambda rng, count: documents[rng.integers(len(documents), size=count)]
-        )
         rng = np.random.default_rng(seed)
+
+        def draw_others(rng, count):
+            return documents[rng.integers(len(documents), size=count)]
+
+        others = draw_others if len(documents) > 1 else None
         pairs = made_by.lay_out(self, pieces, others, rng, max_seq_length=max_seq_length, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
@@ -99,12 +99,12 @@ def assert_balanced(pairs):
 
 
 def steady_corpus(seed=0, documents=60, sentence=3):
-    """Thousands of sentences of one length. If the room is a multiple of that length, no pair is truncated."""
+    """Thousands of sentences of one length. If the capacity is a multiple of that length, no pair is truncated."""
     rng = np.random.default_rng(seed)
     return Corpus([[sentence] * int(size) for size in rng.integers(1, 150, documents)])
 
 
-STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # room for eight sentences of the steady corpus
+STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # eight sentences of the steady corpus
 
 both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
 
@@ -123,10 +123,10 @@ def corpora(draw, min_documents=1):
 @st.composite
 def any_pairs(draw, min_documents=1):
     """A corpus of any shape, its pairs of either kind, and the tokens that a pair may have."""
-    corpus, seed, room = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    corpus, seed, capacity = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
     if draw(st.booleans()):
-        made = corpus.sentence_pairs(room + SPECIALS_IN_A_PAIR, seed)
+        made = corpus.sentence_pairs(capacity + SPECIALS_IN_A_PAIR, seed)
     else:
         share = draw(st.sampled_from([0.0, 0.1, 1.0]))
-        made = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
-    return corpus, made, room
+        made = corpus.segment_pairs(capacity + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
+    return corpus, made, capacity

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from d2l_bert.tokenization.token_store import StoreWriter, TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import write_store as write_sections
 
 
 def write_store(folder, documents, vocab_size=2**20, ids=None):
@@ -16,8 +17,8 @@ def write_store(folder, documents, vocab_size=2**20, ids=None):
     document_ends = np.cumsum([len(document) for document in documents])
     document_words = np.cumsum([sum(document) for document in documents])
     ids = np.arange(lengths.sum()) if ids is None else np.array(ids)
-    with StoreWriter(folder, vocab_size) as store:
-        store.append(ids, np.cumsum(lengths), document_ends, document_ends, np.append(document_words, len(ids)))
+    section = (ids, np.cumsum(lengths), document_ends, document_ends, np.append(document_words, len(ids)))
+    write_sections(folder, vocab_size, [section])
     return folder
 
 

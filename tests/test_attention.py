@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.training.load import load_encoder
+from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors import attention
 from d2l_bert.training.vectors.attention import Panels, attention_of, draw, draw_attention
 from d2l_bert.training.vectors.config import AttentionConfig

@@ -1,4 +1,4 @@
-"""Wrong input, one case a row: one line with the value, its place and the mend; exit code 2; no file changed."""
+"""Wrong input, one case a row: one line with the value, its place and the way out; exit code 2; no file changed."""
 
 import json
 import os

@@ -131,7 +131,7 @@ def test_a_tokenizer_that_does_not_exist_is_refused(fails_to_pretrain, books, tm
 
 
 @pytest.mark.parametrize(
-    "option, mend",
+    "option, way_out",
     [
         ("--hidden_size=33", "multiple of num_attention_heads"),
         ("--hidden_act=gelu_new", "relu, gelu"),
@@ -183,10 +183,10 @@ def test_a_tokenizer_that_does_not_exist_is_refused(fails_to_pretrain, books, tm
         ("--dataset :b", "ID or ID:CONFIG"),
     ],
 )
-def test_values_out_of_range_are_refused(fails, books, tmp_path, option, mend):
+def test_values_out_of_range_are_refused(fails, books, tmp_path, option, way_out):
     length = [] if "max_" in option else ["--max_steps=2"]
     line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *length, *option.split())
-    assert mend in line and not (tmp_path / "out" / "model.safetensors").exists()
+    assert way_out in line and not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

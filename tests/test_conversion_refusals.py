@@ -33,7 +33,7 @@ def refusal(capsys, *arguments):
     assert main(["convert", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and "Traceback" not in printed.err, printed.err
-    assert "; " in printed.err, "the mend"
+    assert "; " in printed.err, "the way out"
     return printed.err
 
 

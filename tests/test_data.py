@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import prepare
 from d2l_bert.training import batching, data, epochs, masking, packing
+from d2l_bert.training.batch_loader import load
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection
-from d2l_bert.training.loader import load
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,8 @@ def test_a_batch_equals_one_built_by_hand(text):
     rows, keys = phase.pairs.slice(0, 8)
     batch = phase.make_batch(rows, keys)
     for number, pair in enumerate(rows):
-        a = text.tokens.at(np.arange(pair["a_start"], pair["a_end"])).tolist()
-        b = text.tokens.at(np.arange(pair["b_start"], pair["b_end"])).tolist()
+        a = text.tokens.ids.at(np.arange(pair["a_start"], pair["a_end"])).tolist()
+        b = text.tokens.ids.at(np.arange(pair["b_start"], pair["b_end"])).tolist()
         expected = [tokenizer.cls_token_id, *a, tokenizer.sep_token_id, *b, tokenizer.sep_token_id]
         ids = batch["input_ids"][number].clone()
         known = batch["labels"][number] != -100

@@ -18,7 +18,7 @@ from d2l_bert.tokenization.python_docs import required_distributions
 
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("modeling", "tokenization", "training", "model_cards")
+PACKAGES = ("modeling", "tokenization", "training", "model_cards")
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").is_file(), reason="it needs the repository")
 
 # A hash of the files that `python_docs` reads. Its corpus depends on them alone; parsing them takes a minute.
@@ -66,8 +66,8 @@ def demos_python(tmp_path_factory):
     metadata.mkdir()
     (metadata / "METADATA").write_text(ours.read_text("METADATA") or ours.read_text("PKG-INFO"))
     shutil.copytree(ROOT / "src" / "d2l_bert", site / "d2l_bert")
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, site / "d2l_bert" / room)
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, site / "d2l_bert" / package)
     return str(folder / "bin" / "python")
 
 

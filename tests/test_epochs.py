@@ -130,7 +130,7 @@ def test_the_pairs_of_an_epoch_hold_the_selected_documents_and_no_other(case, ob
         corpus = corpus_of(Path(folder), *stores)
         options = {"pairing": pairing, "max_seq_length": 16, "objective": objective}
         found = np.concatenate(windows_of(EpochPairs(Selection(corpus, documents, source_ends), options, 1), 0))
-        is_covered = np.zeros(corpus.size, dtype=bool)
+        is_covered = np.zeros(len(corpus.ids), dtype=bool)
         for pair in found:
             for side in ("a", "b"):
                 is_covered[pair[f"{side}_start"] : pair[f"{side}_end"]] = True
@@ -247,7 +247,9 @@ def test_pairs_go_on_from_a_place_without_laying_out_what_is_before_it(corpus, s
     # Every window from the one that holds the first pair on, each once.
     following = [(position["epoch"], position["window"])]
     while len(following) < len(laid_out):
-        following.append(pairs._next(Place(*following[-1])))
+        epoch, window = following[-1]
+        is_last = window + 1 == pairs.windows(epoch)
+        following.append((epoch + 1, 0) if is_last else (epoch, window + 1))
     assert laid_out == following
     assert position["first_pair"] <= start < position["first_pair"] + len(whole.window(*list(position.values())[:2]))
     # An earlier pair is found, too.

@@ -77,7 +77,7 @@ def expected_figures(folder, corpus: TokenizedCorpus, pairs, keys, head):
     first, end = ordinary_ids(tokenizer)
     losses, ranks, pair_losses, pair_right = [], [], [], []
     for pair, key in zip(pairs, keys, strict=True):
-        a, b = (corpus.at(np.arange(pair[f"{s}_start"], pair[f"{s}_end"])).tolist() for s in "ab")
+        a, b = (corpus.ids.at(np.arange(pair[f"{s}_start"], pair[f"{s}_end"])).tolist() for s in "ab")
         ids = [tokenizer.cls_token_id, *a, tokenizer.sep_token_id]
         segments = [0] * len(ids) + [1] * (len(b) + 1) if b else [0] * len(ids)
         ids += [*b, tokenizer.sep_token_id] if b else []
@@ -137,7 +137,7 @@ def test_the_figures_are_those_of_their_definitions(models, other_books, evaluat
     corpus = seen_pairs[0][0]
     (pairs, keys), *_ = [(pairs, keys) for _, pairs, keys in seen_pairs]
     expected = expected_figures(models[name], corpus, pairs, keys, HEADS.get(name))
-    assert len(pairs) >= 30 and found["tokens"] == corpus.size > 800
+    assert len(pairs) >= 30 and found["tokens"] == len(corpus.ids) > 800
     for figure, value in expected.items():
         assert found[figure] == pytest.approx(value, rel=1e-5), figure
     if name in HEADS:

@@ -203,7 +203,7 @@ def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
 
 @pytest.mark.slow
 def test_a_file_missing_inside_a_step_is_a_bug_with_a_traceback(start):
-    """Only errors of space, permission, memory or network are for the user to mend, and are shown in one line."""
+    """Only errors of space, permission, memory or network are for the user to fix, and are shown in one line."""
     run = start("missing file")
     run.wait_for("this is a bug")
     assert run.codes(SOON) == [1] and run.errors() == []

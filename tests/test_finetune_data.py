@@ -417,12 +417,12 @@ def test_the_texts_of_a_table_are_not_read_again_for_each_row(tmp_path, monkeypa
 def test_a_named_task_takes_its_columns_where_a_file_has_them(tmp_path):
     rows = [{"sentence1": f"a{n}", "sentence2": "b", "label": n % 2} for n in range(20)]
     data, kind = loaded(tmp_path, rows, task="mrpc")
-    assert kind.text_columns() == ["sentence1", "sentence2"]
+    assert kind.text_columns == ["sentence1", "sentence2"]
     rows = [{"text": f"a{n}", "text_pair": "b", "label": n % 2} for n in range(20)]
     data, kind = loaded(tmp_path, rows, task="mrpc")
-    assert kind.text_columns() == ["text", "text_pair"]
+    assert kind.text_columns == ["text", "text_pair"]
     data, kind = loaded(tmp_path, rows, task="mrpc", text_column="text_pair", text_pair_column="text")
-    assert kind.text_columns() == ["text_pair", "text"]
+    assert kind.text_columns == ["text_pair", "text"]
 
 
 def test_tables_of_every_format_are_read_alike(tmp_path):

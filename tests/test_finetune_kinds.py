@@ -245,8 +245,7 @@ def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokeni
     general = [{**row, "question": "then"} for row in rows]
     files = {"swag.jsonl": swag_rows(rows), "general.jsonl": general}
     letters = [{**row, "label": "ABC"[row["label"]]} for row in general]
-    texts = [{**row, "label": row["choices"][row["label"]]} for row in general]
-    files |= {"letters.jsonl": letters, "texts.jsonl": texts}
+    files["letters.jsonl"] = letters
     files["named.jsonl"] = [  # the choices as CommonsenseQA and ARC name them
         {
             "question": "then",

@@ -231,21 +231,6 @@ WRONG = {
         {"train.csv": "text,label\na,\"['x', 'y']\"\nb,x\n"},
         ["row 1: column 'label' holds ['x', 'y']"],
     ),
-    "a label that is a number and a text": (
-        "multiple_choice",
-        {"train.csv": 'context,choices,label\na,"[""2"", ""3"", ""1""]",2\n'},
-        ["column 'label' are both the number and the text"],
-    ),
-    "a label that is a letter and a text": (
-        "multiple_choice",
-        {"train.jsonl": lines(chosen(choices=("B", "A"), label="A"))},
-        ["both the letter and the text"],
-    ),
-    "labels of two sorts": (
-        "multiple_choice",
-        {"train.jsonl": CHOICES + lines(chosen(label="B"))},
-        ["train_file train.jsonl", "train_file train.jsonl"],
-    ),
     "a list of choices that pandas has written": (
         "multiple_choice",
         {"train.csv": "context,choices,label\na,\"['b', 'c']\",0\n"},
@@ -255,11 +240,6 @@ WRONG = {
         "multiple_choice",
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
         ["row 3: column 'label' is empty"],
-    ),
-    "the text of two equal choices as a label": (
-        "multiple_choice",
-        {"train.jsonl": CHOICES + lines(chosen(choices=("It is red.", "It is red."), label="It is red."))},
-        ["train_file train.jsonl"],
     ),
     "an empty choice": (
         "multiple_choice",

@@ -360,8 +360,8 @@ def test_comments_in_every_file_of_the_package_change_no_name_in_the_cache(books
     prepare.prepare(TextConfig(corpus=[str(books)], vocab_size=300))
     copy = tmp_path / "site" / "d2l_bert"
     shutil.copytree(Path(d2l_bert.__file__).parent, copy)
-    for room in (tokenization, training, modeling, model_cards):
-        folder = Path(next(iter(room.__path__)))
+    for package in (tokenization, training, modeling, model_cards):
+        folder = Path(next(iter(package.__path__)))
         shutil.copytree(folder, copy / folder.name)
     files = list(copy.rglob("*.py"))
     assert len(files) > 70

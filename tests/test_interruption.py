@@ -200,7 +200,7 @@ def stopped_after(step, short, folder):
 
 def check_save_failed(folder, capsys, before):
     """
-    One line names the checkpoint and the mend; the earlier checkpoint is unchanged, and no unfinished one is left.
+    One line names the checkpoint and the way out; the earlier checkpoint is unchanged, and no unfinished one is left.
     """
     line = error_line(capsys)
     assert str(folder / "checkpoint-6") in line and "--resume_from_checkpoint latest" in line

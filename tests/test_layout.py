@@ -1,4 +1,4 @@
-"""The rooms and arrows drawn in CONTRIBUTING.md agree with the code: each file's room, each import's direction."""
+"""The packages and arrows drawn in CONTRIBUTING.md agree with the code: each file's package, each import."""
 
 import ast
 import re
@@ -42,30 +42,23 @@ def imports_of(name, path, known):
     return {module for module in found if module in known} - {name}
 
 
-def room_of(name, leaves):
+def package_of(name, helpers):
     parts = name.split(".")
     if len(parts) >= 3:
         return parts[-2]
-    return "leaves" if parts[1] in leaves else "front door"
+    return "helpers" if parts[1] in helpers else "command line"
 
 
-def drawn_rooms():
-    """For each room in the drawing, the names of its files without `.py`."""
-    rooms, room = {}, None
-    for line in DRAWING.splitlines():
-        if heading := re.match(r"\*\*(?:`(?:\w+/)?(\w+)/`|the (leaves|front door))", line):
-            room = heading[1] or heading[2]
-            rooms[room] = set()
-        elif row := re.match(r"- `(\w+)\.py`: \S", line):
-            assert row[1] not in rooms[room], f"{row[1]}.py is drawn twice"
-            rooms[room].add(row[1])
-    return rooms
+def drawn_helpers():
+    """The modules of `src/d2l_bert` that the text calls helpers."""
+    sentence = DRAWING.partition("The helpers are ")[2].partition(";")[0]
+    return set(re.findall(r"`(\w+)\.py`", sentence))
 
 
 def drawn_arrows():
-    """For each room in the drawing, the rooms that it may import."""
+    """For each package in the drawing, the packages that it may import."""
     rows = re.findall(r"^    ([a-z_ ]+?) +-> (.+)$", DRAWING, re.MULTILINE)
-    return {room: set(re.split(", ", others)) - {"nothing", "errors.py only"} for room, others in rows}
+    return {package: set(re.split(", ", others)) - {"nothing", "errors.py only"} for package, others in rows}
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +68,24 @@ def found():
     return {name: imports_of(name, path, known) for name, path in known.items()}
 
 
-def test_every_file_is_drawn_in_its_room(found):
-    leaves = drawn_rooms()["leaves"]
-    there = {}
-    for name in found:
-        there.setdefault(room_of(name, leaves), set()).add(name.rpartition(".")[2])
-    assert there == drawn_rooms()
+def test_every_module_says_in_its_first_line_what_is_in_it():
+    lines = [path.read_text(encoding="utf-8").partition("\n")[0] for path in modules().values()]
+    assert all(re.match(r'"""\S.{20,}', line) for line in lines) and len(set(lines)) == len(lines)
 
 
 def test_imports_follow_the_arrows_of_the_drawing(found):
-    arrows, leaves = drawn_arrows(), drawn_rooms()["leaves"]
-    assert arrows.keys() == drawn_rooms().keys()
+    """And every arrow of the drawing is used by an import."""
+    arrows, helpers = drawn_arrows(), drawn_helpers()
+    used = set()
     for name, imported in found.items():
-        room = room_of(name, leaves)
-        others = {other: room_of(other, leaves) for other in imported}
-        against = {other for other, its in others.items() if its != room and its not in arrows[room]}
-        if room == "leaves":
+        package = package_of(name, helpers)
+        others = {other: package_of(other, helpers) for other in imported}
+        against = {other for other, its in others.items() if its != package and its not in arrows[package]}
+        if package == "helpers":
             against |= imported - {"d2l_bert.errors"}
         assert not against, f"{name} imports {sorted(against)}"
-
-
-def test_every_arrow_of_the_drawing_is_used_by_an_import(found):
-    leaves = drawn_rooms()["leaves"]
-    used = {(room_of(name, leaves), room_of(other, leaves)) for name, imported in found.items() for other in imported}
-    assert {(room, other) for room, others in drawn_arrows().items() for other in others} <= used
+        used |= {(package, its) for its in others.values()}
+    assert {(package, other) for package, others in arrows.items() for other in others} <= used
 
 
 def test_no_files_import_each_other(found):

@@ -27,10 +27,10 @@ from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
 
 @given(any_pairs())
 def test_every_pair_fits_and_both_spans_lie_within_their_documents(case):
-    corpus, pairs, room = case
+    corpus, pairs, capacity = case
     a, b = lengths_of(pairs)
     assert (a >= 1).all() and (b >= 1).all()
-    assert (a + b <= room).all()
+    assert (a + b <= capacity).all()
     for side in ("a", "b"):
         assert (pairs[f"{side}_start"] >= 0).all()
         for document, end in zip(pairs[f"{side}_document"], pairs[f"{side}_end"], strict=True):
@@ -39,7 +39,7 @@ def test_every_pair_fits_and_both_spans_lie_within_their_documents(case):
 
 @given(any_pairs())
 def test_a_true_pair_is_consecutive_text_cut_only_at_the_ends_of_its_spans(case):
-    corpus, pairs, room = case
+    corpus, pairs, capacity = case
     for pair in pairs[pairs["next_sentence_label"] == IS_NEXT]:
         document = pair["a_document"]
         assert pair["b_document"] == document
@@ -51,7 +51,9 @@ def test_a_true_pair_is_consecutive_text_cut_only_at_the_ends_of_its_spans(case)
         whole_a = corpus.are_whole_sentences(document, pair["a_start"], pair["a_end"])
         whole_b = corpus.are_whole_sentences(document, pair["b_start"], pair["b_end"])
         if not (whole_a and whole_b and pair["b_start"] == pair["a_end"]):
-            assert (pair["a_end"] - pair["a_start"]) + (pair["b_end"] - pair["b_start"]) == room, "cut, but not full"
+            assert (pair["a_end"] - pair["a_start"]) + (pair["b_end"] - pair["b_start"]) == capacity, (
+                "cut, but not full"
+            )
 
 
 @given(any_pairs(min_documents=2))
@@ -63,7 +65,7 @@ def test_a_random_pair_takes_b_from_another_document_if_there_is_one(case):
 
 @given(any_pairs())
 def test_the_longer_span_is_truncated(case):
-    corpus, pairs, room = case
+    corpus, pairs, capacity = case
     for pair, a, b in zip(pairs, *lengths_of(pairs), strict=True):
         whole_a = corpus.are_whole_sentences(pair["a_document"], pair["a_start"], pair["a_end"])
         whole_b = corpus.are_whole_sentences(pair["b_document"], pair["b_start"], pair["b_end"])
@@ -212,8 +214,8 @@ def test_a_spans_and_true_b_spans_cover_every_document_exactly_once(sizes, sente
 
 
 @given(corpora(), st.integers(5, 40), st.integers(0, 2**32))
-def test_every_document_is_used(corpus, room, seed):
-    pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, seed)
+def test_every_document_is_used(corpus, capacity, seed):
+    pairs = corpus.segment_pairs(capacity + SPECIALS_IN_A_PAIR, seed)
     assert set(pairs["a_document"]) == set(range(len(corpus)))
 
 
@@ -239,14 +241,14 @@ def test_every_boundary_between_a_and_b_is_equally_likely():
 
 def test_short_seq_prob_is_the_share_of_short_pairs():
     corpus = Corpus([[1] * 500] * 40)
-    room = 50
+    capacity = 50
 
     def share_short(probability):
-        pairs = corpus.segment_pairs(room + SPECIALS_IN_A_PAIR, short_seq_prob=probability)
+        pairs = corpus.segment_pairs(capacity + SPECIALS_IN_A_PAIR, short_seq_prob=probability)
         # One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway.
         a, b = lengths_of(pairs)
         last = [pair["b_end"] == 500 or pair["a_end"] == 500 for pair in pairs]
-        return (a + b < room)[~np.array(last)].mean()
+        return (a + b < capacity)[~np.array(last)].mean()
 
     assert share_short(0) == 0
     assert share_short(1) == pytest.approx(48 / 49, abs=0.02)
@@ -307,9 +309,9 @@ def covered(corpus, pairs):
 
 
 @given(corpora(), st.integers(5, 60), st.integers(0, 2**32), st.sampled_from(["segments", "sentences"]))
-def test_segments_without_a_second_loss_hold_every_token(corpus, room, seed, pairing):
+def test_segments_without_a_second_loss_hold_every_token(corpus, capacity, seed, pairing):
     options = {"short_seq_prob": 0.0} if pairing == "segments" else {}
-    found = covered(corpus, corpus.pairs(pairing, room + SPECIALS_IN_A_PAIR, seed, objective="none", **options))
+    found = covered(corpus, corpus.pairs(pairing, capacity + SPECIALS_IN_A_PAIR, seed, objective="none", **options))
     assert all(tokens.all() for tokens in found)
 
 
@@ -347,12 +349,12 @@ def test_ordered_and_swapped_segments_are_neighbours_and_balanced(pairing):
 
 
 @given(corpora(), st.integers(5, 40), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0]))
-def test_single_segments_cover_every_document_exactly_once(corpus, room, seed, share):
-    length = room + SPECIALS_IN_A_SEGMENT
+def test_single_segments_cover_every_document_exactly_once(corpus, capacity, seed, share):
+    length = capacity + SPECIALS_IN_A_SEGMENT
     pairs = corpus.segment_pairs(length, seed, objective="none", short_seq_prob=share)
     assert (pairs["next_sentence_label"] == made_by.NO_LABEL).all() and (pairs["b_start"] == pairs["b_end"]).all()
     sizes = pairs["a_end"] - pairs["a_start"]
-    assert sizes.min() >= 1 and sizes.max() <= room
+    assert sizes.min() >= 1 and sizes.max() <= capacity
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
         assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
@@ -370,8 +372,8 @@ def test_single_segments_are_full_and_start_at_other_tokens_in_every_epoch():
 
 
 @given(corpora(), st.integers(2, 20), st.integers(0, 2**32))
-def test_single_sentences_that_are_too_long_are_cut_into_pieces(corpus, room, seed):
-    pairs = corpus.sentence_pairs(room + SPECIALS_IN_A_SEGMENT, seed, objective="none")
-    assert (pairs["a_end"] - pairs["a_start"]).max() <= room
+def test_single_sentences_that_are_too_long_are_cut_into_pieces(corpus, capacity, seed):
+    pairs = corpus.sentence_pairs(capacity + SPECIALS_IN_A_SEGMENT, seed, objective="none")
+    assert (pairs["a_end"] - pairs["a_start"]).max() <= capacity
     assert all(tokens.all() for tokens in covered(corpus, pairs))
     assert (pairs["a_end"] - pairs["a_start"]).sum() == sum(int(ends[-1]) for ends in corpus.ends)

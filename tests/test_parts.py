@@ -107,11 +107,11 @@ def test_every_document_is_in_some_pair_of_an_epoch_once(parts):
     run = PretrainConfig(corpus=paths(parts), max_steps=1, max_seq_length=48, objective="none", vocab_size=400)
     (phase,) = make_phases(run, text, 1)
     train = text.train_documents()
-    tokens = np.zeros(text.tokens.size, dtype=int)
+    tokens = np.zeros(len(text.tokens.ids), dtype=int)
     for window in range(phase.pairs.windows(0)):
         for pair in phase.pairs.window(0, window):
             tokens[pair["a_start"] : pair["a_end"]] += 1
-    expected = np.zeros(text.tokens.size, dtype=int)
+    expected = np.zeros(len(text.tokens.ids), dtype=int)
     for document in train.nth(np.arange(len(train))):
         first, end = text.tokens.first_tokens(np.array([document, document + 1]))
         expected[first:end] = 1

@@ -168,7 +168,7 @@ def test_check_notices_one_changed_byte_in_any_file_of_a_prepared_folder(prepare
     assert main(["prepare", "--check", str(folder)]) == main(["prepare", "--check", str(other)]) == 0
     files = [path for path in folder.rglob("*") if path.is_file()]
     tokens = prepared_folder.read_prepared_folder(folder).tokens
-    counts = f"24 documents, {tokens.size:,} tokens"
+    counts = f"24 documents, {len(tokens.ids):,} tokens"
     assert capsys.readouterr().out.splitlines() == [f"{path}: whole; {counts}" for path in (folder, other)]
     assert len(files) >= 12
     for file in files:

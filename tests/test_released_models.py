@@ -25,7 +25,7 @@ from d2l_bert.model_cards.release import RELEASES, flags, read_recipe, texts_of
 
 RECORDED = sorted(path.parent for path in RELEASES.glob("*/release.json"))
 JSON_FILES = ("config.json", "run_config.json", "metrics.json", "release.json")
-MEND = "make release MODEL={} FLAGS=--record records the model anew"
+WAY_OUT = "make release MODEL={} FLAGS=--record records the model anew"
 
 pytestmark = pytest.mark.skipif(not (RELEASES.parent / "Makefile").is_file(), reason="the repository is not here")
 
@@ -200,19 +200,19 @@ def test_the_record_is_complete(place, files):
 
 def test_the_record_belongs_to_the_recipe_of_today(place, files):
     _, record, _, release = files
-    recipe, mend = read_recipe(place.name), MEND.format(place.name)
-    assert release["recipe"] == recipe, mend
+    recipe, way_out = read_recipe(place.name), WAY_OUT.format(place.name)
+    assert release["recipe"] == recipe, way_out
     planned = {f"evaluate {name}": options for name, options in recipe["evaluate"].items()}
     planned |= {f"finetune {name}": options for name, options in recipe["finetune"].items()}
-    assert release["measured"] == planned, mend
+    assert release["measured"] == planned, way_out
     words = ["pretrain", *flags(recipe["pretrain"]), "--seed", str(recipe["seed"])]
     architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
     for field in dataclasses.fields(run):
         # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.
         if field.metadata["identity"] and (value := getattr(run, field.name)) is not None:
-            assert record["run"][field.name] == value or field.name == "num_train_epochs", (field.name, mend)
+            assert record["run"][field.name] == value or field.name == "num_train_epochs", (field.name, way_out)
     for option in ("corpus", "validation_corpus"):
         paths = run.text_paths() if option == "corpus" else run.validation_corpus
-        assert record["run"][option] == [Path(path).name for path in paths], (option, mend)
+        assert record["run"][option] == [Path(path).name for path in paths], (option, way_out)
     for name, value in record["architecture"].items():
-        assert name in ("vocab_size", "pad_token_id") or getattr(architecture, name) == value, (name, mend)
+        assert name in ("vocab_size", "pad_token_id") or getattr(architecture, name) == value, (name, way_out)

@@ -25,7 +25,6 @@ from d2l_bert.tokenization.token_store import (
     AllBut,
     JoinedTable,
     Only,
-    StoreWriter,
     TokenizedCorpus,
     held_out_documents,
 )
@@ -89,11 +88,11 @@ def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(st
         corpus = TokenizedCorpus(*folders)
         sizes = [sum(document) for documents in stores for document in documents]
         ends = np.cumsum(sizes)
-        assert corpus.size == len(everything) and len(corpus) == len(sizes)
+        assert len(corpus.ids) == len(everything) and len(corpus) == len(sizes)
         for found in (corpus, pickle.loads(pickle.dumps(corpus))):
-            assert found.at(np.arange(len(everything))).tolist() == everything
+            assert found.ids.at(np.arange(len(everything))).tolist() == everything
         backwards = np.arange(len(everything))[::-1].reshape(-1, 1)
-        assert corpus.at(backwards).tolist() == np.array(everything)[backwards].tolist()
+        assert corpus.ids.at(backwards).tolist() == np.array(everything)[backwards].tolist()
         assert corpus.sizes(np.arange(len(sizes))).tolist() == sizes
         assert corpus.first_tokens(np.arange(len(sizes) + 1)).tolist() == [0, *ends]
         assert corpus.document_words.at(np.arange(len(sizes))).tolist() == ends.tolist()
@@ -136,14 +135,14 @@ def test_a_store_written_in_stretches_is_that_written_at_once(documents, data):
     with tempfile.TemporaryDirectory() as folder:
         whole, parts = write_store(Path(folder, "whole"), documents), Path(folder, "parts")
         parts.mkdir()
-        with StoreWriter(parts, 2**20) as store:
-            start = token = 0
-            for end in cuts:
-                sentence_ends = np.cumsum(lengths[start:end])
-                inside = ends[(ends > start) & (ends <= end)] - start
-                words = np.append(sentence_ends[inside - 1], sentence_ends[-1])
-                store.append(token + np.arange(sentence_ends[-1]), sentence_ends, inside, inside, words)
-                start, token = end, token + int(sentence_ends[-1])
+        sections, start, token = [], 0, 0
+        for end in cuts:
+            sentence_ends = np.cumsum(lengths[start:end])
+            inside = ends[(ends > start) & (ends <= end)] - start
+            words = np.append(sentence_ends[inside - 1], sentence_ends[-1])
+            sections.append((token + np.arange(sentence_ends[-1]), sentence_ends, inside, inside, words))
+            start, token = end, token + int(sentence_ends[-1])
+        token_store.write_store(parts, 2**20, sections)
         for file in whole.iterdir():
             assert (parts / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -279,7 +278,7 @@ def test_documents_without_a_token_are_left_out_and_counted(tmp_path, monkeypatc
     ids = [ids for number in kept for ids in ids_of(text.tokenizer, documents[number])]
     assert len(tokens) == len(kept) and tokens.stores[0].empty_documents.tolist() == bare
     assert [tokens.tokens(number).tolist() for number in range(len(kept))] == ids
-    assert tokens.at(np.arange(tokens.size)).tolist() == [token for document in ids for token in document]
+    assert tokens.ids.at(np.arange(len(tokens.ids))).tolist() == [token for document in ids for token in document]
     up_to = [sum(len(paragraph.split()) for (paragraph,) in documents[: number + 1]) for number in kept]
     assert tokens.document_words.at(np.arange(len(kept))).tolist() == up_to
 

@@ -10,8 +10,7 @@ import pytest
 from accelerate import Accelerator
 from measured_steps import NSP, SKIPPED, STEP, meter_of
 
-from d2l_bert.training import held_out as held_out_figures
-from d2l_bert.training import tracking
+from d2l_bert.training import run_report, tracking
 from d2l_bert.training.pictures import plot_curves
 from d2l_bert.training.tracking import TrainingLog, line_of
 
@@ -70,11 +69,11 @@ def test_curves_mark_each_stage_with_a_line_and_a_label(task, count, tmp_path, m
 
 
 def test_the_report_at_the_end_shows_mfu_and_skipped_steps(trained, monkeypatch):
-    monkeypatch.setattr(held_out_figures, "show_example", lambda *arguments: "")
+    monkeypatch.setattr(run_report, "show_example", lambda *arguments: "")
     metrics = json.loads((trained / "metrics.json").read_text()) | {"train_mfu": 0.4567}
-    said = held_out_figures.report(trained, None, None, metrics, {}, [], 1000)
+    said = run_report.report(trained, None, None, metrics, {}, [], 1000)
     assert "45.7% of the peak (MFU)" in said and "left out" not in said
-    said = held_out_figures.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [], 1000)
+    said = run_report.report(trained, None, None, metrics | {"train_skipped_steps": 1234}, {}, [], 1000)
     assert "steps skipped because their loss or gradient was not finite: 1,234\n" in said
 
 

@@ -98,10 +98,10 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     sentences = text.validation.tokens.sentence_ends
     met = {int(sentences.find(start)) for start, end in spans if end > start}
     assert len(text.validation.tokens) == BOOKS
-    assert text.validation.tokens.size == sum(
+    assert len(text.validation.tokens.ids) == sum(
         len(text.tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]) for path in check_books.iterdir()
     )
-    assert max(end for _, end in spans) <= text.validation.tokens.size and len(met) > len(sentences) / 4
+    assert max(end for _, end in spans) <= len(text.validation.tokens.ids) and len(met) > len(sentences) / 4
 
 
 def test_nothing_of_the_training_text_is_held_out(evaluated, trained, books):
@@ -249,7 +249,7 @@ def world(tmp_path, books, check_books, prepared, monkeypatch):
     return tmp_path
 
 
-REFUSED = [  # options, then words of the error line: the value, its place, the mend
+REFUSED = [  # options, then words of the error line: the value, its place, the way out
     ("--validation_corpus empty", "empty: no text file in this folder; give a folder with files"),
     ("--validation_corpus nowhere", "nowhere: no text file or folder"),
     ("--validation_corpus blank", "validation text blank: cache ", "no token in the text"),

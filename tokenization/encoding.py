@@ -11,7 +11,7 @@ from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.cache import fingerprint, write_once
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.text_store import TextStore
-from d2l_bert.tokenization.token_store import STORE_FORMAT, StoreWriter
+from d2l_bert.tokenization.token_store import STORE_FORMAT, write_store
 
 
 # Raise ENCODING_FORMAT by 1 when the same sentences with the same tokenizer would give other ids: token stores that
@@ -49,14 +49,8 @@ def prepare_tokens(text: TextStore, tokenizer, folder: Path, processes: int = 1)
         firsts = range(0, blocks, TOKENIZED_AT_ONCE)
         spans = ((first, min(first + TOKENIZED_AT_ONCE, blocks)) for first in firsts)
         sections = in_order(_tokenize, spans, min(processes, len(firsts)), _open_text, (text.folder, backend))
-        sections = with_progress(sections, "tokenizing", len(text), lambda section: len(section["document_ends"]))
-
-        def write(partial):
-            with StoreWriter(partial, len(tokenizer)) as store:
-                for section in sections:
-                    store.append(**section)
-
-        write_once(path, "tokenizing", write)
+        sections = with_progress(sections, "tokenizing", len(text), lambda section: len(section[3]))
+        write_once(path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), sections))
     return path
 
 
@@ -68,7 +62,7 @@ def _open_text(folder, backend):
 
 
 def _tokenize(span):
-    """The arguments of `StoreWriter.append` for the blocks from the first up to the second number of `span`."""
+    """A section of `write_store`: the blocks from the first up to the second number of `span`."""
     first, end = span
     rows = _rows[first:end]
     ids, lengths, words = _encode(list(itertools.chain(*rows["sentences"])))
@@ -81,13 +75,9 @@ def _tokenize(span):
     document_ends = block_ends[_text.document_ends[ended_documents] - first - 1]
     kept_before = np.append(0, np.cumsum(lengths > 0))  # the number of sentences with tokens before each sentence
     words_before = np.append(0, np.cumsum(words))
-    return {
-        "ids": ids,
-        "sentence_ends": np.cumsum(lengths)[lengths > 0],
-        "paragraph_ends": kept_before[paragraph_ends],
-        "document_ends": kept_before[document_ends],
-        "document_words": words_before[np.append(document_ends, len(lengths))],
-    }
+    document_words = words_before[np.append(document_ends, len(lengths))]
+    sentence_ends = np.cumsum(lengths)[lengths > 0]
+    return ids, sentence_ends, kept_before[paragraph_ends], kept_before[document_ends], document_words
 
 
 class SentenceEncoder:

@@ -128,9 +128,9 @@ class PreparedText:
         ends, words = np.array([len(self.tokens) - 1]), self.tokens.document_words
         held_out_words = words.at(self.held_out) - words.before(self.held_out)
         held_out = len(self.held_out), int(self.tokens.sizes(self.held_out).sum())
-        train = len(self.tokens) - held_out[0], self.tokens.size - held_out[1]
+        train = len(self.tokens) - held_out[0], len(self.tokens.ids) - held_out[1]
         if self.validation is not None:
-            held_out = len(self.validation.tokens), self.validation.tokens.size
+            held_out = len(self.validation.tokens), len(self.validation.tokens.ids)
         counts = {
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.tokens.fingerprint(),
@@ -313,4 +313,4 @@ def check_prepared_folder(folder: Path) -> str:
             f"{folder}: no prepared folder (no {PREPARED_FILE}); give one that `d2l-bert prepare` has made"
         )
     tokens = read_prepared_folder(folder, check_large=True).tokens
-    return f"{folder}: whole; {len(tokens):,} documents, {tokens.size:,} tokens"
+    return f"{folder}: whole; {len(tokens):,} documents, {len(tokens.ids):,} tokens"

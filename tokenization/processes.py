@@ -61,20 +61,14 @@ def _set_up_process(initializer, arguments):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    exit_with_parent()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     if initializer is not None:
         initializer(*arguments)
 
 
 def exit_with_parent() -> None:
-    """
-    Start a thread that ends this process when its parent process has ended: otherwise a process of a pool would wait
-    for work forever.
-    """
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
-
-
-def _wait_for_parent():
+    """End this process when its parent process has ended; for a thread of a pool's process, which would else wait for
+    work forever."""
     # With forkserver, `getppid` is the id of the server. The sentinel then shows that the parent process has ended.
     first_parent_id, parent = os.getppid(), multiprocessing.parent_process()
     while os.getppid() == first_parent_id and not wait([parent.sentinel], 1):

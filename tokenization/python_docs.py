@@ -38,14 +38,15 @@ def python_docs(processes: int = 1) -> Iterator[Document]:
     """
     from pydoc_data import topics
 
-    seen = set()
-    for name, text in sorted(topics.topics.items()):
-        yield from _new_prose(f"topic {name}", prose(text), seen)
+    reference = ((f"topic {name}", prose(text)) for name, text in sorted(topics.topics.items()))
     files = itertools.chain(_standard_library(), _dependencies())
     groups = iter(lambda: list(itertools.islice(files, FILES_AT_ONCE)), [])
-    for documents in in_order(_prose_of_files, groups, processes):
-        for name, paragraphs in documents:
-            yield from _new_prose(name, paragraphs, seen)
+    of_files = itertools.chain.from_iterable(in_order(_prose_of_files, groups, processes))
+    seen = set()
+    for name, paragraphs in itertools.chain(reference, of_files):
+        new = [paragraph for paragraph in paragraphs if paragraph not in seen and not seen.add(paragraph)]
+        if new:
+            yield Document(name, new)
 
 
 def _prose_of_files(files):
@@ -133,13 +134,6 @@ def _are_prose(words):
     paragraph = " ".join(words)
     symbols = paragraph.encode("ascii", "replace").translate(None, _LETTERS_AND_SPACE)
     return len(symbols) <= 0.15 * len(paragraph) and any(mark in paragraph for mark in ".?!")
-
-
-def _new_prose(name, paragraphs, seen):
-    """Yield a document of the paragraphs that are not in the set `seen`, if any; add these paragraphs to `seen`."""
-    new = [p for p in paragraphs if p not in seen and not seen.add(p)]
-    if new:
-        yield Document(name, new)
 
 
 _FENCED_CODE = re.compile(r"```.*?(```|\Z)", re.DOTALL)

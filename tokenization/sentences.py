@@ -58,21 +58,15 @@ def hashed(documents: Iterable[Document], write: Callable[[np.ndarray], object])
 
 
 def _hashed(document, write):
-    digest, is_empty = hashlib.blake2b(digest_size=8), True
-    for paragraph in document.paragraphs:
-        yield paragraph
-        is_empty = False
-        digest.update(paragraph.encode(errors="surrogatepass") + b"\n\n")
-        if document.is_rows:
-            write(_as_int64(digest))
-            digest, is_empty = hashlib.blake2b(digest_size=8), True
-    if not is_empty:
-        write(_as_int64(digest))
-
-
-def _as_int64(digest):
-    """A digest of 8 bytes as an array (1,)."""
-    return np.frombuffer(digest.digest(), dtype="<i8")
+    digest = None  # of the text so far
+    for paragraph in itertools.chain(document.paragraphs, [None]):
+        if digest is not None and (document.is_rows or paragraph is None):
+            write(np.frombuffer(digest.digest(), dtype="<i8"))
+            digest = None
+        if paragraph is not None:
+            yield paragraph
+            digest = digest or hashlib.blake2b(digest_size=8)
+            digest.update(paragraph.encode(errors="surrogatepass") + b"\n\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import datasets
@@ -67,7 +68,7 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
 
     def write(partial):
         counts = Counter()
-        with NumberFile(partial / "text_hashes.npy") as hashes:
+        with closing(NumberFile(partial / "text_hashes.npy")) as hashes:
             documents = clean(with_progress(all_documents(sources), f"reading {name}"), cleaning, counts)
             blocks = enough_blocks(split_sentences(hashed(documents, hashes.append), language, counts))
             source_ends, is_by_block = _write_blocks(blocks, len(sources), partial)

@@ -14,8 +14,11 @@ Tables of ends are int64 and ascending, and count from the start of the store. T
 pickled objects.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -59,10 +62,8 @@ class NumberFile:
         self.file.write(np.ascontiguousarray(numbers, dtype=self.dtype).data)
         self.count += len(numbers)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self) -> None:
+        """Write the count into the header."""
         self.file.seek(0)
         self._write_header()
         self.file.close()
@@ -80,69 +81,45 @@ def read_table(path: Path) -> np.ndarray:
         return np.asarray(table)
 
 
-class StoreWriter:
-    """Writes a token store, one section of the text after the other.
+def write_store(folder: Path, vocab_size: int, sections: Iterable[tuple[np.ndarray, ...]]) -> None:
+    """Write a token store into an empty folder.
 
     Args:
-        folder: an empty folder.
         vocab_size: the size of the tokenizer's vocabulary; every token id is smaller.
+        sections: the text in sections, one after the other, each as `(ids, sentence_ends, paragraph_ends,
+            document_ends, document_words)`: the token ids (tokens,); tokens up to the end of each sentence
+            (sentences,); sentences up to the end of each paragraph, and of each document, that ends in the section;
+            words up to the end of each of these documents, then all words of the section (documents + 1,). All count
+            from the start of the section.
     """
-
-    def __init__(self, folder: Path, vocab_size: int):
-        self.folder = folder
-        self.files = {"ids": NumberFile(folder / "ids.npy", "<u2" if vocab_size <= 2**16 else "<i4")}
-        self.files |= {name: NumberFile(folder / f"{name}.npy") for name in END_TABLES}
-        self.files["empty_documents"] = NumberFile(folder / "empty_documents.npy")
-        self._words = self._last_paragraph = self._last_document = self._documents = 0
-
-    def append(
-        self,
-        ids: np.ndarray,
-        sentence_ends: np.ndarray,
-        paragraph_ends: np.ndarray,
-        document_ends: np.ndarray,
-        document_words: np.ndarray,
-    ) -> None:
-        """
-        Append the next section of the text. All ends count from the start of the section.
-
-        Args:
-            ids: the token ids of the section (tokens,).
-            sentence_ends: tokens up to the end of each sentence (sentences,).
-            paragraph_ends: sentences up to the end of each paragraph that ends in the section (paragraphs,).
-            document_ends: sentences up to the end of each document that ends in the section (documents,).
-            document_words: words up to the end of each of these documents, then all words of the section
-                (documents + 1,).
-        """
-        tokens, sentences = self.files["ids"].count, self.files["sentence_ends"].count
-        self.files["ids"].append(ids)
-        self.files["sentence_ends"].append(tokens + sentence_ends)
-        document_ends = sentences + document_ends
-        has_tokens = np.diff(document_ends, prepend=self._last_document) > 0
-        self.files["document_ends"].append(document_ends[has_tokens])
-        self.files["document_words"].append(self._words + document_words[:-1][has_tokens])
-        self.files["empty_documents"].append(self._documents + np.flatnonzero(~has_tokens))
-        self._words += int(document_words[-1])
-        self._last_document = max(self._last_document, *document_ends.tolist(), 0)
-        self._documents += len(document_ends)
-        paragraphs = np.unique(sentences + paragraph_ends)
-        paragraphs = paragraphs[paragraphs > self._last_paragraph]  # a paragraph without tokens has no end
-        self.files["paragraph_ends"].append(paragraphs)
-        self._last_paragraph = max(self._last_paragraph, *paragraphs.tolist(), 0)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        for file in self.files.values():
-            file.__exit__()
-        if kind is None:
-            digest = hashlib.sha256()
-            for name, file in self.files.items():
-                digest.update(f"{name} {file.count} {file.digest.hexdigest()} ".encode())
-            counts = {name: file.count for name, file in self.files.items()}
-            record = {"fingerprint": digest.hexdigest()[:16], "counts": counts}
-            (self.folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    with contextlib.ExitStack() as stack:
+        names = ("ids", *END_TABLES, "empty_documents")
+        dtypes = {"ids": "<u2" if vocab_size <= 2**16 else "<i4"}
+        files = {
+            name: stack.enter_context(closing(NumberFile(folder / f"{name}.npy", dtypes.get(name, "<i8"))))
+            for name in names
+        }
+        words_before = documents_before = last_paragraph = last_document = 0
+        for ids, sentence_ends, paragraph_ends, document_ends, document_words in sections:
+            tokens, sentences = files["ids"].count, files["sentence_ends"].count
+            files["ids"].append(ids)
+            files["sentence_ends"].append(tokens + sentence_ends)
+            document_ends = sentences + document_ends
+            has_tokens = np.diff(document_ends, prepend=last_document) > 0
+            files["document_ends"].append(document_ends[has_tokens])
+            files["document_words"].append(words_before + document_words[:-1][has_tokens])
+            files["empty_documents"].append(documents_before + np.flatnonzero(~has_tokens))
+            words_before += int(document_words[-1])
+            last_document = max(last_document, *document_ends.tolist(), 0)
+            documents_before += len(document_ends)
+            paragraphs = np.unique(sentences + paragraph_ends)
+            paragraphs = paragraphs[paragraphs > last_paragraph]  # a paragraph without tokens has no end
+            files["paragraph_ends"].append(paragraphs)
+            last_paragraph = max(last_paragraph, *paragraphs.tolist(), 0)
+    digests = "".join(f"{name} {file.count} {file.digest.hexdigest()} " for name, file in files.items())
+    counts = {name: file.count for name, file in files.items()}
+    record = {"fingerprint": hashlib.sha256(digests.encode()).hexdigest()[:16], "counts": counts}
+    (folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 class TokenStore:
@@ -223,9 +200,10 @@ class TokenizedCorpus:
     """
     The documents of one or more token stores as one corpus. All arrays are memory-mapped and read on access.
 
-    Tokens, sentences, paragraphs and documents are numbered on from one store to the next. Each table of ends is a
-    `JoinedTable`: `sentence_ends` counts tokens up to the end of each sentence, `paragraph_ends` counts sentences,
-    `document_ends` counts sentences, and `document_words` counts words up to the end of each document.
+    Tokens, sentences, paragraphs and documents are numbered on from one store to the next. Each array is a
+    `JoinedTable`: `ids` holds the token ids; `sentence_ends` counts tokens up to the end of each sentence,
+    `paragraph_ends` sentences up to the end of each paragraph, `document_ends` sentences and `document_words` words up
+    to the end of each document.
     """
 
     def __init__(self, *folders: Path):
@@ -244,11 +222,6 @@ class TokenizedCorpus:
     def __len__(self):
         """The number of documents."""
         return len(self.document_ends)
-
-    @property
-    def size(self) -> int:
-        """The number of tokens."""
-        return len(self.ids)
 
     def fingerprint(self) -> str:
         """A hash of all ids and ends, 16 hexadecimal digits: stores with equal numbers have equal fingerprints."""
@@ -277,14 +250,10 @@ class TokenizedCorpus:
         words = self.document_words.at(documents) - self.document_words.before(documents)
         return float(((ends - starts) * (words / self.sizes(documents))).sum())
 
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """The ids of the tokens with these numbers, in an array of the same shape."""
-        return self.ids.at(places)
-
     def tokens(self, document: int) -> np.ndarray:
         """The token ids of a document (tokens,)."""
         first, end = self.first_tokens(np.array([document, document + 1]))
-        return self.at(np.arange(first, end))
+        return self.ids.at(np.arange(first, end))
 
     def sentences(self, document: int) -> np.ndarray:
         """The numbers of a document's sentences (sentences,)."""

@@ -52,7 +52,9 @@ def train_wordpiece(
     if isinstance(texts, Iterator):
         texts = list(texts)
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    alphabet = _commonest_characters(texts, normalizer, limit_alphabet)
+    characters = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
+    ranked = sorted((-count, character) for character, count in characters.items() if not character.isspace())
+    alphabet = sorted(character for _, character in ranked[:limit_alphabet])
     if not alphabet:
         raise UserError("no text to train a tokenizer on: the texts hold no character but white space")
 
@@ -238,14 +240,6 @@ def fingerprint(tokenizer: BertTokenizer) -> str:
     settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
     content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def _commonest_characters(texts, normalizer, limit):
-    counts = Counter()
-    for text in texts:
-        counts.update(normalizer.normalize_str(text))
-    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
-    return sorted(character for _, character in ranked[:limit])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -203,14 +203,9 @@ def make_sharding(architecture: D2lBertConfig, run: PretrainConfig, world_size: 
     return Sharding(world_size, rank, micro_batch_cost(architecture, counts, run.objective in PAIR_TASKS))
 
 
-def micro_batch_pairs(run: PretrainConfig) -> int:
-    """The size of a micro-batch, in pairs of full length."""
-    return run.micro_batch_size or DEFAULT_MICRO_BATCH
-
-
 def most_tokens(run: PretrainConfig) -> int:
     """The largest number of tokens in a micro-batch, padding included."""
-    return micro_batch_pairs(run) * run.max_seq_length
+    return (run.micro_batch_size or DEFAULT_MICRO_BATCH) * run.max_seq_length
 
 
 def full_length_pairs(run: PretrainConfig, max_steps: int) -> int:

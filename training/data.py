@@ -152,7 +152,7 @@ class BatchMaker:
         ordinary[:, 0] = False
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        ids[ordinary] = self.tokens.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
+        ids[ordinary] = self.tokens.ids.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.masking_kind, self.is_continuation)
         masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules, *self.replace_probs)
         token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}

@@ -83,7 +83,7 @@ def check_engine(accelerator: Accelerator) -> None:
     launched, is_fsdp = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type == DistributedType.FSDP
     cases = {
         f"{launched} processes were launched, but Accelerate sees {accelerator.num_processes}; set "
-        f"ACCELERATE_USE_CPU=true or mend the launcher's configuration": launched != accelerator.num_processes,
+        f"ACCELERATE_USE_CPU=true or fix the launcher's configuration": launched != accelerator.num_processes,
         f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with {accelerator.num_processes} "
         f"processes; launch without FSDP, or on several GPUs": is_set("ACCELERATE_USE_FSDP") and not is_fsdp,
         "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
@@ -185,16 +185,6 @@ def defer_gradient_sync(accelerator: Accelerator, model, is_last: bool):
     """
     # Not on FSDP2, where every process would then hold the gradients of the whole model.
     return contextlib.nullcontext() if is_last or accelerator.is_fsdp2 else accelerator.no_sync(model)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """
-    Whether FSDP2 has sharded the model.
-
-    Then `skip_logits` must be False: the decoder may have shards of its own, and FSDP2 gathers those shards only in
-    the decoder's forward pass.
-    """
-    return isinstance(model, FSDPModule)
 
 
 def reshard(model) -> None:

@@ -142,25 +142,6 @@ class _Source:
         return np.where(stretches == 0, self.first_sentence, borders)
 
 
-class _EpochPopulation:
-    """The `pairs.Population` of a selection: all its documents, each as probable as it is frequent in an epoch."""
-
-    def __init__(self, selection, sources):
-        documents = selection.documents
-        self.nth = documents.nth
-        self.firsts = np.array([documents.before(source.first_document) for source in sources])
-        self.counts = np.array([documents.before(source.end_document) for source in sources]) - self.firsts
-        weights = self.counts * (1.0 if selection.passes is None else selection.passes)
-        cumulative = np.cumsum(weights)
-        self.cumulative = cumulative / cumulative[-1]
-        self.several = int(self.counts[weights > 0].sum()) > 1
-
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """As in `pairs.Population`."""
-        source = np.searchsorted(self.cumulative, rng.random(count), side="right")
-        return self.nth(self.firsts[source] + (rng.random(count) * self.counts[source]).astype(np.int64))
-
-
 @dataclass(frozen=True)
 class Place:
     """The start of a window: the window's epoch, its number in the epoch, and the number of all pairs before it."""
@@ -190,11 +171,17 @@ class EpochPairs:
         for first, end, tokens in zip(ends[:-1], ends[1:], selection.source_tokens().tolist(), strict=True):
             stretch_tokens = STRETCH_TOKENS
             if selection.is_one_stretch:
-                stretch_tokens = selection.corpus.size
+                stretch_tokens = len(selection.corpus.ids)
             elif selection.passes is not None:
                 stretch_tokens = min(STRETCH_TOKENS, -(-tokens // WEIGHTED_STRETCHES))
             self.sources.append(_Source(selection, first, end, stretch_tokens))
-        self.others = _EpochPopulation(selection, self.sources)
+        # For random Bs: the selected documents before each source and in it, and their weight up to each source's end.
+        documents = selection.documents
+        self.firsts = np.array([documents.before(source.first_document) for source in self.sources])
+        self.counts = np.array([documents.before(source.end_document) for source in self.sources]) - self.firsts
+        weights = self.counts * (1.0 if selection.passes is None else selection.passes)
+        self.weights_up_to = np.cumsum(weights)
+        self.has_others = int(self.counts[weights > 0].sum()) > 1
         self._forget()
 
     def _forget(self):
@@ -262,16 +249,17 @@ class EpochPairs:
         """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
         if (epoch, number) not in self._open:
             rng = np.random.default_rng((self.seed, _PAIRS, epoch, number))
-            pairs = lay_out(self.selection.corpus, self.pieces(epoch, number), self.others, rng, **self.pairing)
+            draw_others = self.draw_documents if self.has_others else None
+            pairs = lay_out(self.selection.corpus, self.pieces(epoch, number), draw_others, rng, **self.pairing)
             pairs = pairs[rng.permutation(len(pairs))]
             self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
         return self._open[epoch, number]
 
-    def _next(self, place):
-        """The epoch and number of the window that follows the window at `place`."""
-        if place.window + 1 < self.windows(place.epoch):
-            return place.epoch, place.window + 1
-        return place.epoch + 1, 0
+    def draw_documents(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Random documents for random Bs (count,), each as probable as it is frequent in an epoch."""
+        source = np.searchsorted(self.weights_up_to / self.weights_up_to[-1], rng.random(count), side="right")
+        numbers = self.firsts[source] + (rng.random(count) * self.counts[source]).astype(np.int64)
+        return self.selection.documents.nth(numbers)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs by their number
@@ -300,7 +288,9 @@ class EpochPairs:
             empty = 0 if count else empty + 1
             if empty == MOST_EMPTY_WINDOWS:
                 raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
-            self._places.append(Place(*self._next(last), last.first_pair + count))
+            ends_epoch = last.window + 1 == self.windows(last.epoch)
+            following = (last.epoch + 1, 0) if ends_epoch else (last.epoch, last.window + 1)
+            self._places.append(Place(*following, last.first_pair + count))
 
     def slice(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The pairs number `start` to `stop` - 1 of the run, and for each the key of its random masks (n,)."""

@@ -91,8 +91,10 @@ def read_architecture(name: str) -> D2lBertConfig:
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if not isinstance(config, D2lBertConfig):
-            mend = f"first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else "give another"
-            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one; {mend}")
+            way_out = (
+                f"first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else "give another"
+            )
+            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one; {way_out}")
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 

@@ -68,16 +68,13 @@ class Learner:
         """
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
         torch.manual_seed(int(fingerprint(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
-        step_stats = self._step(micro_batches, learning_rate)
+        step_stats = self.try_step(micro_batches, learning_rate)
         if self.average and not step_stats.skipped:
             self.average.update(number)
         return step_stats
 
-    def try_step(self, micro_batches: Iterable[dict]) -> None:
-        """Take an optimizer step at a learning rate of 0: only optimizer state changes. See `reset_optimizers`."""
-        self._step(micro_batches, 0.0)
-
-    def _step(self, micro_batches, learning_rate):
+    def try_step(self, micro_batches: Iterable[dict], learning_rate: float = 0.0) -> StepStats:
+        """Take an optimizer step; at a rate of 0 only optimizer state changes, which `reset_optimizers` undoes."""
         wrapped = (self.accelerator, self.wrapped_model, self.wrapped_optimizers)
         return train_step(*wrapped, micro_batches, learning_rate, self.run.max_grad_norm)
 
@@ -94,7 +91,8 @@ class Learner:
         model = self.wrapped_model
         with distributed.defer_gradient_sync(self.accelerator, model, is_last=False):
             with self.accelerator.autocast():
-                loss = model(**micro_batch, skip_logits=not distributed.is_sharded(model)).loss
+                # FSDP2 gathers a shard of the decoder only in its forward pass, which skipped logits leave out.
+                loss = model(**micro_batch, skip_logits=not self.accelerator.is_fsdp2).loss
             self.accelerator.backward(loss)
         return loss
 
@@ -149,7 +147,8 @@ class Learner:
             for name, parameter in self.parameters.items()
             for key, tensor in self.optimizer_of[name].state[parameter].items()
         )
-        tensors = {checkpoint.OPTIMIZER_FILE: moments, checkpoint.AVERAGE_FILE: self.full_averages()}
+        averages = self._gather(self.average.averages.items() if self.average else ())
+        tensors = {checkpoint.OPTIMIZER_FILE: moments, checkpoint.AVERAGE_FILE: averages}
         model, path = self.full_model(), folder / f"checkpoint-{step}"
         arguments = (path, model, tokenizer, tensors, state, self.run.save_total_limit)
         return distributed.on_main(self.accelerator, checkpoint.write_checkpoint, *arguments)
@@ -188,14 +187,11 @@ class Learner:
         Args:
             averaged: take the moving average of the weights instead of the weights, if the run keeps one.
         """
-        weights = self.full_averages() if averaged and self.average else self._gather(self.parameters.items())
+        weights = self._gather((self.average.averages if averaged and self.average else self.parameters).items())
         return distributed.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
 
-    def full_averages(self) -> dict[str, torch.Tensor]:
-        """The moving average of each parameter as a full CPU tensor; empty outside the main process."""
-        return self._gather(self.average.averages.items() if self.average else ())
-
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]):
+        """Each tensor as a full one on the CPU, by its name; empty outside the main process."""
         gathered = {}
         for name, tensor in named:
             tensor = distributed.full_tensor(tensor)
@@ -256,7 +252,7 @@ def train_step(
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with distributed.defer_gradient_sync(accelerator, model, number == len(micro_batches)):
             with accelerator.autocast():
-                outputs = model(**batch, **divisors, skip_logits=not distributed.is_sharded(model))
+                outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
             # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
             accelerator.backward(outputs.loss * accelerator.num_processes)
         pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))

@@ -237,11 +237,11 @@ def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_secon
     share = min(1.0, evaluations * evaluation_seconds / seconds)
     steps = int((1 - share) * seconds / step_seconds)
     told = f"max_minutes {run.max_minutes:g}: evaluations take {share:.0%} of them, which leaves time for "
-    mend = "lower --max_eval_pairs, give more --eval_steps, or more minutes"
+    way_out = "lower --max_eval_pairs, give more --eval_steps, or more minutes"
     if steps < 2:
-        raise UserError(f"{told}{counted(steps, 'step')} of {step_seconds:.2g} s; {mend}")
+        raise UserError(f"{told}{counted(steps, 'step')} of {step_seconds:.2g} s; {way_out}")
     if share > 0.5:
-        logger.warning(f"{told}{counted(steps, 'step')}; {mend}")
+        logger.warning(f"{told}{counted(steps, 'step')}; {way_out}")
     return steps
 
 

@@ -44,7 +44,7 @@ ALONE = Sharding()  # a single process
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
-    Put sequences into rows: the longest first, each into the fullest row that still has room (best fit decreasing).
+    Put sequences into rows: the longest first, each into the fullest row that it fits into (best fit decreasing).
 
     Args:
         lengths: tokens in each sequence, at most `capacity`.
@@ -58,13 +58,13 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = int(lengths[sequence])
         fullest = bisect.bisect_left(free, (length, -1))
         if fullest < len(free):
-            room, row = free.pop(fullest)
+            space, row = free.pop(fullest)
             rows[row].append(sequence)
         else:
-            room, row = capacity, len(rows)
+            space, row = capacity, len(rows)
             rows.append([sequence])
-        if room > length:
-            bisect.insort(free, (room - length, row))
+        if space > length:
+            bisect.insort(free, (space - length, row))
     return rows
 
 

@@ -10,7 +10,7 @@ Where a pair depends on the pair before, the code is a plain loop; all other cod
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +54,7 @@ class Pieces:
 def lay_out(
     corpus,
     pieces: Pieces,
-    others,
+    draw_others: Callable[[np.random.Generator, int], np.ndarray] | None,
     rng: np.random.Generator,
     *,
     max_seq_length: int,
@@ -90,8 +90,8 @@ def lay_out(
     Args:
         corpus: has the tables `sentence_ends`, `document_ends` and, for `sentences`, `paragraph_ends` (`JoinedTable`).
         pieces: the sentences to lay out.
-        others: the documents that random second segments come from: `draw(rng, count)` gives their numbers (count,),
-            drawn with replacement, and `several` says whether there is more than one.
+        draw_others: `draw_others(rng, count)` draws the documents that random second segments come from, with
+            replacement, and gives their numbers (count,). None if there is only one document.
         rng: the generator of all random numbers.
         max_seq_length: the most tokens in a pair, special tokens included.
         short_seq_prob: for `segments`, the share of pairs with a random shorter length, so that the model learns from
@@ -105,16 +105,16 @@ def lay_out(
     sentences = _Sentences.of(corpus, pieces)
     draw = _uniform(rng).__next__
     if objective == "none":
-        room = max_seq_length - SPECIALS_IN_A_SEGMENT
+        capacity = max_seq_length - SPECIALS_IN_A_SEGMENT
         if pairing == "segments":
-            return _segments_of_documents(sentences, room, short_seq_prob, draw)
-        return _segments_of_sentences(sentences, room)
-    room = max_seq_length - SPECIALS_IN_A_PAIR
+            return _segments_of_documents(sentences, capacity, short_seq_prob, draw)
+        return _segments_of_sentences(sentences, capacity)
+    capacity = max_seq_length - SPECIALS_IN_A_PAIR
     if pairing == "segments":
-        plan = _gather(sentences, room, objective, short_seq_prob, draw)
+        plan = _gather(sentences, capacity, objective, short_seq_prob, draw)
     else:
         plan = _match(sentences, corpus.paragraph_ends, objective, draw)
-    return _make_pairs(plan, sentences, corpus, others, room, objective, rng)
+    return _make_pairs(plan, sentences, corpus, draw_others, capacity, objective, rng)
 
 
 @dataclass
@@ -156,14 +156,14 @@ def _uniform(rng) -> Iterator[float]:
 _PLAN = ("a_first", "a_last", "b_first", "b_last", "target", "is_cut", "is_random")
 
 
-def _gather(sentences, room, objective, short_seq_prob, draw):
+def _gather(sentences, capacity, objective, short_seq_prob, draw):
     """The plan for the pairing `segments`."""
     starts, ends, is_sop = sentences.starts.tolist(), sentences.ends.tolist(), objective == "sop"
     plan, owed = [], 0
     add = plan.extend
     for first, end in sentences.bounds:
         while first < end:
-            target = 2 + int(draw() * (room - 1)) if draw() < short_seq_prob else room
+            target = 2 + int(draw() * (capacity - 1)) if draw() < short_seq_prob else capacity
             last = bisect_left(ends, starts[first] + target, first, end - 1)
             if last == first and first < end - 1:
                 last += 1  # a long sentence alone has no B: add the next sentence; the pair is truncated later
@@ -249,8 +249,8 @@ def _as_columns(plan):
 # Which tokens make a segment
 
 
-def _make_pairs(plan, sentences, corpus, others, room, objective, rng):
-    """The pairs of a plan: draws random second segments, truncates pairs to `room` tokens, and sets the labels."""
+def _make_pairs(plan, sentences, corpus, draw_others, capacity, objective, rng):
+    """The pairs of a plan: draws random second segments, truncates pairs to `capacity` tokens, and sets the labels."""
     is_cut, is_random, target = plan["is_cut"].astype(bool), plan["is_random"].astype(bool), plan["target"]
     a_first, a_last, b_first, b_last = (plan[name] for name in _PLAN[:4])
     # The first token of each segment, and the token after its last (2, pairs).
@@ -265,8 +265,8 @@ def _make_pairs(plan, sentences, corpus, others, room, objective, rng):
     if len(drawn):
         wanted = np.maximum(1, target[drawn] - (a[1] - a[0])[drawn])
         own = sentences.documents[a_first[drawn]]
-        b[:, drawn] = random_spans(corpus, others, own, *a[:, drawn], wanted, rng)
-    _truncate(a, b, room, rng)
+        b[:, drawn] = random_spans(corpus, draw_others, own, *a[:, drawn], wanted, rng)
+    _truncate(a, b, capacity, rng)
     labels = np.where(is_random, IS_RANDOM, IS_NEXT)
     if objective == "sop":
         is_swapped = rng.random(len(labels)) < 0.5
@@ -275,17 +275,17 @@ def _make_pairs(plan, sentences, corpus, others, room, objective, rng):
     return _as_pairs(*a, *b, labels)
 
 
-def _truncate(a, b, room, rng):
+def _truncate(a, b, capacity, rng):
     """
-    Cut segments (2, pairs) in place, so that each pair has at most `room` tokens.
+    Cut segments (2, pairs) in place, so that each pair has at most `capacity` tokens.
 
     The longer segment is cut first, each token at random from its front or its back, as in BERT's own preparation.
     """
     a_length, b_length = a[1] - a[0], b[1] - b[0]
-    shorter = np.minimum(np.minimum(a_length, b_length), room // 2)
-    a_kept = np.where(a_length > b_length, room - shorter, shorter)
-    is_too_long = a_length + b_length > room
-    for segment, length, kept in ((a, a_length, a_kept), (b, b_length, room - a_kept)):
+    shorter = np.minimum(np.minimum(a_length, b_length), capacity // 2)
+    a_kept = np.where(a_length > b_length, capacity - shorter, shorter)
+    is_too_long = a_length + b_length > capacity
+    for segment, length, kept in ((a, a_length, a_kept), (b, b_length, capacity - a_kept)):
         surplus = np.where(is_too_long, length - kept, 0)
         from_front = rng.binomial(surplus, 0.5)
         segment += np.stack([from_front, from_front - surplus])
@@ -293,7 +293,7 @@ def _truncate(a, b, room, rng):
 
 def random_spans(
     corpus,
-    others,
+    draw_others,
     documents: np.ndarray,
     a_starts: np.ndarray,
     a_ends: np.ndarray,
@@ -315,10 +315,10 @@ def random_spans(
         The start and the end of each span (n,).
     """
     count = len(documents)
-    if others.several:
-        other = others.draw(rng, count)
+    if draw_others is not None:
+        other = draw_others(rng, count)
         while len(same := np.flatnonzero(other == documents)):
-            other[same] = others.draw(rng, len(same))
+            other[same] = draw_others(rng, len(same))
         first, end = corpus.document_ends.before(other), corpus.document_ends.at(other)
         sentence = first + (rng.random(count) * (end - first)).astype(np.int64)
         limit = np.full(count, np.iinfo(np.int64).max)
@@ -353,8 +353,8 @@ def _elsewhere(corpus, first, end, a_starts, a_ends, rng):
 # Single segments
 
 
-def _segments_of_documents(sentences, room, short_seq_prob, draw):
-    """Cut each piece into segments of `room` tokens; some segments have a random shorter length."""
+def _segments_of_documents(sentences, capacity, short_seq_prob, draw):
+    """Cut each piece into segments of `capacity` tokens; some segments have a random shorter length."""
     bounds = []
     add = bounds.extend
     for first, end in sentences.bounds:
@@ -363,20 +363,20 @@ def _segments_of_documents(sentences, room, short_seq_prob, draw):
         start = piece_start = int(sentences.starts[first])
         piece_end = int(sentences.ends[end - 1])
         while start < piece_end:
-            is_short = draw() < short_seq_prob or (start == piece_start and piece_end - piece_start > room)
-            segment_end = min(start + (1 + int(draw() * room) if is_short else room), piece_end)
+            is_short = draw() < short_seq_prob or (start == piece_start and piece_end - piece_start > capacity)
+            segment_end = min(start + (1 + int(draw() * capacity) if is_short else capacity), piece_end)
             add((start, segment_end))
             start = segment_end
     starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
     return _as_pairs(starts, ends, ends, ends, NO_LABEL)
 
 
-def _segments_of_sentences(sentences, room):
-    """Make each sentence a segment; a sentence of more than `room` tokens is cut into several."""
-    counts = -(-(sentences.ends - sentences.starts) // room)  # the number of segments of each sentence
+def _segments_of_sentences(sentences, capacity):
+    """Make each sentence a segment; a sentence of more than `capacity` tokens is cut into several."""
+    counts = -(-(sentences.ends - sentences.starts) // capacity)  # the number of segments of each sentence
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
-    starts = np.repeat(sentences.starts, counts) + number * room
-    ends = np.minimum(starts + room, np.repeat(sentences.ends, counts))
+    starts = np.repeat(sentences.starts, counts) + number * capacity
+    ends = np.minimum(starts + capacity, np.repeat(sentences.ends, counts))
     return _as_pairs(starts, ends, ends, ends, NO_LABEL)
 
 

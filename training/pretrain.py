@@ -23,6 +23,7 @@ from d2l_bert.progress import report
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.training import distributed, interruption
+from d2l_bert.training.batch_loader import load
 from d2l_bert.training.batching import (
     RunSchedule,
     check_architecture,
@@ -41,7 +42,6 @@ from d2l_bert.training.initialize import make_model, model_class_of, start_from
 from d2l_bert.training.interruption import StopSignals, signal_name
 from d2l_bert.training.job import Job
 from d2l_bert.training.learner import Learner
-from d2l_bert.training.loader import load
 from d2l_bert.training.machine import compiled_blocks, find_max_steps, find_micro_batch, with_defaults
 from d2l_bert.training.openmp import short_waits
 from d2l_bert.training.run_folder import (
@@ -80,7 +80,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         the curves and the checkpoints. `from_pretrained` loads the folder. None after a dry run.
 
     Raises:
-        UserError: something that the user can mend, in one line.
+        UserError: something that the user can fix, in one line.
         SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
             processes, the main process has raised an error, and shows it.
     """

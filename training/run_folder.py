@@ -24,12 +24,12 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint, epochs
 from d2l_bert.training.checkpoint import Checkpoint, check_output_folder
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.held_out import example_sentences, fill_mask, report, token_entropy
 from d2l_bert.training.job import Job
-from d2l_bert.training.load import hash_of_model
+from d2l_bert.training.load_models import hash_of_model
 from d2l_bert.training.machine import describe_machine
 from d2l_bert.training.pictures import plot_curves
 from d2l_bert.training.recipes import command_line
+from d2l_bert.training.run_report import example_sentences, fill_mask, report, token_entropy
 from d2l_bert.training.tracking import TrainingLog
 
 
@@ -242,10 +242,10 @@ def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
     saved = checkpoint.state["identity"]
     for name, value in json.loads(json.dumps(identity)).items():
         if saved.get(name) != value:
-            mend = "or start a new run in another output_dir"
+            way_out = "or start a new run in another output_dir"
             if name in LENGTH_OPTIONS:  # the schedule of the learning rate depends on the length
-                mend += f", from these weights by --init_from {checkpoint.path}"
+                way_out += f", from these weights by --init_from {checkpoint.path}"
             raise UserError(
                 f"{checkpoint.path}: a checkpoint of another run: {name} was {saved.get(name)!r}, and is {value!r} "
-                f"now; go on with what it was, {mend}"
+                f"now; go on with what it was, {way_out}"
             )

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments of the command; None for the arguments of this process.
 
     Returns:
-        The exit code: 0; 2 for an error that the user can mend, with one line on stderr; 1 for a bug, with a
+        The exit code: 0; 2 for an error that the user can fix, with one line on stderr; 1 for a bug, with a
         traceback; 130 after Ctrl-C. argparse ends the process by `SystemExit` instead (2), and so
         does a training that was stopped (143 after SIGTERM).
     """
@@ -75,7 +75,7 @@ def _exit_if_distributed(code):
 
 
 def _show_error(command, error):
-    """Print why a command failed; return the exit code, 2 for an error that the user can mend and 1 for a bug."""
+    """Print why a command failed; return the exit code, 2 for an error that the user can fix and 1 for a bug."""
     line = " ".join(str(error).split())
     if is_out_of_memory(error):
         line = f"out of memory ({line:.200}); ask for less at once, or take a machine with more"

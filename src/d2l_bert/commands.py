@@ -9,7 +9,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePredictio
 from transformers.utils import logging
 
 from d2l_bert import NextSentencePredictionPipeline, folders
-from d2l_bert.errors import UserError, reading_model, value_errors_for_user
+from d2l_bert.errors import UserError, reading_model, refuse_first, value_errors_for_user
 from d2l_bert.folders import new_folder
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
@@ -30,12 +30,12 @@ from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.run import evaluate
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.run import finetune
-from d2l_bert.training.held_out import fill_mask
 from d2l_bert.training.initialize import read_architecture
-from d2l_bert.training.load import load_pretrained
+from d2l_bert.training.load_models import load_pretrained
 from d2l_bert.training.openmp import short_waits
 from d2l_bert.training.pretrain import pretrain
 from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
+from d2l_bert.training.run_report import fill_mask
 from d2l_bert.training.vectors.attention import compare_word, draw_attention
 from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
 from d2l_bert.training.vectors.embed import embed
@@ -77,14 +77,21 @@ def resolve_pretrain(arguments) -> tuple:
         run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
     )
     run.check_values()  # an empty path would be looked up as the working directory
+    prepared = run.text_paths()[0] if corpus_is_prepared(run) else None
+    cases = {
+        f"{name} is fixed by the model in init_from ({given.get('init_from')}); leave {name} out": (
+            "init_from" in given and name in given and name not in FREE_FIELDS
+        )
+        for name in architecture_options()
+    }
+    cases |= {
+        f"{field.name} is fixed by the prepared folder {prepared}; leave {field.name} out, or prepare the text "
+        f"again": prepared and field.name in given and field.name != "corpus"
+        for field in dataclasses.fields(TextConfig)
+    }
+    refuse_first(cases)
     if "init_from" in given:
-        architecture = _architecture_of_init_from(given)
-    for field in dataclasses.fields(TextConfig):
-        if field.name in given and field.name != "corpus" and corpus_is_prepared(run):
-            raise UserError(
-                f"{field.name} is fixed by the prepared folder {run.text_paths()[0]}; leave {field.name} out, or "
-                f"prepare the text again"
-            )
+        architecture = read_architecture(given["init_from"])
     changes = {name: given[name] for name in architecture_options() if name in given}
     with value_errors_for_user():
         return type(architecture)(**{**architecture.to_dict(), **changes}), run
@@ -132,14 +139,6 @@ def _refuse_options_of_another_tokenizer(given):
                 f"{name} is for training a tokenizer, and {existing} gives one that exists ({given[existing]}); "
                 f"leave {name} out"
             )
-
-
-def _architecture_of_init_from(given):
-    """The architecture of the model in `init_from`, used instead of the recipe's; other numbers of it are refused."""
-    for name in architecture_options():
-        if name in given and name not in FREE_FIELDS:
-            raise UserError(f"{name} is fixed by the model in init_from ({given['init_from']}); leave {name} out")
-    return read_architecture(given["init_from"])
 
 
 def evaluate_command(arguments) -> None:
@@ -241,8 +240,8 @@ def convert_command(arguments) -> None:
     if unused:
         print(f"left out, as a {name} has no such weights: {', '.join(unused)}")
     if not tokenizer:
-        mend = "; give its vocabulary with --vocab FILE to make one" if is_from_d2l else ""
-        print(f"{source} brings no tokenizer, so {arguments.target} has none{mend}")
+        way_out = "; give its vocabulary with --vocab FILE to make one" if is_from_d2l else ""
+        print(f"{source} brings no tokenizer, so {arguments.target} has none{way_out}")
 
 
 def publish_command(arguments) -> None:

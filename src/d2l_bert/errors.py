@@ -1,4 +1,4 @@
-"""`UserError`, the error that a user can mend and the command shows as one line; why a model cannot be read."""
+"""`UserError`, the error that a user can fix and the command shows as one line; why a model cannot be read."""
 
 import contextlib
 import errno
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-# The mend that ends most messages about a run that failed.
+# The way out that ends most messages about a run that failed.
 GO_ON = "go on with --resume_from_checkpoint latest"
 
 
 class UserError(ValueError):
     """
-    An error that the user can mend: a wrong option, a damaged file, a full disk.
+    An error that the user can fix: a wrong option, a damaged file, a full disk.
 
-    The message is one line that says what is wrong, where, and how to mend it. The command shows this line and leaves
+    The message is one line that says what is wrong, where, and how to fix it. The command shows this line and leaves
     with exit code 2. Nearly every other exception counts as a bug of this package and is shown with its traceback.
     """
 
@@ -49,7 +49,7 @@ NO_SPACE_ERRNOS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG"
 
 
 @contextlib.contextmanager
-def writing(place: object, mend: str = "") -> Iterator[None]:
+def writing(place: object, way_out: str = "") -> Iterator[None]:
     """
     Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
 
@@ -58,7 +58,7 @@ def writing(place: object, mend: str = "") -> Iterator[None]:
 
     Args:
         place: what is written, for the message.
-        mend: an alternative to appending to the mend, such as ", or name another folder".
+        way_out: an alternative to append to the way out, such as ", or name another folder".
     """
     try:
         yield
@@ -69,7 +69,7 @@ def writing(place: object, mend: str = "") -> Iterator[None]:
         number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
         first = "free some space" if number in NO_SPACE_ERRNOS else "make it writable"
         reason = os.strerror(number) if number else error
-        raise UserError(f"{place}: cannot be written ({reason}); {first}{mend}") from None
+        raise UserError(f"{place}: cannot be written ({reason}); {first}{way_out}") from None
 
 
 # What libraries raise for a damaged file; PyArrow's own exceptions are subclasses of these.

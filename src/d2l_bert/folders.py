@@ -18,14 +18,14 @@ def hidden(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_folder(final: Path, mend: str):
+def atomic_folder(final: Path, way_out: str):
     """
     Give the block a hidden folder to write into; sync it to the disk and rename it to `final` when the block ends.
 
     A block that raises leaves no folder; what a killed process left is deleted.
 
     Args:
-        mend: the end of the message if the folder cannot be written, such as ", or name another folder".
+        way_out: the end of the message if the folder cannot be written, such as ", or name another folder".
 
     Raises:
         UserError: the folder cannot be written.
@@ -34,7 +34,7 @@ def atomic_folder(final: Path, mend: str):
     partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with writing(final, mend):
+        with writing(final, way_out):
             partial.mkdir()
             yield partial
             for path in (*partial.rglob("*"), partial):

@@ -48,7 +48,7 @@ PAIR_TASKS = {
         claim="A comes before B",
         labels=("InOrder", "Swapped"),
         meaning="label 0, there `IsNext`: A comes before B, as in the text; label 1, `NotNext`: the two are swapped",
-        note=" (sentence order prediction: does A come before B, or are they swapped? A coin gets 0.693)",
+        note=" (sentence order prediction: does A come before B, or are they swapped? Chance level is 0.693)",
     ),
 }
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
@@ -25,7 +25,7 @@ from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.training.load import load_pretrained, read_parts
+from d2l_bert.training.load_models import load_pretrained, read_parts
 
 
 # The types of models that are pretrained with a head for pairs beside the MLM head; and the names
@@ -98,14 +98,6 @@ class MaskedModel(nn.Module):
             logits = logits.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits")) if self.task else None
         return D2lBertForPreTrainingOutput(prediction_logits=logits, seq_relationship_logits=pair_logits)
-
-    def backend(self) -> Tokenizer:
-        """A copy of the tokenizer without truncation and padding, which reads a "[MASK]" in a text as text."""
-        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
 
     def sentence_tokenizer(self) -> PreTrainedTokenizerBase:
         """

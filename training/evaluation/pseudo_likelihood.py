@@ -9,6 +9,7 @@ computed once; and the MLM head runs at one position of each row.
 Shapes: S sentences of equal length, T tokens in a sentence with special tokens, R rows, V vocabulary size.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,11 @@ class EncodedSentences:
 def encode(model: MaskedModel, sentences: Sequence[str], score: Score = "pll") -> EncodedSentences:
     """Encode sentences by the model's own tokenizer, with its special tokens around each."""
     known, numbers, ids, words = {}, [], [], []
-    for encoding in model.backend().encode_batch(list(sentences)):
+    backend = copy.deepcopy(model.tokenizer.backend_tokenizer)
+    backend.encode_special_tokens = True  # a "[MASK]" in a text is text
+    backend.no_truncation()
+    backend.no_padding()
+    for encoding in backend.encode_batch(list(sentences)):
         is_special, length = encoding.special_tokens_mask, len(encoding.ids)
         # For `pll` every token is a word; so is a token outside of all words, numbered after the others.
         of_words = encoding.word_ids if score == "within_word_l2r" else [None] * length

@@ -51,7 +51,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         None in all processes but the main one.
 
     Raises:
-        UserError: something that the user can mend, in one line.
+        UserError: something that the user can fix, in one line.
         SystemExit: in a run of several processes, the main process has raised an error, and shows it.
     """
     transformers_logging.disable_progress_bar()
@@ -162,7 +162,15 @@ def evaluation_table(content: dict) -> str:
     if content["text"] is not None:
         rows += [None, (f"Text: {content['text']}", []), *_text_rows([model["text"] for model in models])]
     if "blimp" in models[0]:
-        rows += [None, *_blimp_rows([model["blimp"] for model in models])]
+        results = [model["blimp"] for model in models]
+        pairs, paradigms = results[0]["pairs"], results[0]["paradigm_count"]
+        rows += [None, (f"BLiMP, score {results[0]['score']}: {pairs:,} pairs in {paradigms} of 67 paradigms", [])]
+        figures = {"  accuracy": results}
+        for name in results[0]["phenomena"]:
+            figures[f"    {name.replace('_', ' ')}"] = [blimp["phenomena"][name] for blimp in results]
+        for label, of_models in figures.items():
+            shares = [(100 * each["accuracy"], 100 * each["standard_error"]) for each in of_models]
+            rows.append((label, [f"{accuracy:.1f} ± {error:.1f} %" for accuracy, error in shares]))
     width = max(14, *(len(cell) for row in rows if row for cell in row[1]))
     lines = [
         "" if row is None else (f"{row[0]:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in row[1])).rstrip()
@@ -199,22 +207,6 @@ def _text_rows(texts):
         rows.append(row("    their tokens", "pppl_tokens", ",d"))
         rows.append(row("    of them unknown to the tokenizer", "pppl_unknown_tokens", ",d"))
     return rows
-
-
-def _blimp_rows(results):
-    first = results[0]
-    paradigms, pairs = first["paradigm_count"], first["pairs"]
-    rows = [(f"BLiMP, score {first['score']}: {pairs:,} pairs in {paradigms} of 67 paradigms", [])]
-    rows.append(("  accuracy", [_with_error(blimp) for blimp in results]))
-    rows += [
-        (f"    {name.replace('_', ' ')}", [_with_error(blimp["phenomena"][name]) for blimp in results])
-        for name in first["phenomena"]
-    ]
-    return rows
-
-
-def _with_error(figures):
-    return f"{100 * figures['accuracy']:.1f} ± {100 * figures['standard_error']:.1f} %"
 
 
 def _notes(content):

@@ -111,8 +111,8 @@ class Answers(Kind):
                 )
 
     def check_tokenizer(self, tokenizer, max_seq_length):
-        room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
-        left, stride = room - room // 2, self.stride(max_seq_length)
+        capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        left, stride = capacity - capacity // 2, self.stride(max_seq_length)
         if left < max(stride + 1, LEAST_CONTEXT):
             raise UserError(
                 f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
@@ -127,11 +127,11 @@ class Answers(Kind):
 
     def features(self, table, tokenizer, max_seq_length):
         is_labelled = self.is_labelled(table)
-        room = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
         rows, sources, details, cut, found = [], [], [], 0, set()
         for begin, chunk in in_chunks(table.rows):
             questions = [row.texts[0].strip() for row in chunk]
-            shortened = _shortened_questions(questions, tokenizer, room // 2)
+            shortened = _shortened_questions(questions, tokenizer, capacity // 2)
             cut += sum(short != whole for short, whole in zip(shortened, questions, strict=True))
             encoded = tokenizer(
                 shortened,
@@ -156,7 +156,7 @@ class Answers(Kind):
         lost = sum(bool(row.label) and number not in found for number, row in enumerate(table.rows) if is_labelled)
         long = sum(count > 1 for count in Counter(sources).values())
         notes = [f"{long:,} contexts are longer than {max_seq_length} tokens: {len(rows):,} windows"] * (long > 0)
-        notes += [f"{cut:,} questions are truncated to {room // 2} tokens"] * (cut > 0)
+        notes += [f"{cut:,} questions are truncated to {capacity // 2} tokens"] * (cut > 0)
         notes += [f"{lost:,} answers are in no window as a whole"] * (lost > 0)
         return Features(rows, "; ".join(notes), sources, details)
 

@@ -169,17 +169,11 @@ def measure(work: Work, split: str, outputs) -> dict[str, float]:
     return work.kind.metrics(work.data.splits()[split], work.features[split], outputs)
 
 
-def score(result: dict, metric: str) -> float:
-    """A result's metric on the validation rows, with the sign that makes more better; 0 without validation rows."""
-    if "validation" not in result:
-        return 0.0
-    return -result["validation"][metric] if metric in LOWER_IS_BETTER else result["validation"][metric]
-
-
 def best(results: list[dict], metric: str) -> int:
     """The number of the best result by the validation rows; of equal ones that of the lower loss, then the first."""
-
-    return max(range(len(results)), key=lambda n: (score(results[n], metric), score(results[n], "loss")))
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    found = [result.get("validation", {metric: 0.0, "loss": 0.0}) for result in results]
+    return max(range(len(found)), key=lambda n: (sign * found[n][metric], -found[n]["loss"]))
 
 
 def run_all(work: Work, rates: list[float]) -> tuple[list[dict], list[dict], int]:

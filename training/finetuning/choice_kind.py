@@ -1,6 +1,7 @@
 """The kind `multiple_choice`: which of several texts fits a context, as in SWAG; a score for each choice."""
 
 import re
+import string
 from collections import Counter
 
 import numpy as np
@@ -27,15 +28,7 @@ from d2l_bert.training.finetuning.tables import Row
 # Columns with a choice each: SWAG's ending0, ending1, ..., or choice0, option1 and the like.
 CHOICE_COLUMN = re.compile(r"(ending|choice|option)_?(\d+)")
 
-# What the labels of a column may be, and how each finds the number of the choice in a row with this label.
-RULES = {
-    "name": lambda label, choices, names: names.index(label) if label in names else None,
-    "number": lambda label, choices, names: int(label) if label.isdecimal() and int(label) < len(choices) else None,
-    "letter": lambda label, choices, names: (
-        ord(label) - ord("A") if re.fullmatch("[A-Z]", label) and ord(label) - ord("A") < len(choices) else None
-    ),
-    "text": lambda label, choices, names: choices.index(label) if choices.count(label) == 1 else None,
-}
+LETTERS = string.ascii_uppercase
 
 
 class MultipleChoice(Kind):
@@ -72,7 +65,7 @@ class MultipleChoice(Kind):
             choose_column(train, "label_column", (self.config.label_column or [None])[0], "label", "answerKey")
         ]
         check_different([*self.first.values(), *self.choices, *self.label])
-        self.count = self.rule = None
+        self.count = None
 
     def parse(self, cells, table):
         for option, column in self.first.items():
@@ -103,8 +96,17 @@ class MultipleChoice(Kind):
         classes = table.class_names.get(self.label[0])
         if classes and isinstance(value, int) and 0 <= value < len(classes):
             value = classes[value]
-        is_given = is_filled(value) and not (table.is_dataset and value == -1)
-        return Row((*first, *choices), re.sub(r"\.0+$", "", str(value).strip()) if is_given else None, names)
+        if not is_filled(value) or (table.is_dataset and value == -1):
+            return Row((*first, *choices))
+        label = re.sub(r"\.0+$", "", str(value).strip())
+        numbers = list(map(str, range(len(choices))))
+        for known in (names, numbers, list(LETTERS[: len(choices)])):
+            if label in known:
+                return Row((*first, *choices), known.index(label))
+        raise ValueError(
+            f"label {label!r} in column {self.label[0]!r} is not the number of a choice (from 0), its letter or its "
+            f"name; correct the label"
+        )
 
     def read(self, table):
         """As in `Kind`; the training rows, which are read first, say how many choices a row has."""
@@ -123,28 +125,10 @@ class MultipleChoice(Kind):
         return row.texts[-self.count :]
 
     def learn(self, train):
-        """Choose how all labels are read: by the first rule that makes every label a choice."""
-        read = {
-            rule: [RULES[rule](row.label, self.choices_of(row), row.names) for row in train.rows] for rule in RULES
-        }
-        complete = {rule: numbers for rule, numbers in read.items() if None not in numbers}
-        self.rule = next(iter(complete), None) or max(read, key=lambda rule: len(train) - read[rule].count(None))
-        is_text = isinstance(train.columns[self.label[0]][0], str)
-        if is_text and self.rule != "name" and len({tuple(numbers) for numbers in complete.values()}) > 1:
-            raise UserError(
-                f"{train.label}: the labels in column {self.label[0]!r} are both the {' and the '.join(complete)} of "
-                f"a choice, which differ; write labels that are only one of both"
-            )
+        """Nothing is left to learn: `read` has found the number of choices."""
 
     def targets(self, table):
-        numbers = [RULES[self.rule](row.label, self.choices_of(row), row.names) for row in table.rows]
-        if None in numbers:
-            row = numbers.index(None)
-            raise UserError(
-                f"{table.place(row)}: label {table.rows[row].label!r} in column {self.label[0]!r} is not the "
-                f"{self.rule} of a choice, as in most training rows (numbers count from 0); correct the label"
-            )
-        return np.array(numbers)
+        return np.array([row.label for row in table.rows])
 
     def features(self, table, tokenizer, max_seq_length):
         targets = self.targets(table).tolist() if self.is_labelled(table) else [-100] * len(table)

@@ -165,8 +165,13 @@ def command_line(config: FinetuneConfig) -> str:
     return shlex.join(words)
 
 
-def write_table(path: Path, columns: dict[str, list]) -> None:
-    """Write columns as CSV in UTF-8; lists and dicts as JSON."""
+def write_table(path: Path, columns: dict[str, list], predicted: dict[str, list]) -> None:
+    """Write the columns of rows, and what was predicted for the rows, as CSV in UTF-8; lists and dicts as JSON."""
+    columns = dict(columns)
+    for name, values in predicted.items():
+        while name in columns:
+            name = f"{name} (predicted)"
+        columns[name] = values
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,7 +155,9 @@ class Kind:
             named: all names in their order, if the dataset or its publishers give it.
             least: the fewest classes.
         """
-        self.classes = [name for name in named if name in found] if named else sort_labels(found)
+        are_numbers = all(re.fullmatch(r"[+-]?\d+", name) for name in found)
+        by_number = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
+        self.classes = [name for name in named if name in found] if named else by_number
         if len(self.classes) < least:
             raise UserError(
                 f"{train.label}: every row has the label {self.classes[0]!r} in column {self.label[0]!r}; there is "
@@ -234,8 +237,8 @@ def check_text(text: object, place: str, option: str | None = None) -> str:
     """A text at a place of a row; raises `ValueError` if it is empty, or no text."""
     if not isinstance(text, str) or not text.strip():
         what = "is empty" if not is_filled(text) else f"holds {type(text).__name__}, not text"
-        mend = f", or name another column with --{option}" if option else ""
-        raise ValueError(f"{place} {what}; write a text there, or take the row out{mend}")
+        way_out = f", or name another column with --{option}" if option else ""
+        raise ValueError(f"{place} {what}; write a text there, or take the row out{way_out}")
     return text
 
 
@@ -294,14 +297,6 @@ def names_in(entries: list, column: str, table: Table) -> list[str]:
 def is_filled(value: object) -> bool:
     """Whether a cell holds more than white space."""
     return value is not None and str(value).strip() != ""
-
-
-def sort_labels(names) -> list[str]:
-    """Labels in the order of their numbers if all are whole numbers, else in alphabetical order."""
-    try:
-        return sorted(names, key=lambda name: (int(name), name))
-    except ValueError:
-        return sorted(names)
 
 
 def listed_names(names: list[str], most: int = 10) -> str:

@@ -166,7 +166,8 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
         save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
         save_tokenizer(work.start.tokenizer, partial)
         if data.test is not None:
-            _write_predictions(work, saved_outputs(source, "test"), partial)
+            predicted = kind.predicted_columns(data.test, work.features["test"], saved_outputs(source, "test"))
+            output.write_table(partial / output.PREDICTIONS_FILE, data.test.columns, predicted)
         draw_curves(logs, name, work.metric, title, partial / CURVES_FILE)
         pictures = {CURVES_FILE: "Loss and metric over the steps"}
         # Of the test rows, or of the validation rows if the test rows have no labels.
@@ -184,17 +185,6 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
     shutil.rmtree(folder / output.WORK_FOLDER, ignore_errors=True)
     return results_text(folder, metrics, data)
-
-
-def _write_predictions(work, outputs, partial):
-    """Write the test rows with their predictions as a table."""
-    table = work.data.test
-    columns = dict(table.columns)
-    for name, values in work.kind.predicted_columns(table, work.features["test"], outputs).items():
-        while name in columns:
-            name = f"{name} (predicted)"
-        columns[name] = values
-    output.write_table(partial / output.PREDICTIONS_FILE, columns)
 
 
 def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: list[dict], kept: int) -> dict:

@@ -17,7 +17,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.load import hash_of_model, read_parts
+from d2l_bert.training.load_models import hash_of_model, read_parts
 
 
 logger = logging.getLogger(__name__)

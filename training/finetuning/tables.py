@@ -26,12 +26,10 @@ class Row:
     Args:
         texts: the texts of the row, by which equal rows are found; for tags the words.
         label: the label as the kind reads it; None for a row without.
-        names: for choices that have names, such as A, B, C, these names.
     """
 
     texts: tuple[str, ...]
     label: object = None
-    names: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

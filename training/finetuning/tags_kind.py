@@ -93,14 +93,14 @@ class Tags(Kind):
 
     def features(self, table, tokenizer, max_seq_length):
         targets = self.targets(table) if self.is_labelled(table) else None
-        room = max_seq_length - tokenizer.num_special_tokens_to_add()
+        capacity = max_seq_length - tokenizer.num_special_tokens_to_add()
         windows, sources, starts = [], [], []  # the words of each window, its row, the number of its first word
         for first, chunk in in_chunks(self.texts(table)):
             texts = list(map(list, chunk))
             encoded = tokenizer(texts, is_split_into_words=True, add_special_tokens=False, verbose=False)
             for number, words in enumerate(texts):
                 pieces = Counter(encoded.word_ids(number))
-                for begin, end in _cut([pieces[word] for word in range(len(words))], room):
+                for begin, end in _cut([pieces[word] for word in range(len(words))], capacity):
                     windows.append(words[begin:end])
                     sources.append(first + number)
                     starts.append(begin)
@@ -173,11 +173,11 @@ class Tags(Kind):
         return {CONFUSION_FILE: f"Confusion matrix of the tags on {table.name}"}
 
 
-def _cut(lengths, room):
-    """Ranges of words whose pieces fit into `room`; as long as possible. A word longer than `room` is alone in one."""
+def _cut(lengths, capacity):
+    """The longest ranges of words whose pieces fit into `capacity`; a longer word is alone in one."""
     ranges, begin, total = [], 0, 0
     for number, length in enumerate(lengths):
-        if number > begin and total + length > room:
+        if number > begin and total + length > capacity:
             ranges.append((begin, number))
             begin, total = number, 0
         total += length

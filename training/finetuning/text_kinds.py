@@ -51,26 +51,22 @@ class TextKind(Kind):
 
     def find_columns(self, train):
         config, task = self.config, self.config.named_task() or NamedTask(kind="", dataset="")
-        self.text = choose_column(train, "text_column", config.text_column, "text", task.text)
-        self.text_pair = None
+        self.text_columns = [choose_column(train, "text_column", config.text_column, "text", task.text)]
         if config.text_pair_column or task.text_pair or "text_pair" in train.columns:
             usual = ("text_pair", task.text_pair)
-            self.text_pair = choose_column(train, "text_pair_column", config.text_pair_column, *usual)
+            self.text_columns.append(choose_column(train, "text_pair_column", config.text_pair_column, *usual))
         self.label = config.label_column or [choose_column(train, "label_column", None, "label", task.label)]
         for column in self.label:
             train.require(column, "label_column")
-        check_different([*self.text_columns(), *self.label])
-        self.settings["problem_type"], self.recorded["has_pairs"] = self.problem_type, self.text_pair is not None
-
-    def text_columns(self) -> list[str]:
-        """The names of the columns of texts, one or two."""
-        return [self.text] if self.text_pair is None else [self.text, self.text_pair]
+        check_different([*self.text_columns, *self.label])
+        self.known_names = task.labels  # that the publishers of a named data set give its classes
+        self.settings["problem_type"], self.recorded["has_pairs"] = self.problem_type, len(self.text_columns) == 2
 
     def parse(self, cells, table):
         options = ("text_column", "text_pair_column")
-        for column, option in zip(self.text_columns(), options, strict=False):
+        for column, option in zip(self.text_columns, options, strict=False):
             table.require(column, option)
-        texts = [text_in(cells, *pair) for pair in zip(self.text_columns(), options, strict=False)]
+        texts = [text_in(cells, *pair) for pair in zip(self.text_columns, options, strict=False)]
         is_labelled = all(column in table.columns for column in self.label)
         return Row(tuple(texts), self.label_in(cells, table) if is_labelled else None)
 
@@ -99,14 +95,9 @@ class Classification(TextKind):
     main_metric = "accuracy"
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
-    def known_names(self):
-        """The names that the publishers of a named data set give its classes; () for other tasks."""
-        task = self.config.named_task()
-        return task.labels if task else ()
-
     def label_in(self, cells, table):
         column = self.label[0]
-        value, known = cells[column], self.known_names()
+        value, known = cells[column], self.known_names
         is_number = isinstance(value, float) or NO_CLASS.fullmatch(str(value).strip())
         if is_number or isinstance(value, list | dict):
             what = f"numbers such as {value}" if is_number else type(value).__name__
@@ -121,7 +112,7 @@ class Classification(TextKind):
 
     def learn(self, train):
         column, found = self.label[0], {row.label for row in train.rows} - {None}
-        known = self.known_names() if found <= set(self.known_names()) else None
+        known = self.known_names if found <= set(self.known_names) else None
         self.learn_classes(train, found, train.class_names.get(column) or known)
         if len(self.classes) == len(train) > 2:
             raise UserError(

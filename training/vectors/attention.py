@@ -18,7 +18,7 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, shortened
-from d2l_bert.training.load import load_encoder
+from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 
 
@@ -92,8 +92,8 @@ def draw_attention(name: str, first: str, second: str | None, config: AttentionC
     shown = len(panels.layers) * len(panels.heads)
     line = f"{output}: attention of {shown} of {counted(layers * heads, 'head')} over {len(panels.tokens)} tokens"
     if panels.are_tokens_left_out():
-        mend = ": --layer and --head enlarge a part" if shown > 1 else ""
-        line += f"; there are too many tokens to write them all{mend}"
+        way_out = ": --layer and --head enlarge a part" if shown > 1 else ""
+        line += f"; there are too many tokens to write them all{way_out}"
     return line
 
 

@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
 from d2l_bert.tokenization.token_store import NumberFile
-from d2l_bert.training.load import best_device, load_encoder
+from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
 
@@ -152,42 +153,43 @@ def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[st
 # What becomes of the vectors
 
 
-class ParquetWriter(pq.ParquetWriter):
-    """Appends texts and vectors to a Parquet file with the columns `text` and `vector` (H numbers in float32)."""
+@contextlib.contextmanager
+def vector_file(output: Path, size: int) -> Iterator[Callable[[list[str], np.ndarray], object]]:
+    """Make a new file for vectors of `size` numbers; yields a function that appends texts (n,) and vectors (n, H).
 
-    def __init__(self, path: Path, size: int):
-        fields = [("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))]
-        super().__init__(path, pa.schema(fields), compression="zstd")
-
-    def append(self, texts: list[str], vectors: np.ndarray) -> None:
-        """Append texts (n,) and vectors (n, H) as a row group."""
-        values = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
-        lists = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
-        self.write_table(pa.table([pa.array(texts, pa.large_string()), lists], schema=self.schema))
-
-
-class Nearest:
+    A `.npy` file has the vectors alone. A Parquet file has the columns `text` and `vector`, in float32.
     """
-    The lines whose vectors have the largest cosine with a vector; of equal cosines, the earlier lines.
+    with folders.new_file(output) as partial:
+        if output.suffix == ".npy":
+            with closing(NumberFile(partial, "<f4", (size,))) as file:
+                yield lambda _, vectors: file.append(vectors)
+            return
+        schema = pa.schema([("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))])
+        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+
+            def append(texts, vectors):
+                lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), size)
+                writer.write_table(pa.table([pa.array(texts, pa.large_string()), lists], schema=schema))
+
+            yield append
+
+
+def nearest_lines(
+    vector: np.ndarray, texts: list[str], vectors: np.ndarray, first_line: int, top_k: int
+) -> list[tuple[float, int, str]]:
+    """
+    The lines whose vectors have the largest cosine with a vector (H,); of equal cosines, the earlier lines.
 
     Args:
-        vector: the vector to compare with (H,).
-        top_k: how many lines to keep.
+        texts, vectors: the lines (n,) and their vectors (n, H). Empty lines are passed over.
+        first_line: the number of the first of these lines.
 
-    Attributes:
-        best: the nearest lines so far, nearest first: (cosine, number of the line from 1, text).
+    Returns:
+        At most `top_k` lines, nearest first: (cosine, number of the line, text).
     """
-
-    def __init__(self, vector: np.ndarray, top_k: int):
-        self.vector, self.top_k, self.best = unit(vector), top_k, []
-
-    def add(self, first_line: int, texts: list[str], vectors: np.ndarray) -> None:
-        """Compare with lines (n,) and their vectors (n, H); `first_line` is the number of the first. Empty lines are
-        passed over."""
-        cosines = unit(vectors) @ self.vector
-        likely = [int(index) for index in np.argsort(-cosines, kind="stable") if texts[index].strip()][: self.top_k]
-        found = [(float(cosines[index]), first_line + index, texts[index]) for index in likely]
-        self.best = sorted(self.best + found, key=lambda entry: (-entry[0], entry[1]))[: self.top_k]
+    cosines = unit(vectors) @ unit(vector)
+    likely = [int(index) for index in np.argsort(-cosines, kind="stable") if texts[index].strip()][:top_k]
+    return [(float(cosines[index]), first_line + index, texts[index]) for index in likely]
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
@@ -232,35 +234,30 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if output:
         folders.check_new_file(output)
     model, tokenizer = load_encoder(name)
-    limit, device = longest_input(model, tokenizer), best_device()
+    limit = longest_input(model, tokenizer)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if config.max_seq_length is not None and limit is not None and config.max_seq_length > limit:
         raise UserError(f"max_seq_length {config.max_seq_length}: the model reads {limit} tokens at most; lower it")
     batch_tokens = config.batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS_OF_A_GPU)
     embedder = Embedder(model.to(device), tokenizer, config.pooling, config.max_seq_length or limit, batch_tokens)
-    nearest = None
+    nearest, vector = [], None
     if config.nearest is not None:
         query = embedder.encode([config.nearest])
         if query.cut:
             logger.warning(f"nearest: the text is cut off after {embedder.limit:,} tokens")
-        nearest = Nearest(embedder.vectors(query)[0], config.top_k)
+        vector = embedder.vectors(query)[0]
     lines = cut = empty = 0
-    with contextlib.ExitStack() as stack:
-        writer = None
-        if output:
-            partial = stack.enter_context(folders.new_file(output))
-            if output.suffix == ".npy":
-                writer = stack.enter_context(NumberFile(partial, "<f4", (embedder.size,)))
-            else:
-                writer = stack.enter_context(ParquetWriter(partial, embedder.size))
+    with vector_file(output, embedder.size) if output else contextlib.nullcontext() as append:
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
         for texts, encoded, vectors in with_progress(
             parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
-            if writer:
-                writer.append(vectors) if output.suffix == ".npy" else writer.append(texts, vectors)
-            if nearest:
-                nearest.add(lines + 1, texts, vectors)
+            if output:
+                append(texts, vectors)
+            if vector is not None:
+                nearest += nearest_lines(vector, texts, vectors, lines + 1, config.top_k)
+                nearest = sorted(nearest, key=lambda line: (-line[0], line[1]))[: config.top_k]
             lines += len(texts)
             cut += encoded.cut
             empty += sum(not text.strip() for text in texts)
@@ -270,6 +267,6 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     if cut:
         logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {counted(lines, 'line')}")
     if empty:
-        left_out = ", and is none of the nearest lines" if nearest else ""
+        left_out = ", and is none of the nearest lines" if config.nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
-    return Embedded(lines, embedder.size, nearest.best if nearest else [])
+    return Embedded(lines, embedder.size, nearest)

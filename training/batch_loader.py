@@ -124,7 +124,7 @@ class _Arrays(Dataset):
 
 
 def _start_worker(_):
-    exit_with_parent()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     # A terminal's Ctrl-C and a scheduler's SIGTERM reach all processes of the group. The parent process finishes its
     # step first, and may still need a batch of this worker.
     for number in (signal.SIGTERM, signal.SIGINT):

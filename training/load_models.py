@@ -85,8 +85,3 @@ def hash_of_model(folder: str | Path) -> str:
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
     files = sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
     return fingerprint([(file.name, content_hash(file)) for file in files])
-
-
-def best_device() -> torch.device:
-    """The accelerator of this machine if PyTorch sees one, else the CPU."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -1,0 +1,243 @@
+"""The report at the end of a run: what the model has learnt, shown on held-out text; and masks filled in."""
+
+import itertools
+import shlex
+
+import numpy as np
+import torch
+
+from d2l_bert.errors import UserError
+from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.pair_tasks import PairTask, pair_task, unit
+from d2l_bert.tokenization.sources import PYTHON_DOCS
+
+
+# Sample sentences for models of the embedded corpus, easy to judge for a reader who knows Python.
+PYTHON_SENTENCES = [
+    "Open the [MASK] and return a file object.",
+    "If the file does not exist, an exception is [MASK].",
+    "Return [MASK] if the string starts with the given prefix.",
+    "Raise a ValueError [MASK] the value is not found.",
+    "Return True if the object is an [MASK] of the class.",
+]
+
+FULL_STOPS = {".", "!", "?"}
+
+MAX_SENTENCES_TRIED = 10_000  # at most this many held-out sentences are read to find sample sentences
+
+MAX_ENTROPY_DOCUMENTS = 10_000  # at most this many held-out documents are read to count tokens
+
+# Muennighoff et al. (2023), "Scaling Data-Constrained Language Models": four passes over a text are worth as much as
+# new text, and after some sixteen more passes add little. Twenty, as MLM masks other tokens in each.
+MANY_PASSES = 20
+
+# A run whose MLM loss is above this share of the entropy of the tokens has learnt little more than their frequencies:
+# at 0.9, models predict "the", "," and "." nearly everywhere.
+LITTLE_LEARNT = 0.9
+
+
+@torch.no_grad()
+def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
+    """
+    The `top_k` most likely tokens for each `[MASK]`. The model is left in evaluation mode.
+
+    Args:
+        model: a `D2lBertForMaskedLM`, or a stock model for masked tokens.
+
+    Returns:
+        For each text, for each `[MASK]` in the text, a list of (token, probability), most likely first. It is shorter
+        than `top_k` if the model has fewer entries in its vocabulary.
+
+    Raises:
+        UserError: a text has no mask token, or more tokens than the model has positions.
+    """
+    model.eval()
+    predictions = []
+    for text in texts:
+        encoded = tokenizer(text, return_tensors="pt")
+        length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
+        if limit is not None and length > limit:
+            raise UserError(
+                f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text"
+            )
+        masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
+        if not len(masked_positions):
+            raise UserError(
+                f"no {tokenizer.mask_token} in {text!r}: write {tokenizer.mask_token} in the place of the word to "
+                f"predict"
+            )
+        # A stock model may have more entries than its tokenizer.
+        logits = model(**encoded).logits[0, masked_positions, : len(tokenizer)]  # (P, V)
+        best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
+        predictions.append(
+            [
+                [(tokenizer.convert_ids_to_tokens(int(i)), float(p)) for p, i in zip(*row, strict=True)]
+                for row in zip(best.values, best.indices, strict=True)
+            ]
+        )
+    return predictions
+
+
+@torch.no_grad()
+def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
+    """
+    A held-out example as text for a person. The model is left in evaluation mode.
+
+    The segments with the masked tokens in brackets, a table of the masked tokens with the model's predictions, and,
+    with a pair task, the label of the pair and its prediction.
+
+    Args:
+        batch: the model's arguments for one pair, or for one sequence if there is no pair task.
+    """
+    model.eval()
+    outputs = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
+    ids = batch["input_ids"][0].clone()
+    is_labelled = batch["labels"][0] != -100
+    positions, labels = batch["masked_positions"][0][is_labelled], batch["labels"][0][is_labelled]
+    guesses = outputs.get("prediction_logits", outputs.get("logits"))[0].argmax(-1).cpu()[is_labelled]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    rows = []
+    for position, label, guess in zip(positions.tolist(), labels.tolist(), guesses.tolist(), strict=True):
+        truth, seen = tokenizer.convert_ids_to_tokens([label, int(ids[position])])
+        tokens[position] = f"[{truth}]"
+        mark = "=" if guess == label else " "
+        rows.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (the model saw {seen})")
+    segment_of = batch["token_type_ids"][0].where(batch["attention_mask"][0] == 1, -1).tolist()
+    lines = []
+    for segment, name in enumerate("AB" if task else "A"):
+        words = [
+            token
+            for token, of_token in zip(tokens, segment_of, strict=True)
+            if of_token == segment and token not in ("[CLS]", "[SEP]")
+        ]
+        lines.append(f"  {name}: {' '.join(words).replace(' ##', '').replace(' [##', '[##')}")
+    lines += [f"    {'':1} {'truth':<20} {'prediction':<20}", *rows]
+    if task:
+        truth = task.labels[int(batch["next_sentence_label"].flatten()[0])]
+        probability = float(outputs.seq_relationship_logits.float().softmax(-1).flatten()[0])
+        guess = task.labels[int(probability < 0.5)]
+        lines.append(f"  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})")
+    return "\n".join(lines)
+
+
+def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
+    """
+    Sample sentences with one `[MASK]` each: `PYTHON_SENTENCES` for the embedded corpus, else held-out sentences.
+
+    Preferred are sentences of 8 to 40 tokens with a whole word to mask that end in a full stop. Others are used if
+    these are too few.
+
+    Args:
+        text: a `PreparedText`.
+        max_length: the largest number of tokens in a sentence, [CLS] and [SEP] included.
+        count: the largest number of held-out sentences.
+    """
+    if text.corpus_name == PYTHON_DOCS and max_length >= 40:
+        return PYTHON_SENTENCES
+    rng = np.random.default_rng(0)
+    tokenizer, preferred, others = text.tokenizer, [], []
+    corpus, documents = text.evaluation()
+    for number in rng.integers(len(documents), size=MAX_SENTENCES_TRIED):
+        sentence = rng.choice(corpus.sentences(int(documents.nth(number))))
+        first, end = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
+        ids = corpus.ids.at(np.arange(first, end)).tolist()
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        whole_words = [
+            position
+            for position, token in enumerate(tokens)
+            if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
+        ]
+        is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
+        ids = ids[: max_length - 4]
+        maskable = [position for position in whole_words if position < len(ids)] or range(len(ids))
+        ids[int(rng.choice(maskable))] = tokenizer.mask_token_id
+        (preferred if is_preferred else others).append(tokenizer.decode(ids))
+        if len(preferred) == count:
+            break
+    # The decoded text may have more tokens than `ids`: decoding does not restore the original text.
+    fitting = (
+        s
+        for s in preferred + others
+        if s.count(tokenizer.mask_token) == 1 and len(tokenizer(s)["input_ids"]) <= max_length
+    )
+    return list(itertools.islice(fitting, count))
+
+
+def token_entropy(text) -> float:
+    """
+    The entropy of the held-out tokens in nats: the MLM loss of a model that only knows how frequent each token is.
+
+    Args:
+        text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
+    """
+    corpus, documents = text.evaluation()
+    documents = documents.nth(np.arange(min(len(documents), MAX_ENTROPY_DOCUMENTS)))
+    counts = sum(np.bincount(corpus.tokens(document), minlength=len(text.tokenizer)) for document in documents)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def advice(metrics: dict, train_words: int) -> str:
+    """
+    What to change, in one line, if a run took many passes over a small text or has learnt little; else nothing.
+
+    Args:
+        metrics: the content of metrics.json.
+        train_words: the number of words in the training text.
+    """
+    passes = metrics["train_words_seen"] / train_words
+    if passes > MANY_PASSES:
+        return (
+            f"{passes:,.0f} passes over the text, and more than {MANY_PASSES} add little; give more text, fewer steps "
+            f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
+        )
+    if metrics["eval_mlm_loss"] > LITTLE_LEARNT * metrics["eval_token_entropy"]:
+        return (
+            f"the model has learnt little more than how frequent each token is, which alone gives an MLM loss of "
+            f"{metrics['eval_token_entropy']:.2f} nats; train longer (--max_minutes or --max_steps)"
+        )
+    return ""
+
+
+def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, train_words: int) -> str:
+    """
+    The text that a run prints at its end: metrics, a held-out example, filled masks, and how to load the model.
+
+    Args:
+        folder: the run's folder.
+        metrics: the content of metrics.json.
+        example: the batch for `show_example`.
+        predictions: for each sample sentence, the sentence and the (token, probability) of the most likely tokens.
+        train_words: the number of words in the training text.
+    """
+    task = pair_task(metrics)
+    units = unit(task)
+    speed = f"{metrics[f'train_{units}_per_second']:,.0f} {'sentence ' if task else ''}{units}/s"
+    pair_line = ""
+    if task:
+        loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
+        pair_line = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
+    skipped = metrics["train_skipped_steps"]
+    skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
+    note = f"Note: {line}\n\n" if (line := advice(metrics, train_words)) else ""
+    filled_masks = "\n".join(
+        f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
+        for sentence, tokens in predictions
+    )
+    return f"""
+What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens:
+  MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
+accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_line}
+  trained in {metrics["train_seconds"]:.0f} s at {speed}, \
+{metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped_line}
+
+A held-out {units[:-1]}, masked tokens in brackets:
+{show_example(model, tokenizer, example, task)}
+
+Masks filled in:
+{filled_masks}
+
+{note}The model is in {folder}. To use it:
+  d2l-bert fill-mask {shlex.quote(str(folder))} "..."
+  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})"""
