@@ -30,7 +30,7 @@ def weights(learner):
 def test_a_trial_leaves_the_scale_as_it_was():
     learner = make_learner()
     for _ in range(5):
-        learner.try_step([make_batch(learner.model)])
+        learner.take_step([make_batch(learner.model)])
     assert learner.accelerator.scaler.get_scale() > 1024
     learner.reset_optimizers()
     assert learner.accelerator.scaler.get_scale() == 1024

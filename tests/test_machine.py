@@ -65,7 +65,7 @@ class Timed:
         self.now += self.seconds(size)
         return torch.zeros(())
 
-    def try_step(self, micro_batches):
+    def take_step(self, micro_batches):
         self.try_gradient(*micro_batches)
 
     wrapped_model = SimpleNamespace(zero_grad=lambda: None)

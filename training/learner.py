@@ -68,12 +68,12 @@ class Learner:
         """
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
         torch.manual_seed(int(fingerprint(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
-        step_stats = self.try_step(micro_batches, learning_rate)
+        step_stats = self.take_step(micro_batches, learning_rate)
         if self.average and not step_stats.skipped:
             self.average.update(number)
         return step_stats
 
-    def try_step(self, micro_batches: Iterable[dict], learning_rate: float = 0.0) -> StepStats:
+    def take_step(self, micro_batches: Iterable[dict], learning_rate: float = 0.0) -> StepStats:
         """Take an optimizer step; at a rate of 0 only optimizer state changes, which `reset_optimizers` undoes."""
         wrapped = (self.accelerator, self.wrapped_model, self.wrapped_optimizers)
         return train_step(*wrapped, micro_batches, learning_rate, self.run.max_grad_norm)
@@ -97,7 +97,7 @@ class Learner:
         return loss
 
     def reset_optimizers(self) -> None:
-        """Optimizer state and fp16's scaler as they were before the first `try_step` or `try_gradient`."""
+        """Optimizer state and fp16's scaler as they were before the first `take_step` or `try_gradient`."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if self.accelerator.scaler:

@@ -136,7 +136,7 @@ def find_micro_batch(job: Job, learner: Learner) -> int:
             for number in range(4):  # the first also allocates memory, and the optimizer's moments
                 start = time.monotonic()
                 for batch in tried:
-                    learner.try_step([batch]) if number == 0 else learner.try_gradient(batch).item()
+                    learner.take_step([batch]) if number == 0 else learner.try_gradient(batch).item()
                 seconds = min(seconds, time.monotonic() - start)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -205,11 +205,11 @@ def time_steps(steps: PretrainingSteps, learner: Learner, held_out) -> tuple[flo
     """
     step_seconds = 0.0
     for phase, end in _with_ends(steps.phases):
-        learner.try_step(steps[phase.first_step])  # not timed: the first step allocates memory, and compiles
+        learner.take_step(steps[phase.first_step])  # not timed: the first step allocates memory, and compiles
         start = time.monotonic()
         timed = range(phase.first_step, end)[1 : STEPS_TIMED_PER_LENGTH + 1] or [phase.first_step]
         for step in timed:
-            learner.try_step(steps[step])
+            learner.take_step(steps[step])
         step_seconds += (end - phase.first_step) / PROVISIONAL_STEPS * (time.monotonic() - start) / len(timed)
     start = time.monotonic()
     learner.evaluate(held_out)
