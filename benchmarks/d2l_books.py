@@ -28,10 +28,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import write_step
 from benchmarks.throughput import exit_on_signals
-from benchmarks.turns import Task
+from benchmarks.turns import Task, heading, positive
 from d2l_bert import RECIPES
 from d2l_bert.folders import write_json
 from d2l_bert.pair_tasks import PAIR_TASKS

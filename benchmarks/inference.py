@@ -26,15 +26,14 @@ import torch
 from transformers import pipeline
 from transformers.utils import logging
 
-from benchmarks.mlm_head import SIZES, heading, positive
-from benchmarks.turns import summary
+from benchmarks.turns import BASE, heading, positive, summary
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, PretrainConfig
 from d2l_bert.modeling.bert_checkpoints import to_bert
 from d2l_bert.tokenization.prepare import prepare
 
 
 BERT = {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}
-NAMES = {"small": "d2l's small BERT", "base": "BERT-base"}
+SIZES = {"small": ("d2l's small BERT", BERT, 64), "base": ("BERT-base", BASE, 128)}  # name, architecture, length
 TEXTS = {"small": 512, "base": 32}  # in a turn on a CPU; on a GPU 2,048 for both
 SHORTEST = 8  # tokens; shorter paragraphs are headings
 LIMITS = {"float32": 1e-5, "bfloat16": 3e-2}  # largest difference of the models' answers, relative to their norm
@@ -42,7 +41,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 3e-2}  # largest difference of the models
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", nargs="+", default=["small", "base"], choices=tuple(NAMES))
+    parser.add_argument("--size", nargs="+", default=["small", "base"], choices=tuple(SIZES))
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=tuple(LIMITS))
@@ -60,8 +59,8 @@ def main() -> None:
 @torch.inference_mode()
 def measure(size, arguments):
     """Print the texts/s of both models in each task."""
-    numbers, _, length = SIZES[NAMES[size]]
-    config = D2lBertConfig(**numbers | BERT)
+    name, numbers, length = SIZES[size]
+    config = D2lBertConfig(**numbers)
     config.vocab_size = arguments.vocab_size or config.vocab_size
     count = arguments.texts or (TEXTS[size] if arguments.device == "cpu" else 2048)
     models = make_models(config, arguments)
@@ -69,7 +68,7 @@ def measure(size, arguments):
     batches = make_batches(texts, tokenizer, arguments)
     tokens = sum(int(batch["attention_mask"].sum()) for batch, _ in batches)
     print(
-        f"\n{NAMES[size]}: {config.num_hidden_layers} x {config.hidden_size}, vocabulary {config.vocab_size:,}; "
+        f"\n{name}: {config.num_hidden_layers} x {config.hidden_size}, vocabulary {config.vocab_size:,}; "
         f"{len(texts)} texts of {tokens / len(texts):.0f} tokens on average, {arguments.batch_size} at once\n"
         f"  {'':12}{'ours, texts/s':>26}{'stock, texts/s':>26}{'ours / stock':>22}{'differ by':>11}"
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.mlm_head import machine, positive
+from benchmarks.turns import machine, positive
 
 
 STEPS, SAVE_STEPS = 200, 4

@@ -1,20 +1,14 @@
-"""Speed and memory of making pairs from token stores of any size: time to the first batch, pairs a second, shuffling.
+"""Time and memory until the first batch of a prepared folder of any size.
 
-python -m benchmarks.layout first_batch [--documents 100000 1000000 10000000] [--gigabytes 10]
-python -m benchmarks.layout speed
-python -m benchmarks.layout shuffle --books BOOKS
+    python -m benchmarks.layout [--documents 100000 1000000 10000000] [--gigabytes 10]
 
-first_batch  A separate process opens a prepared folder and makes the first step, then the steps up to step 200. The
-             folder has `--documents` documents of 20 sentences each, or one document of `--gigabytes` gigabytes of
-             text and 99 short documents. Printed are the seconds from the end of the imports to the first batch, the
-             process's anonymous memory (RssAnon) at the end, and the pairs a second of the layout alone. The token ids
-             are a hole in a sparse file
-speed        Pairs a second of one process, for each pairing and objective
-shuffle      Distinct documents in a step, compared with a shuffle of the whole epoch
+A separate process opens a prepared folder and makes the first step, then the steps up to step 200. The folder has
+`--documents` documents of 20 sentences each, or one document of `--gigabytes` gigabytes of text and 99 short ones; its
+token ids are a hole in a sparse file. Printed are the seconds from the end of the imports to the first batch, the
+process's anonymous memory (RssAnon) at the end, and the pairs a second of laying out a window.
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -28,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.mlm_head import machine, positive
+from benchmarks.turns import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.cache import content_hash
@@ -36,7 +30,7 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT, is_large
 from d2l_bert.tokenization.token_store import held_out_documents
-from d2l_bert.training import batching, epochs
+from d2l_bert.training import batching
 
 
 SENTENCES = 20  # in a document
@@ -48,13 +42,11 @@ STEPS = 200  # that `first_batch` makes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("benchmark", choices=("first_batch", "speed", "shuffle"))
     parser.add_argument(
         "--documents", type=positive, nargs="+", default=[10**5, 10**6, 10**7], help="number of documents"
     )
     parser.add_argument("--gigabytes", type=positive, default=10, help="text of the long document (10)")
     parser.add_argument("--repetitions", type=positive, default=5)
-    parser.add_argument("--books", metavar="FOLDER", help="folder of text files, for shuffle")
     parser.add_argument("--open", metavar="FOLDER", help=argparse.SUPPRESS)  # the process that is measured
     arguments = parser.parse_args()
     if arguments.open:
@@ -62,7 +54,7 @@ def main() -> None:
         return
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
-    globals()[arguments.benchmark](arguments)
+    first_batch(arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +131,7 @@ def first_batch(arguments):
             write_folder(folder, sentences_of)
             rows = []
             for _ in range(arguments.repetitions):
-                command = [sys.executable, "-m", "benchmarks.layout", "first_batch", "--open", str(folder)]
+                command = [sys.executable, "-m", "benchmarks.layout", "--open", str(folder)]
                 rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         seconds = [row["seconds"] for row in rows]
         middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
@@ -185,66 +177,6 @@ def rss_anon():
     """Anonymous memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs a second
-
-
-def speed(arguments):
-    """Every pairing and objective, in one process."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder) / "tokens"
-        write_folder(folder, np.full(10**6, SENTENCES))
-        text = prepare(PretrainConfig(corpus=[str(folder)], max_steps=1))
-        print(f"{'pairing':>10} {'objective':>10} {'length':>7} {'pairs/s':>12}")
-        for pairing, objective, length in itertools.product(
-            ("segments", "sentences"), ("nsp", "sop", "none"), (128, 512)
-        ):
-            pairs = pairs_of(text, pairing, objective, length)
-            turns = [pairs_a_second(pairs, turn) for turn in range(arguments.repetitions)]
-            print(f"{pairing:>10} {objective:>10} {length:>7} {statistics.median(turns):>12,.0f}", flush=True)
-
-
-def pairs_of(text, pairing="segments", objective="nsp", length=128):
-    run = PretrainConfig(max_steps=1, pairing=pairing, objective=objective, max_seq_length=length)
-    (phase,) = batching.make_phases(run, text, 1)
-    return phase.pairs
-
-
-def pairs_a_second(pairs, window):
-    """The speed of laying out a window."""
-    start = time.monotonic()
-    count = len(pairs.window(0, window))
-    return count / (time.monotonic() - start)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shuffling
-
-
-def shuffle(arguments):
-    """Distinct documents in a step of 512 pairs: pairs shuffled in windows, and shuffled over the whole epoch."""
-    text = prepare(PretrainConfig(corpus=[arguments.books], max_steps=1))
-    for stretches in (epochs.WINDOW_STRETCHES, 256, 64):
-        pairs = pairs_of(text)
-        epochs.WINDOW_STRETCHES = stretches
-        pairs.go_on_from(epochs.Place())
-        windows = [pairs.window(0, number) for number in range(pairs.windows(0))]
-        in_windows = np.concatenate(windows)
-        in_epoch = in_windows[np.random.default_rng(0).permutation(len(in_windows))]
-        of_windows, of_epoch = distinct_documents(text, in_windows), distinct_documents(text, in_epoch)
-        print(
-            f"{len(windows)} windows of at most {stretches} stretches: {of_windows:.1f} distinct documents in "
-            f"a step, {of_windows / of_epoch:.1%} of a full shuffle's"
-        )
-
-
-def distinct_documents(text, pairs, in_a_step=512):
-    """The number of distinct documents in a step, on average."""
-    documents = text.tokens.document_ends.find(text.tokens.sentence_ends.find(pairs["a_start"]))
-    steps = len(pairs) // in_a_step
-    return np.mean([len(np.unique(step)) for step in documents[: steps * in_a_step].reshape(steps, in_a_step)])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """The speed of a training step: ours, d2l 1.0.3's, and stock BERT's fastest, on the same pairs, in turns.
 
     python -m benchmarks.throughput [--size small base] [--corpus PATH...] [--d2l_python peers/bin/python]
-    python -m benchmarks.throughput --end_to_end 100
     python -m benchmarks.throughput --quality 500 --d2l_python peers/bin/python
-    python -m benchmarks.throughput --vocab_sizes 8192 30522 100000 --lengths 64 128 256 512 [--plot cost.png]
 
 The first command compares one training step. `small` is d2l's small BERT with 512 pairs of 64 tokens a step, `base` is
 BERT-base with pairs of 128. The pairs are real pairs of the corpus. All contestants train on the same pairs, with the
@@ -21,15 +19,8 @@ for all contestants: the operations that the losses need, for real tokens and pr
 counts for predicted positions and [CLS] only. Memory is printed as the bytes held before a step + the extra bytes that
 a step takes at its peak.
 
-`--end_to_end STEPS` compares a whole run of the command with the bare step, which has no loop around it. Every few
-seconds the run is stopped by a signal, and the bare step works in its place, on `--repetitions` times `--steps` steps,
-repeatedly. Both are compiled if `--torch_compile true` is given.
-
 `--quality STEPS` trains our model and d2l's on the same pairs in the same order, and evaluates both on the same
 held-out pairs and masks, in float32.
-
-`--vocab_sizes` and `--lengths` compare the measured cost of a token with its arithmetic. The vocabulary grows by
-entries that no text uses; every length has the same number of tokens in a step.
 
 d2l needs an environment of its own, which may use torch, numpy and safetensors of this one:
 
@@ -51,14 +42,21 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from benchmarks.mlm_head import SIZES as ARCHITECTURES
-from benchmarks.mlm_head import heading, positive
 from benchmarks.peers import CONTESTANTS, write_step
-from benchmarks.turns import Step, Task, describe, per_second, print_peak, step_arguments, summary, take_turns
-from benchmarks.whole_run import end_to_end
+from benchmarks.turns import (
+    BASE,
+    Step,
+    Task,
+    describe,
+    heading,
+    per_second,
+    positive,
+    step_arguments,
+    summary,
+    take_turns,
+)
 from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
@@ -93,11 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="stock BERT's settings to try"
     )
-    parser.add_argument("--end_to_end", type=positive, metavar="STEPS", help="compare whole runs of this length")
     parser.add_argument("--quality", type=positive, metavar="STEPS", help="compare losses after runs of this length")
-    parser.add_argument("--vocab_sizes", type=positive, nargs="+", default=[], help="compare the cost of a token")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[], help="compare the cost of a token")
-    parser.add_argument("--plot", metavar="PATH", help="draw the tables of --vocab_sizes and --lengths")
     arguments = parser.parse_args()
     exit_on_signals()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
@@ -107,17 +101,12 @@ def main() -> None:
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
     if not arguments.contestants:
         parser.error("no contestant is left")
-    if arguments.plot and not (arguments.vocab_sizes or arguments.lengths):
-        parser.error("--plot draws the tables of costs; give --vocab_sizes or --lengths too")
-    of_base = ["segments"] if arguments.lengths or arguments.vocab_sizes else ["segments", "sentences"]
-    pairings = {"small": ["sentences"], "base": of_base}
+    pairings = {"small": ["sentences"], "base": ["segments", "sentences"]}
     tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
-    if arguments.plot and len(tasks) > 1:
-        parser.error("--plot draws one size and pairing, and would leave only the last of several; name one of each")
     for size, pairing in tasks:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                measure(make_task(size, pairing, arguments), arguments, folder)
+                (quality if arguments.quality else compare)(make_task(size, pairing, arguments), arguments, folder)
             except ValueError as error:
                 parser.error(str(error))
 
@@ -128,29 +117,13 @@ def exit_on_signals():
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def measure(task, arguments, folder):
-    tables = {}
-    if arguments.vocab_sizes:
-        tables["vocabulary"] = cost_by_vocabulary(task, arguments, folder)
-    if arguments.lengths:
-        tables["tokens in a pair"] = cost_by_length(task, arguments, folder)
-    if arguments.plot and tables:
-        plot(tables, arguments.plot)
-    if arguments.end_to_end:
-        end_to_end(task, arguments, folder)
-    if arguments.quality:
-        quality(task, arguments, folder)
-    if not (tables or arguments.end_to_end or arguments.quality):
-        compare(task, arguments, folder)
-
-
 def make_task(size, pairing, arguments) -> Task:
     if size == "small":
         architecture, run = RECIPES["d2l"]()
         pairs = 512
     else:
         _, run = RECIPES["base"]()
-        architecture = D2lBertConfig(**ARCHITECTURES["BERT-base"][0])
+        architecture = D2lBertConfig(**BASE)
         architecture.hidden_dropout_prob = architecture.attention_probs_dropout_prob = 0.1
         pairs = 32 if arguments.device == "cpu" else 256
     if arguments.dropout is not None:
@@ -191,7 +164,7 @@ def compare(task, arguments, folder):
             print(f"  {name}: {contestant.description}")
         taken, peaks = take_turns(contestants, dict.fromkeys(contestants, steps), arguments)
         memory = {name: contestant.call("memory", steps[0].file) for name, contestant in contestants.items()}
-    print_peak(peaks)
+    print(f"  peak of matrix products in bf16: {summary([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
     print(f"  {'':6}{'ms a step':>24}{'pairs/s':>28}{'tokens/s':>32}{'MFU':>8}{'memory, MiB':>20}")
     for name, turns in taken.items():
         ms = summary([1000 * seconds / len(done) for done, seconds in turns])
@@ -234,91 +207,6 @@ def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
         if seconds < shortest:
             best, shortest = setting, seconds
     return best
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The cost of a token
-
-
-def cost_by_vocabulary(task, arguments, folder):
-    """Compare costs for growing vocabularies, with the same text and tokenizer."""
-    run, tasks = replace(task.run, vocab_size=min(arguments.vocab_sizes)), {}
-    for size in arguments.vocab_sizes:
-        numbers = {**task.architecture.to_diff_dict(), "vocab_size": size}
-        numbers.pop("transformers_version", None)
-        tasks[size] = replace(task, run=run, architecture=D2lBertConfig(**numbers))
-    return compare_costs(tasks, "vocabulary", arguments, folder)
-
-
-def cost_by_length(task, arguments, folder):
-    """Compare costs for several sequence lengths, with pairs of segments and the same number of tokens a step."""
-    tokens, tasks = task.run.global_batch_size * task.run.max_seq_length, {}
-    for length in arguments.lengths:
-        pairs = max(1, tokens // length)
-        micro = max(1, batching.most_tokens(task.run) // length)
-        changes = {"pairing": "segments", "global_batch_size": pairs, "micro_batch_size": micro}
-        tasks[length] = replace(task, run=replace(task.run, max_seq_length=length, **changes))
-    return compare_costs(tasks, "tokens in a pair", arguments, folder)
-
-
-def compare_costs(tasks, what, arguments, folder):
-    """Print our tokens/s in each task, and the tokens/s that the arithmetic predicts from the first task.
-
-    With three tasks or more, fit a line to the seconds per token, and print its slope and how well it fits.
-
-    Returns:
-        For each task: label, operations per token, measured tokens/s, fitted tokens/s (None without a line).
-    """
-    steps_of = {label: task.write_steps(folder, max(4, arguments.steps)) for label, task in tasks.items()}
-    for label, task in tasks.items():
-        describe(task, steps_of[label])
-    with contextlib.ExitStack() as opened:
-        contestants = {label: opened.enter_context(task.contestant("ours")) for label, task in tasks.items()}
-        taken, peaks = take_turns(contestants, steps_of, arguments)
-    print()
-    print_peak(peaks)
-    print(f"  {what:>18}{'MFLOP a token':>16}{'tokens/s':>32}{'by arithmetic':>16}{'MFU':>8}")
-    rows = []
-    for label, turns in taken.items():
-        operations = sum(step.arithmetic for step in steps_of[label]) / sum(step.tokens for step in steps_of[label])
-        speed = per_second(turns, "tokens")
-        rows.append((label, operations, statistics.median(speed)))
-        _, first_operations, first_speed = rows[0]
-        expected = first_speed * first_operations / operations
-        share = statistics.median(per_second(turns, "arithmetic")) / statistics.median(peaks)
-        print(
-            f"  {label:>18,}{operations / 1e6:>16.2f}{summary(speed):>32}{expected:>16,.0f}{share:>8.1%}", flush=True
-        )
-    if len(rows) < 3:  # a line fits any two points exactly
-        return [(*row, None) for row in rows]
-    labels, operations, speeds = map(np.array, zip(*rows, strict=True))
-    slope, own = np.polyfit(labels, 1 / speeds, 1)
-    more = np.polyfit(labels, operations, 1)[0]
-    fitted = 1 / (own + slope * labels)
-    print(
-        f"  a token takes {1e6 * own:.1f} us and, for every 1,000, {1e9 * slope:.2f} us more, for {more / 1e3:.2f} "
-        f"MFLOP more ({more / slope / statistics.median(peaks):.0%} of the peak): within "
-        f"{abs(fitted / speeds - 1).max():.1%} of every row",
-        flush=True,
-    )
-    return [(*row, speed) for row, speed in zip(rows, fitted.tolist(), strict=True)]
-
-
-def plot(tables, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
-    for axes, (what, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
-        labels, operations, speeds, fitted = zip(*rows, strict=True)
-        axes.plot(labels, speeds, "o-", label="measured")
-        axes.plot(labels, [speeds[0] * operations[0] / each for each in operations], "--", label="by arithmetic")
-        if None not in fitted:
-            axes.plot(labels, fitted, ":", label="on a line of times")
-        axes.set(xlabel=what, ylabel="tokens/s", xscale="log", ylim=(0, None), xticks=labels)
-        axes.set_xticks(labels, [f"{label:,}" for label in labels])
-        axes.minorticks_off()
-        axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

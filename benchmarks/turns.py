@@ -1,14 +1,18 @@
-"""The task of all contestants: its steps, the turns in which contestants take them, and the speeds of these turns."""
+"""What benchmarks share: two sizes of models, the task of all contestants, their turns, what is printed."""
 
+import argparse
 import itertools
+import platform
 import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
 
 from benchmarks.peers import Contestant, write_step
 from d2l_bert import D2lBertConfig, PretrainConfig
@@ -17,6 +21,46 @@ from d2l_bert.training import batching
 from d2l_bert.training.learner import counts_of
 from d2l_bert.training.meter import matmul_peak, training_arithmetic
 from d2l_bert.training.recipes import architecture_options
+
+
+# The architecture of BERT-base; that of d2l's small BERT is the default of `D2lBertConfig`.
+BASE = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "embedding_layer_norm": True,
+    "tie_word_embeddings": True,
+}
+
+
+def positive(text: str) -> int:
+    """The type of an argument that must be a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def heading(device, *more) -> str:
+    """
+    The first lines of every benchmark: the command and the date; the machine, versions and further settings.
+
+    Raises:
+        SystemExit: `device` is "cuda" and PyTorch sees no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: PyTorch sees no GPU here; leave it out to measure the CPU")
+    versions = f"torch {torch.__version__}", f"transformers {transformers.__version__}"
+    return f"python {' '.join(sys.orig_argv[1:])}    {date.today()}\n{', '.join([machine(device), *versions, *more])}"
+
+
+def machine(device):
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
 
 
 @dataclass
@@ -101,10 +145,6 @@ def per_second(turns, count):
 def summary(values, digits=0, unit=""):
     median, low, high = statistics.median(values), min(values), max(values)
     return f"{median:,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
-
-
-def print_peak(peaks):
-    print(f"  peak of matrix products in bf16: {summary([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
 
 
 def describe(task, steps):

@@ -1,8 +1,5 @@
 """Measured steps and meters of them, for tests of what a run measures and reports."""
 
-import json
-import math
-
 import torch
 
 from d2l_bert.pair_tasks import PAIR_TASKS
@@ -21,7 +18,6 @@ STEP = StepStats(
     squared_lengths=1200.0,
     skipped=0.0,
 )
-SKIPPED = STEP._replace(mlm_loss=math.nan, pair_loss=math.inf, grad_norm=math.nan, skipped=1.0)
 
 
 def operations(step):
@@ -35,12 +31,3 @@ def meter_of(*steps, state=None, task=NSP, peak=1e6):
     for step in steps:
         meter.add(step)
     return meter
-
-
-def strictly(content):
-    """The content after a round trip through strict JSON, which has no NaN and no Infinity."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    return json.loads(json.dumps(content), parse_constant=refuse)

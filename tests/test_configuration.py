@@ -1,15 +1,10 @@
 """The configuration of the model: its defaults, its files, and the values and arguments that are refused."""
 
-import json
 import math
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from small_models import SIZES, every_setting, gradients, make_config, make_model, make_sequences, padded
-from transformers import (
-    AutoConfig,
-)
 
 from d2l_bert import (
     D2lBertConfig,
@@ -73,28 +68,6 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(field, value):
         D2lBertConfig(**{field: value})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
-def test_a_number_that_is_not_finite_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"^{field} must be between 1.2e-38 and 10, got {value}$"):
-        D2lBertConfig(**{field: value})
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("field", ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"])
-def test_a_dropout_that_is_not_finite_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"^{field} must be a probability of at least 0 and below 1, got {value}$"):
-        D2lBertConfig(**{field: value})
-
-
-@pytest.mark.parametrize("value", [1e300, 10**400, 1e-300])
-@pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
-def test_numbers_that_float32_cannot_compute_with_are_refused(field, value):
-    with pytest.raises(ValueError) as caught:
-        D2lBertConfig(**{field: value})
-    assert str(caught.value) == f"{field} must be between 1.2e-38 and 10, got {value}"
-
-
 @every_setting
 @pytest.mark.parametrize("field", ["initializer_range", "layer_norm_eps"])
 @pytest.mark.parametrize("value", [2.0**-126, 10])
@@ -103,17 +76,6 @@ def test_the_smallest_and_largest_allowed_numbers_give_finite_gradients(field, v
     model = D2lBertForPreTraining(make_config(setting, **{field: value}))
     loss, found = gradients(model, padded(make_sequences()))
     assert math.isfinite(loss) and all(gradient.isfinite().all() for gradient in found.values())
-
-
-def test_an_unknown_problem_type_is_refused():
-    # Some versions of Transformers check problem_type themselves, and raise StrictDataclassError.
-    with pytest.raises((ValueError, StrictDataclassError), match="problem_type"):
-        D2lBertConfig(problem_type="ranking")
-
-
-def test_a_width_that_the_heads_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"hidden_size \(128\) must be a multiple of num_attention_heads \(3\)"):
-        D2lBertConfig(num_attention_heads=3)
 
 
 def test_a_misspelt_field_is_refused_with_a_suggestion():
@@ -129,32 +91,9 @@ def test_common_transformers_arguments_are_accepted():
     assert config.num_labels == 3 and config.output_hidden_states
 
 
-def test_unknown_entries_of_a_saved_configuration_are_accepted(tmp_path):
-    make_config().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "written_by_a_later_version": 1}))
-    assert D2lBertConfig.from_pretrained(tmp_path).hidden_size == SIZES["hidden_size"]
-    assert AutoConfig.from_pretrained(tmp_path).hidden_size == SIZES["hidden_size"]
-
-
 def test_exactly_one_of_input_ids_and_inputs_embeds_is_required():
     model = make_model(D2lBertForPreTraining, make_config())
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model(torch.tensor([[5, 6]]), inputs_embeds=torch.zeros(1, 2, SIZES["hidden_size"]))
-
-
-def test_sequences_as_long_as_the_positions_are_accepted_and_longer_ones_refused():
-    model = make_model(D2lBertForPreTraining, make_config())
-    model(torch.full((1, 32), 7))
-    with pytest.raises(ValueError, match=r"33 tokens is longer than max_position_embeddings \(32\)"):
-        model(torch.full((1, 33), 7))
-
-
-def test_labels_that_do_not_fit_the_logits_are_refused():
-    model = make_model(D2lBertForPreTraining, make_config())
-    batch = padded(make_sequences())
-    for wrong in ({"labels": batch["input_ids"]}, {"masked_positions": None}):
-        with pytest.raises(ValueError, match="labels of shape"):
-            model(**{**batch, **wrong})

@@ -3,17 +3,12 @@
 import json
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
-from conversions import VOCABULARY, book_state, stock
-from huggingface_hub.constants import HF_HUB_CACHE
-from transformers import AutoTokenizer, BertTokenizer
+from conversions import book_state, stock
 
-from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertModel
 from d2l_bert.cli import main
-from d2l_bert.modeling.d2l_checkpoints import to_d2l
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,13 +64,6 @@ def test_a_state_dict_of_another_model_is_refused_with_the_names_of_its_weights(
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-def test_lazy_layers_that_never_saw_a_batch_are_refused(tmp_path, capsys):
-    torch.save({**book_state(), "hidden.0.weight": torch.nn.LazyLinear(3).weight}, tmp_path / "state.pt")
-    assert "one batch" in refusal(
-        capsys, tmp_path / "state.pt", tmp_path / "o", "--from=d2l", "--num_attention_heads=3"
-    )
-
-
 @pytest.mark.parametrize("name", ["whole.pt", "mxnet.params", "cut.pt", "text.pt"])
 def test_files_that_are_no_state_dict_are_refused_and_no_code_in_them_is_run(name, tmp_path, capsys):
     file = tmp_path / name
@@ -89,28 +77,6 @@ def test_files_that_are_no_state_dict_are_refused_and_no_code_in_them_is_run(nam
     said = refusal(capsys, file, tmp_path / "out", "--from=d2l", "--num_attention_heads=3")
     assert name in said and "torch.save(net.state_dict(), path)" in said
     assert os.listdir(tmp_path) == [name]
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "words"),
-    [
-        (json.dumps(VOCABULARY[:-1]), ["17 tokens", "18"]),
-        (json.dumps([*VOCABULARY[:-1], "he"]), ["twice"]),
-        (json.dumps([*VOCABULARY[:-1], ""]), ["is empty"]),
-        (json.dumps([t.replace("<mask>", "mask") for t in VOCABULARY]), ["no <mask>", "convert without a vocabulary"]),
-        (json.dumps(3), ["no list of tokens"]),
-        (json.dumps([*VOCABULARY[:-1], "\ud800"]), ["no list of tokens"]),
-        ("[" * 100_000, ["no list of tokens"]),
-        ("{", ["no list of tokens"]),
-    ],
-)
-def test_a_vocabulary_that_gives_no_tokenizer_is_refused_with_the_reason(vocabulary, words, tmp_path, capsys):
-    torch.save(book_state(), tmp_path / "state.pt")
-    (tmp_path / "v.json").write_text(vocabulary)
-    options = ("--from=d2l", "--num_attention_heads=3", f"--vocab={tmp_path / 'v.json'}")
-    said = refusal(capsys, tmp_path / "state.pt", tmp_path / "out", *options)
-    assert all(word in said for word in words), said
-    assert sorted(os.listdir(tmp_path)) == ["state.pt", "v.json"]
 
 
 @pytest.mark.parametrize(
@@ -153,95 +119,3 @@ def test_weights_that_do_not_fit_their_configuration_are_refused(state, config, 
     (tmp_path / "bert" / "config.json").write_text(json.dumps({**written, **config}))
     said = refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
     assert all(word in said for word in words), said
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, trained, capsys):
-    stock("Model").save_pretrained(tmp_path / "bert")  # 60 tokens
-    BertTokenizer.from_pretrained(trained).save_pretrained(tmp_path / "bert")
-    assert "tokens and the model 60" in refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
-
-
-def test_refusing_a_model_of_the_hub_gives_the_reason(tmp_path, capsys):
-    repository = Path(HF_HUB_CACHE) / "models--someone--tanh-bert"
-    snapshot = repository / "snapshots" / ("b" * 40)
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("b" * 40)
-    bert = stock("Model")
-    bert.config.hidden_act = "gelu_new"
-    bert.save_pretrained(snapshot)
-    assert "gelu_new" in refusal(capsys, "someone/tanh-bert", tmp_path / "out", "--from=bert")
-
-
-def test_asking_for_a_head_without_weights_is_refused(tmp_path, trained, capsys):
-    D2lBertForMaskedLM.from_pretrained(trained).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(trained).save_pretrained(tmp_path)
-    assert main(["next-sentence", str(tmp_path), "anna", "hugo"]) == 2
-    assert "without weights for bert.pooler.dense.bias" in capsys.readouterr().err
-    D2lBertModel.from_pretrained(trained).save_pretrained(tmp_path)
-    assert main(["fill-mask", str(tmp_path), "anna [MASK]"]) == 2
-    assert "without weights for mlm." in capsys.readouterr().err
-
-
-def test_models_of_other_kinds_and_empty_folders_are_refused(tmp_path, trained, capsys):
-    assert "d2l-bert model, not a bert one" in refusal(capsys, trained, tmp_path / "out", "--from=bert")
-    stock("Model").save_pretrained(tmp_path / "bert")
-    assert "it is a bert model of class" in refusal(capsys, tmp_path / "bert", tmp_path / "out", "--to=bert")
-    assert "nobody/nothing: cannot be loaded: no folder here" in refusal(
-        capsys, "nobody/nothing", tmp_path / "out", "--from=bert"
-    )
-    (tmp_path / "bert" / "model.safetensors").unlink()
-    (tmp_path / "bert" / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Trap(tmp_path / "sprung")}))
-    refusal(capsys, tmp_path / "bert", tmp_path / "out", "--from=bert")
-    assert sorted(os.listdir(tmp_path)) == ["bert"]
-
-
-def test_a_setting_that_the_target_model_lacks_is_refused(tmp_path, trained, capsys):
-    D2lBertForPreTraining(D2lBertConfig(vocab_size=9)).save_pretrained(tmp_path / "book")
-    assert "embedding_layer_norm is false" in refusal(capsys, tmp_path / "book", tmp_path / "out", "--to=bert")
-    assert "normalises the embeddings" in refusal(capsys, trained, tmp_path / "out", "--to=d2l")
-    assert os.listdir(tmp_path) == ["book"]
-    for options, word in (
-        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ({"embedding_layer_norm": True}, "normalises the embeddings"),
-        ({"layer_norm_eps": 1e-12}, "layer_norm_eps is 1e-12"),
-        ({"type_vocab_size": 3}, "3 segment types"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            to_d2l(D2lBertForPreTraining(D2lBertConfig(vocab_size=9, **options)))
-    with pytest.raises(ValueError, match="lacks the MLM head or the NSP head"):
-        to_d2l(D2lBertForMaskedLM(D2lBertConfig(vocab_size=9)))
-
-
-def test_wrong_options_and_output_folders_in_use_are_refused(tmp_path, capsys):
-    torch.save(book_state(), tmp_path / "state.pt")
-    assert "--num_attention_heads" in refusal(capsys, tmp_path / "state.pt", tmp_path / "out", "--from=d2l")
-    assert "num_attention_heads (5)" in refusal(
-        capsys, tmp_path / "state.pt", tmp_path / "o", "--from=d2l", "--num_attention_heads=5"
-    )
-    assert "--from d2l" in refusal(capsys, tmp_path, tmp_path / "out", "--from=bert", "--num_attention_heads=3")
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "note").write_text("mine")
-    options = ("--from=d2l", "--num_attention_heads=3")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "exists already" in refusal(capsys, tmp_path / "state.pt", tmp_path / "link", *options)
-    refusal(capsys, tmp_path / "nothing.pt", tmp_path / "a" / "b" / "out", *options)
-    refusal(capsys, tmp_path / "state.pt", tmp_path / "state.pt" / "out", *options)
-    assert sorted(os.listdir(tmp_path)) == ["kept", "link", "state.pt"]
-    assert "exists already" in refusal(capsys, tmp_path / "state.pt", tmp_path / "kept", *options)
-    assert (tmp_path / "kept" / "note").read_text() == "mine"
-    with pytest.raises(SystemExit) as stopped:
-        main(["convert", "a", "b"])
-    assert stopped.value.code == 2 and "--from" in capsys.readouterr().err
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path, fails):
-    bert = stock("ForPreTraining")
-    bert.bert.embeddings.word_embeddings.weight.data[7, 0] = torch.nan
-    bert.save_pretrained(tmp_path / "bert")
-    assert "not finite" in fails("convert", tmp_path / "bert", tmp_path / "out", "--from", "bert")
-    state = book_state()
-    state["hidden.0.weight"][1, 2] = torch.inf
-    torch.save(state, tmp_path / "book.params")
-    words = ["convert", tmp_path / "book.params", tmp_path / "out", "--from", "d2l", "--num_attention_heads", "3"]
-    assert "not finite" in fails(*words)
-    assert not (tmp_path / "out").exists()

@@ -2,19 +2,11 @@
 
 import gzip
 
-import pytest
 from text_sources import texts, write_table
 
-from d2l_bert.errors import UserError
-from d2l_bert.tokenization.sentences import (
-    Cleaning,
-)
 from d2l_bert.tokenization.sources import (
-    all_documents,
-    dataset_source,
     file_source,
 )
-from d2l_bert.tokenization.text_store import prepare_text
 
 
 def test_files_and_folders_are_read_in_order_with_blank_lines_between_paragraphs(tmp_path):
@@ -53,27 +45,6 @@ def test_no_more_documents_are_read_than_max_documents(tmp_path):
     assert len(texts(file_source("python-docs", max_documents=3))) == 3
 
 
-def test_a_file_deleted_before_it_is_read_is_named_instead_of_the_cache(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / "books" / f"{name}.txt").parent.mkdir(exist_ok=True)
-        (tmp_path / "books" / f"{name}.txt").write_text("Some text.")
-    source = file_source(tmp_path / "books")
-    (tmp_path / "books" / "b.txt").unlink()
-    with pytest.raises(UserError) as refusal:
-        prepare_text([source], "en", Cleaning(), tmp_path / "cache")
-    assert str(tmp_path / "books" / "b.txt") in str(refusal.value) and "cannot be read (" in str(refusal.value)
-    assert not list((tmp_path / "cache").glob("[!.]*"))
-
-
-def test_sources_are_read_one_after_the_other_and_documents_carry_the_number_of_their_source(tmp_path):
-    for name, text in (("a.txt", "First."), ("b.csv", 'text\n""\n'), ("c.csv", 'text\n""\nLast.\n')):
-        (tmp_path / name).write_text(text)
-    sources = [file_source(tmp_path / name) for name in ("a.txt", "b.csv", "c.csv")]
-    found = [(document.name, list(document.paragraphs), document.source) for document in all_documents(sources)]
-    assert found == [("a.txt", ["First."], 0), ("c.csv block 0", ["Last."], 2)]
-    assert sources[1].counts == {"rows_without_text": 1, "files_without_text": 1}
-
-
 def test_skipped_files_are_counted_and_links_are_followed(tmp_path):
     folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
     for path in (folder / "sub", elsewhere):
@@ -87,13 +58,3 @@ def test_skipped_files_are_counted_and_links_are_followed(tmp_path):
     source = file_source(folder)
     assert sorted(name for name, _ in texts(source)) == ["a.txt", "linked.txt"]
     assert source.counts["files_of_other_kinds"] == 1
-
-
-def test_utf_32_text_a_file_as_a_dataset_and_a_device_as_a_corpus_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes("Text.".encode("utf-32"))
-    with pytest.raises(ValueError, match="a.txt: cannot be read"):
-        texts(file_source(tmp_path / "a.txt"))
-    with pytest.raises(ValueError, match="a.txt: cannot be read"):
-        dataset_source(str(tmp_path / "a.txt"))
-    with pytest.raises(ValueError, match="no text file or folder"):
-        file_source("/dev/null")

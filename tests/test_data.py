@@ -1,11 +1,7 @@
 """Pairs to batches: a step's content depends on the run alone, and a batch equals one built by hand."""
 
-import functools
 import itertools
-import math
-import pickle
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +11,7 @@ from hypothesis import strategies as st
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization import prepare
-from d2l_bert.training import batching, data, epochs, masking, packing
+from d2l_bert.training import data, epochs, packing
 from d2l_bert.training.batch_loader import load
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection
@@ -85,30 +81,6 @@ def sequences_of(micro_batches):
 # Steps
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "world_size, most_tokens", [(1, 5 * 48), (1, 48), (2, WHOLE), (4, 5 * 48), (4, 48), (40, WHOLE)]
-)
-def test_a_step_holds_the_same_sequences_however_it_is_split(text, world_size, most_tokens, packed):
-    whole, phases = make_steps(text), make_steps(text, most_tokens=most_tokens, packed=packed).phases
-    ranks = [data.PretrainingSteps(phases, sharding=packing.Sharding(world_size, rank)) for rank in range(world_size)]
-    for step in (0, 49, 50, 60):
-        parts = [steps[step] for steps in ranks]
-        assert len({len(part) for part in parts}) == 1, "every process must run equally many micro-batches"
-        for part in parts:
-            assert all(batch["input_ids"].numel() <= most_tokens for batch in part)
-        assert sequences_of([batch for part in parts for batch in part]) == sequences_of(whole[step])
-        assert len(sequences_of(whole[step])) == 16
-
-
-def test_a_step_does_not_depend_on_earlier_steps(text):
-    in_order = [sequences_of(steps) for steps, _ in zip(make_steps(text), range(50), strict=False)]
-    alone = make_steps(text)
-    assert sequences_of(alone[49]) == in_order[49] and sequences_of(alone[7]) == in_order[7]
-    assert sequences_of(pickle.loads(pickle.dumps(alone))[7]) == in_order[7]
-    assert sequences_of(make_steps(text, seed=2)[7]) != in_order[7]
-
-
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
 def test_an_epoch_holds_each_pair_once(text, objective, pairing):
@@ -121,57 +93,8 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     assert ("next_sentence_label" in expected[0]) == (objective != "none")
 
 
-def test_pairs_become_longer_with_the_length_schedule(text):
-    steps = make_steps(text)
-    lengths = [int(steps[step][0]["attention_mask"].sum(-1).max()) for step in (0, 49, 50, 99)]
-    assert lengths[0] <= 24 and lengths[1] <= 24 and lengths[2] > 24 and lengths[3] > 24
-
-
-RAMPED = {
-    "vocab_size": 400,
-    "max_seq_length": 48,
-    "length_schedule": ["24:0.6"],
-    "global_batch_size": 7,
-    "batch_size_schedule": ["2:0.2", "5:0.6"],
-    "max_steps": 20,
-}
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_with_schedules_takes_its_pairs_in_order_and_each_once(books, world_size):
-    """Pairs per step: 4 then 10 of 24 tokens in steps 0 to 11, 5 of 48 tokens in steps 12 to 15, then 7."""
-    run = PretrainConfig(corpus=[str(books)], **RAMPED)
-    prepared = prepare.prepare(run)
-    sizes = [2 * 2] * 4 + [2 * 5] * 8 + [5] * 4 + [7] * 4
-    ranks = [
-        data.PretrainingSteps(batching.make_phases(run, prepared, 20), sharding=packing.Sharding(world_size, rank))
-        for rank in range(world_size)
-    ]
-    found = [sequences_of([batch for steps in ranks for batch in steps[step]]) for step in range(20)]
-    assert [len(step) for step in found] == sizes
-    for length, steps in ((24, range(12)), (48, range(12, 20))):
-        plain = replace(run, length_schedule=[], batch_size_schedule=[], max_seq_length=length)
-        (phase,) = batching.make_phases(plain, prepared, 20)
-        start = 0
-        for step in steps:
-            pairs = phase.pairs.slice(start, start + sizes[step])
-            assert found[step] == sequences_of([phase.make_batch(*pairs)]), step
-            start += sizes[step]
-        assert phase.pairs.position(start)["epoch"] == 0, "so that none may come twice"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_workers_and_resumed_runs_give_the_same_steps_of_several_epochs(text, workers):
-    steps = make_steps(text)
-    expected = [sequences_of(steps[step]) for step in range(70)]
-    assert steps[69].place["epoch"] == 1, "the second epoch is reached"
-    for start in (0, 49, 69):
-        again = make_steps(text)
-        assert [sequences_of(step) for step in load(again, start, 70, workers)] == expected[start:]
 
 
 @pytest.mark.parametrize("step", [20, 50, 69])
@@ -196,14 +119,6 @@ def test_a_resumed_run_goes_on_from_the_place_of_the_step_before_and_lays_out_no
         assert place["first_pair"] > 0
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_the_loader_hands_on_where_the_next_steps_pairs_are(text, workers):
-    steps = make_steps(text)
-    expected = [steps[step].place for step in range(40, 60)]
-    assert [step.place for step in load(make_steps(text), 40, 60, workers)] == expected
-    assert all(isinstance(place, dict) for place in expected) and len({str(place) for place in expected}) >= 5
-
-
 def test_without_workers_a_thread_makes_the_next_step_while_this_one_is_taken():
     made, threads = {step: threading.Event() for step in range(4)}, []
 
@@ -222,27 +137,6 @@ def test_without_workers_a_thread_makes_the_next_step_while_this_one_is_taken():
         next(loaded)
     assert threading.current_thread() not in threads
     assert list(load(Steps(), 2, 2, 0)) == []
-
-
-def test_closing_the_loader_does_not_wait_for_the_step_in_preparation():
-    begun, go_on, makers = threading.Event(), threading.Event(), []
-
-    class Steps:
-        def __getitem__(self, step):
-            if step:
-                makers.append(threading.current_thread())
-                begun.set()
-                assert go_on.wait(60)
-            return step
-
-    loaded = load(Steps(), 0, 9, 0)
-    assert next(loaded) == 0 and begun.wait(60)
-    loaded.close()
-    (maker,) = makers
-    assert maker.is_alive() and maker.daemon  # a daemon thread: the process does not wait for it at its end either
-    go_on.set()
-    maker.join(60)
-    assert not maker.is_alive()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,41 +160,6 @@ def test_a_batch_equals_one_built_by_hand(text):
         assert batch["token_type_ids"][number].tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * padding
         assert batch["attention_mask"][number].tolist() == [1] * len(expected) + [0] * padding
         assert batch["next_sentence_label"][number] == pair["next_sentence_label"]
-
-
-@pytest.mark.parametrize("objective", ["nsp", "none"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_special_tokens_are_never_predicted(text, packed, objective):
-    steps = make_steps(text, packed=packed, objective=objective)
-    special = set(text.tokenizer.all_special_ids) - {text.tokenizer.unk_token_id}
-    for step in range(20):
-        for batch in steps[step]:
-            assert special.isdisjoint(batch["labels"].unique().tolist())
-
-
-def test_the_masked_share_follows_its_schedule_and_whole_words_stay_whole(books):
-    # A small vocabulary: most words have many pieces.
-    text = prepare.prepare(PretrainConfig(corpus=[str(books)], vocab_size=100, max_steps=1))
-    make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.1, 48, "whole_word")
-    selection = Selection(text.tokens, text.train_documents(), text.source_ends)
-    pairs = EpochPairs(selection, {"pairing": "segments", "max_seq_length": 48}, 1)
-    share_at = functools.partial(masking.share_at, first=0.6, last=0.1, max_steps=11)
-    steps = data.PretrainingSteps([data.Phase(0, 0, pairs, make_batch, 32, 32 * 48)], share_at)
-    shares, words_of_pieces = [], 0
-    for step in (0, 5, 10):
-        (batch,) = steps[step]
-        shares.append(((batch["labels"] != -100).sum() / (batch["attention_mask"].sum() - 3 * 32)).item())
-        for ids, positions, labels in zip(batch["input_ids"], batch["masked_positions"], batch["labels"], strict=True):
-            known = labels != -100
-            ids[positions[known]] = labels[known]
-            chosen = set(positions[known].tolist())
-            goes_on = [piece.startswith("##") for piece in text.tokenizer.convert_ids_to_tokens(ids)]
-            for position in range(1, len(ids)):
-                if goes_on[position] and ids[position - 1] > text.tokenizer.mask_token_id:
-                    assert (position in chosen) is (position - 1 in chosen)
-                    words_of_pieces += position in chosen
-    assert words_of_pieces > 100
-    assert shares == pytest.approx([0.6, 0.35, 0.1], abs=0.05)
 
 
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])
@@ -336,62 +195,6 @@ def test_a_packed_batch_has_the_loss_and_the_gradient_of_the_same_pairs_unpacked
     assert packed_tokens <= tokens
 
 
-def test_an_empty_micro_batch_has_no_loss_and_no_gradient(text):
-    empty = make_steps(text).phases[0].make_batch.empty()
-    config = D2lBertConfig(vocab_size=400, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    model = D2lBertForPreTraining(config)
-    loss = model(**empty, num_items_in_batch=torch.tensor(7.0), num_pairs_in_batch=torch.tensor(3.0)).loss
-    loss.backward()
-    assert loss == 0 and all(not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_held_out_pairs_are_those_of_their_windows_up_to_the_most_and_the_same_however_they_are_split(text):
-    tokens, documents = text.evaluation()
-    selection = Selection(tokens, documents, [len(tokens)])
-    make_batch = data.BatchMaker(tokens, text.tokenizer, 0.15, 24)
-
-    def made(most=None, sharding=packing.ALONE):
-        options = {"pairing": "segments", "max_seq_length": 24}
-        return data.HeldOutPairs(selection, options, make_batch, 5 * 24, most, sharding)
-
-    everything = list(made().parts())
-    keys = np.concatenate([keys for _, keys in everything])
-    assert len(everything) > 1 and len(np.unique(keys)) == len(keys), "several windows, masks of its own for each pair"
-    whole = sequences_of([make_batch(*part) for part in everything])
-    assert sequences_of(made()) == sequences_of(made()) == whole
-    split = [batch for rank in range(3) for batch in made(sharding=packing.Sharding(3, rank))]
-    assert sequences_of(split) == whole
-    first = len(everything[0][0])
-    for most in (1, first, first + 1):
-        pairs, keys = (np.concatenate(columns)[:most] for columns in zip(*everything, strict=True))
-        assert sequences_of(made(most)) == sequences_of([make_batch(pairs, keys)])
-
-
-def test_held_out_micro_batches_are_small_enough_for_their_logits(books, monkeypatch):
-    """The pairs and masks stay the same, and the number of logits is limited, whatever `micro_batch_size` is."""
-    run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, micro_batch_size=1000)
-    prepared = prepare.prepare(run)
-    whole = list(batching.make_held_out(run, prepared, packing.ALONE))
-    monkeypatch.setattr(batching, "LOGITS_AT_ONCE", 10 * 48 * 0.15 * len(prepared.tokenizer))
-    parts = list(batching.make_held_out(run, prepared, packing.ALONE))
-    assert max(batch["input_ids"].numel() for batch in parts) <= 10 * 48 < whole[0]["input_ids"].numel()
-    assert sorted(sequences_of(parts)) == sorted(sequences_of(whole))
-    counts = [len(list(batching.make_held_out(run, prepared, packing.Sharding(cost=cost)))) for cost in (0, 10**6)]
-    assert counts[0] > counts[1], "they are cut by what a micro-batch costs"
-
-
-@pytest.mark.parametrize(("masked", "random"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_a_run_decides_what_becomes_of_the_tokens_to_predict(books, masked, random):
-    shares = {"mask_replace_prob": masked, "random_replace_prob": random}
-    run = PretrainConfig(corpus=[str(books)], vocab_size=400, max_seq_length=48, **shares)
-    prepared = prepare.prepare(run)
-    for batch in batching.make_held_out(run, prepared, packing.ALONE):
-        is_real = batch["labels"] != -100
-        seen, label = batch["input_ids"].gather(1, batch["masked_positions"])[is_real], batch["labels"][is_real]
-        assert (seen == prepared.tokenizer.mask_token_id).float().mean() == masked
-        assert (seen == label).float().mean() < 0.2 if masked or random else (seen == label).all()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows and micro-batches
 
@@ -415,23 +218,6 @@ def test_the_micro_batches_of_all_ranks_hold_each_row_once_and_are_equally_many(
     assert len({len(part) for part in found}) == 1
     for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
         assert len(micro_batch) * packing.padded(max(lengths[row] for row in micro_batch)) <= most_tokens
-
-
-@pytest.mark.parametrize(("rows", "bunch"), [(15, 1), (32, 2), (512, 32), (700, 32)])
-def test_micro_batches_have_few_different_sizes(rows, bunch):
-    """A CPU prepares its matrix products anew for each size. A group is a power of two, at most a 16th of the rows."""
-    rng = np.random.default_rng(0)
-    sizes = []
-    for _ in range(20):
-        found = packing.micro_batches(rng.integers(5, 64, rows), 64 * rows, packing.Sharding(cost=100))
-        assert [len(micro_batch) % bunch for micro_batch in found[:-1]] == [0] * (len(found) - 1)
-        sizes += map(len, found[:-1])
-    assert math.gcd(*sizes) == bunch
-
-
-def test_micro_batches_of_a_large_step_are_full():
-    found = packing.micro_batches([128] + [72] * 4095, 64 * 128)
-    assert min(map(len, found[1:])) * 72 > 64 * 128 * 7 / 8
 
 
 @pytest.mark.parametrize("micro_batch_cost", [10, packing.MICRO_BATCH_COST, 1000])

@@ -1,24 +1,16 @@
 """Several processes as one run: refused settings, messages of rank 0 alone, and tensors gathered whole."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import DistributedType
-from conftest import SMALL
 
-from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
-from d2l_bert.errors import UserError, launched_rank
 from d2l_bert.training import distributed
-
-
-ROOT = Path(__file__).parent.parent
 
 
 def engine(processes=1, kind=DistributedType.MULTI_CPU, fsdp2=False):
@@ -78,74 +70,3 @@ def test_a_mistake_seen_by_all_ranks_is_reported_once(tmp_path):
     (line,) = [line for line in process.stderr.splitlines() if "d2l-bert pretrain: error:" in line]
     assert "nowhere" in line and not (tmp_path / "out").exists()
     assert "Traceback" not in process.stderr.partition("ChildFailedError")[0].partition("torch/distributed")[0]
-
-
-def test_only_rank_0_reports_a_user_error(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, raised in (("0", UserError), ("1", SystemExit)):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(raised), distributed.report_errors_once():
-            raise UserError("too little text")
-        with pytest.raises(KeyError), distributed.report_errors_once():
-            raise KeyError("a bug is shown by whoever meets it")
-
-
-def test_a_rank_left_over_in_the_environment_silences_no_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("RANK", "1")
-    for command, said in (
-        (["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"], "nowhere"),
-        (["fill-mask", str(tmp_path / "nowhere"), "a [MASK]"], "nowhere"),
-    ):
-        assert main(command) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-    with pytest.raises(SystemExit):
-        main(["pretrain", "--nothing"])
-    assert "--nothing" in capsys.readouterr().err
-
-
-LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-ONE_PROCESS = pytest.mark.parametrize(
-    "given", [{"RANK": "1"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=str
-)
-
-
-@ONE_PROCESS
-def test_a_rank_alone_or_a_world_size_of_1_counts_as_rank_0_of_one_process(monkeypatch, given):
-    for variable in LAUNCHER:
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in given.items():
-        monkeypatch.setenv(variable, value)
-    assert launched_rank() == 0
-    distributed.check_engine(engine(1))
-
-
-@ONE_PROCESS
-@pytest.mark.slow
-def test_a_rank_alone_or_a_world_size_of_1_gives_an_ordinary_run_of_one_process(books, tmp_path, given):
-    """In a process of its own, because Accelerate reads the environment only once."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}"]
-    process = subprocess.run(
-        [*command, *SMALL, "--max_steps=2", "--mixed_precision=no"],
-        capture_output=True,
-        text=True,
-        env={**environment, "OMP_NUM_THREADS": "1", **given},
-        timeout=120,
-    )
-    assert process.returncode == 0 and "step 2/2" in process.stderr, process.stderr
-    assert json.loads((tmp_path / "out" / "run_config.json").read_text())["machine"]["processes"] == 1
-
-
-def test_a_plain_model_has_the_same_class_weights_and_ties():
-    config = D2lBertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, tie_word_embeddings=True)
-    model = D2lBertForPreTraining(config)
-    plain = distributed.unsharded_model(model, {name: p.detach() for name, p in model.named_parameters()})
-    assert type(plain) is D2lBertForPreTraining and plain is not model
-    assert plain.state_dict().keys() == model.state_dict().keys()
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name])
-    assert plain.mlm.decoder.weight is plain.bert.embeddings.word_embeddings.weight

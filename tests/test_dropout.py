@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from fast_models import assert_same, loss_and_gradients, make_batch, make_model
@@ -16,13 +15,6 @@ from d2l_bert.modeling import modeling_d2l_bert as modeling
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def draw(p, *shapes, seed=0):
-    """Dropout masks (1: kept, 0: dropped) for tensors of these shapes, drawn one after the other."""
-    torch.manual_seed(seed)
-    dropout = modeling.Dropout(p).train()
-    return [(dropout(torch.ones(shape)) > 0).float() for shape in shapes]
-
-
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
 def test_dropout_drops_its_share_and_keeps_the_mean(p):
     count = 1_000_000
@@ -31,31 +23,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean(p):
     assert abs(float((values == 0).float().mean()) - p) < 4 * deviation + 2**-17
     assert abs(float(values.double().mean()) - 1) < 4 * deviation / (1 - p)
     assert len(values.unique()) == 2
-
-
-def test_dropout_masks_are_uncorrelated():
-    """Compares neighbouring values, neighbouring rows, two masks of one draw, and draws with neighbouring seeds."""
-    rows, width = 1000, 1000
-    first, second = draw(0.3, (rows, width), (rows, width))
-    (other,) = draw(0.3, (rows, width), seed=1)
-    pairs = [(first, second), (first, other)]
-    pairs += [(first[:, :-shift], first[:, shift:]) for shift in (1, 2, 3, 4, 8)]
-    pairs += [(first[:-shift], first[shift:]) for shift in (1, 4)]
-    for one, another in pairs:
-        correlation = np.corrcoef(one.flatten().numpy(), another.flatten().numpy())[0, 1]
-        assert abs(correlation) < 5e-3
-
-
-def test_dropout_masks_follow_from_the_seed():
-    assert torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,))[0])
-    assert not torch.equal(draw(0.5, (100,))[0], draw(0.5, (100,), seed=1)[0])
-    assert [tuple(mask.shape) for mask in draw(0.5, (3, 5), (7,))] == [(3, 5), (7,)]
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0])
-def test_dropout_of_0_keeps_and_of_1_drops_everything(p):
-    assert torch.equal(modeling.Dropout(p).train()(torch.ones(5)), torch.full((5,), 1 - p))
-    assert torch.equal(modeling.Dropout(p).eval()(torch.ones(5)), torch.ones(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -90,17 +57,6 @@ def test_a_compiled_program_draws_a_mask_for_each_dropout():
     twice = torch.compile(lambda values: (dropout(values), dropout(values)), backend="aot_eager_decomp_partition")
     one, other = twice(torch.ones(100, requires_grad=True))
     assert not torch.equal(one, other)
-
-
-def test_evaluation_and_other_devices_use_pytorchs_dropout(monkeypatch):
-    def fail(*_):
-        raise AssertionError("a mask for the CPU was drawn")
-
-    monkeypatch.setattr(modeling, "dropout_mask", fail)
-    assert modeling.Dropout(0.5).train()(torch.ones(3, device="meta")).is_meta
-    assert torch.equal(modeling.Dropout(0.5).eval()(torch.ones(3)), torch.ones(3))
-    with pytest.raises(AssertionError, match="a mask for the CPU"):
-        modeling.Dropout(0.5).train()(torch.ones(3))
 
 
 def test_several_copies_of_the_model_file_train_in_one_process(tmp_path):

@@ -1,19 +1,16 @@
 """`evaluate --update_card`: figures in metrics.json and the card, by the rules of `publish`; later ones replace."""
 
 import json
-import resource
 
 import pytest
 from conftest import write_books
 from huggingface_hub import ModelCard
-from judged_models import save_models, write_pairs
+from judged_models import write_pairs
 
 from d2l_bert.cli import main
-from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.model_cards.evaluations import update_folder
-from d2l_bert.model_cards.figures import replaced
 from d2l_bert.model_cards.folder_rules import check_folder
 
 
@@ -85,34 +82,3 @@ def test_a_card_that_was_edited_keeps_its_words(folder):
     )
     assert text.index("## Further evaluation") < text.index("## Machine and speed")
     check_folder(folder)
-
-
-def test_a_figure_of_the_card_that_is_not_in_metrics_is_refused(folder):
-    update_folder(folder, "books", TEXT, BLIMP)
-    path = folder / "README.md"
-    path.write_text(path.read_text().replace("| BLiMP: binding | 65.0 % |", "| BLiMP: binding | 66.0 % |"))
-    with pytest.raises(UserError, match="says BLiMP: binding 66.0 %, and metrics.json says 65.0 %"):
-        check_folder(folder)
-
-
-def test_a_stock_model_without_a_card_gets_one(trained, books, tmp_path):
-    folder = save_models(trained, books, tmp_path)["bert"]
-    update_folder(folder, "books", TEXT, BLIMP)
-    in_metadata, rows = card_figures(folder)
-    assert in_metadata["MLM accuracy on books"] == 0.25 and rows["BLiMP standard error"] == "1.0 %"
-    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "fill-mask"
-
-
-def test_one_texts_name_may_begin_with_anothers():
-    before = replaced({}, "a/b", {"mlm_loss": 1.0}, None)
-    assert replaced(before, "a", {"mlm_loss": 2.0}, None) == {"eval/a/b/mlm_loss": 1.0, "eval/a/mlm_loss": 2.0}
-
-
-def test_a_full_disk_is_said_with_the_folder(folder):
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))
-    try:
-        with pytest.raises(UserError, match=f"{folder}.*: cannot be written"):
-            update_folder(folder, "a text", {"mlm_loss": 1.0}, None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

@@ -104,34 +104,6 @@ def start(books, tmp_path):
 # Loader workers
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.slow
-def test_an_error_in_a_loader_worker_ends_the_run_with_one_line(start, tmp_path, method):
-    run = start("refusal in a worker", "--dataloader_num_workers=1", START_METHOD=method)
-    run.wait_for(" error: ")
-    assert run.codes(SOON) == [2]
-    assert run.errors() == ["d2l-bert pretrain: error: the rope is too short; take a longer one"]
-    assert "Traceback" not in run.text()
-
-
-@pytest.mark.slow
-def test_a_user_error_in_one_of_several_workers_is_shown_unchanged(start):
-    run = start("refusal in a worker", "--dataloader_num_workers=2")
-    run.wait_for(" error: ")
-    assert run.codes(SOON) == [2]
-    assert run.errors() == ["d2l-bert pretrain: error: the rope is too short; take a longer one"]
-    assert "Traceback" not in run.text() and "step 15/40" in run.text()
-
-
-@pytest.mark.slow
-def test_an_error_in_the_worker_of_one_rank_ends_both_ranks(start):
-    run = start("refusal in a worker", "--dataloader_num_workers=1", processes=2, FAULTY_RANK="1")
-    run.wait_for(" error: ", rank=1)
-    assert run.codes(SOON) == [2, 2]
-    assert run.errors(1) == ["d2l-bert pretrain: error: process 1: the rope is too short; take a longer one"]
-    assert "another process of this run is gone" in run.errors(0)[0]
-
-
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_run_in_one_line(start):
     run = start("endless worker", "--dataloader_num_workers=1")
@@ -152,27 +124,8 @@ def test_the_workers_of_a_killed_run_end_too(start, method):
     assert run.codes(SOON) == [-signal.SIGKILL]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.slow
-def test_a_run_stopped_by_a_signal_does_not_wait_for_a_step_in_preparation(start, tmp_path, workers, number, code):
-    run = start("endless worker", f"--dataloader_num_workers={workers}")
-    run.wait_for(r"step 15/40")
-    os.killpg(run.processes[0].pid, number)
-    assert run.codes(SOON) == [code]
-    assert (tmp_path / "model" / "checkpoint-15").is_dir() and "checkpoint-15 is saved" in run.text()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
-
-
-@pytest.mark.slow
-def test_a_user_error_on_one_rank_is_shown_by_that_rank(start):
-    run = start("refusal", processes=2, FAULTY_RANK="1")
-    run.wait_for(" error: ", rank=1)
-    assert run.codes(SOON) == [2, 2]
-    assert run.errors(1) == ["d2l-bert pretrain: error: process 1: the rope is too short; take a longer one"]
 
 
 @pytest.mark.parametrize("told", [[0, 1], [0], [1]], ids=["both are told", "rank 0 is told", "rank 1 is told"])
@@ -202,16 +155,6 @@ def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(start):
 
 
 @pytest.mark.slow
-def test_a_file_missing_inside_a_step_is_a_bug_with_a_traceback(start):
-    """Only errors of space, permission, memory or network are for the user to fix, and are shown in one line."""
-    run = start("missing file")
-    run.wait_for("this is a bug")
-    assert run.codes(SOON) == [1] and run.errors() == []
-    assert "FileNotFoundError: [Errno 2]" in run.text() and "in miss_a_file" in run.text()
-    assert "CONTRIBUTING.md" in run.text().splitlines()[-1]
-
-
-@pytest.mark.slow
 def test_out_of_memory_is_one_line(start):
     said, fault, options = (
         "out of memory; lower --micro_batch_size, or give --gradient_checkpointing",
@@ -222,22 +165,3 @@ def test_out_of_memory_is_one_line(start):
     assert run.codes(60) == [2]
     (line,) = run.errors()
     assert said in line and "Traceback" not in run.text()
-
-
-@pytest.mark.parametrize(
-    "fault, options, said",
-    [
-        ("out of memory", [], "out of memory; lower --micro_batch_size, or give --gradient_checkpointing"),
-        (
-            "out of memory at once",
-            [],
-            "out of memory with a single pair; give --gradient_checkpointing, lower --max_seq",
-        ),
-    ],
-)
-@pytest.mark.slow
-def test_out_of_memory_advises_no_automatic_micro_batch_size_if_that_was_used(start, fault, options, said):
-    run = start(fault, "--micro_batch_size=auto", *options)
-    assert run.codes(60) == [2]
-    (line,) = run.errors()
-    assert re.search(f"error: {said}", line) and "(auto)" not in line

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from fast_models import LENGTH, ROWS, SLOTS, assert_same, loss_and_gradients, make_batch, make_model
-from torch import nn
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 
@@ -68,49 +67,6 @@ def test_a_last_block_at_the_positions_read_gives_the_same_losses_and_gradients(
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_without_a_pair_loss_the_last_block_skips_cls():
-    model = make_model(D2lBertForMaskedLM)
-    batch = make_batch(model)
-    expected = loss_and_gradients(model, **batch, output_hidden_states=True)
-    through = rows_through(model.bert.encoder.layer[-1].ffn)
-    assert_same(loss_and_gradients(model, **batch), expected)
-    assert through == [(ROWS, SLOTS)]
-
-
-def test_masked_positions_need_a_row_for_each_sequence_and_may_be_empty():
-    model = make_model(D2lBertForMaskedLM)
-    batch = make_batch(model)
-    del batch["labels"]
-    for positions in (batch["masked_positions"][:1], batch["masked_positions"][0]):
-        with pytest.raises(ValueError, match=r"positions are \(B, P\), here \(6, P\); got the shape"):
-            model(**batch | {"masked_positions": positions})
-    assert model(**batch | {"masked_positions": batch["masked_positions"][:, :0]}).logits.shape[:2] == (ROWS, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-def test_an_exported_last_block_takes_other_sizes(model_class, attention):
-    model = make_model(model_class).eval()
-    model.set_attn_implementation(attention)
-    inputs = {name: make_batch(model)[name] for name in ("input_ids", "attention_mask", "masked_positions")}
-    sizes = {name: dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC) for name in inputs}
-    exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
-    smaller = {name: tensor[:4, :width] for (name, tensor), width in zip(inputs.items(), (12, 12, 3), strict=True)}
-    smaller["masked_positions"] = smaller["masked_positions"].clamp(max=11)
-    torch.testing.assert_close(exported(**smaller)[0], model(**smaller)[0])
-
-
-def test_hidden_states_and_attentions_on_request_cover_all_positions():
-    model = make_model().eval()
-    batch = make_batch(model)
-    outputs = model(**batch, output_attentions=True)
-    assert {tuple(attention.shape[-2:]) for attention in outputs.attentions} == {(LENGTH, LENGTH)}
-    model.config.output_hidden_states = True
-    outputs = model(**batch)
-    assert outputs.hidden_states[-1].shape[1] == LENGTH and outputs.prediction_logits.shape[1] == SLOTS
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels of every position
 
@@ -155,44 +111,8 @@ def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gra
     assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_logits_are_returned_in_evaluation_and_on_request():
-    model = make_model(D2lBertForMaskedLM)
-    batch = make_batch(model, everywhere=True)
-    in_training = model(**batch)
-    assert in_training.logits is None and len(in_training.to_tuple()) == 1
-    assert model(**batch, skip_logits=False).logits.shape[:2] == (ROWS, LENGTH)
-    assert model(batch["input_ids"]).logits.shape[:2] == (ROWS, LENGTH)
-    outputs = model.eval()(**batch)
-    assert outputs.logits.shape[:2] == (ROWS, LENGTH)
-    torch.testing.assert_close(outputs.loss, in_training.loss)
-
-
 @pytest.mark.parametrize("shape", [(ROWS, LENGTH - 1), (ROWS, LENGTH + 1), (ROWS - 1, LENGTH), (ROWS * LENGTH,)])
 def test_labels_of_another_shape_than_the_tokens_are_refused_in_training(shape):
     model = make_model(D2lBertForMaskedLM)
     with pytest.raises(ValueError, match=r"labels of shape \(.* do not fit tokens of shape \(6, 16\)"):
         model(torch.zeros(ROWS, LENGTH, dtype=torch.long), labels=torch.zeros(shape, dtype=torch.long))
-
-
-class Adapted(nn.Module):
-    """A decoder with a second linear layer added, like an adapter."""
-
-    def __init__(self, decoder):
-        super().__init__()
-        self.decoder, self.beside = decoder, nn.Linear(decoder.in_features, decoder.out_features)
-        self.weight, self.bias = decoder.weight, decoder.bias
-
-    def forward(self, states):
-        return self.decoder(states) + self.beside(states)
-
-
-def test_a_decoder_with_an_adapter_is_called():
-    model = make_model(D2lBertForMaskedLM)
-    model.mlm.decoder = Adapted(model.mlm.decoder)
-    assert_close_to_dense(model, make_batch(model, everywhere=True), rtol=1e-5, atol=1e-6)
-
-
-def test_a_decoder_with_a_hook_is_called():
-    model = make_model(D2lBertForMaskedLM)
-    model.mlm.decoder.register_forward_hook(lambda _, inputs, scores: 2 * scores)
-    assert_close_to_dense(model, make_batch(model, everywhere=True), rtol=1e-5, atol=1e-6)

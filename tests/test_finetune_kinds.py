@@ -4,22 +4,15 @@ import csv
 import itertools
 import json
 
-import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from finetuning import load
 from small_tasks import answer_rows, choice_rows, make_base, squad_json, swag_rows, tag_rows, write_rows
-from transformers import AutoTokenizer, pipeline
-from transformers.pipelines import SUPPORTED_TASKS
+from transformers import AutoTokenizer
 
 from d2l_bert.cli import main
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.kind import Features
-from d2l_bert.training.finetuning.run import CLASSES
-from d2l_bert.training.finetuning.tables import read_dataset, read_file
+from d2l_bert.training.finetuning.tables import read_file
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,41 +54,6 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
     assert [row.label for row in data.train.rows] == of_flat
 
 
-def test_tags_in_all_their_files_are_the_same(tmp_path):
-    rows = tag_rows(12, 0)
-    text = "\n\n".join("\n".join(f"{w} X {t}" for w, t in zip(*row.values(), strict=True)) for row in rows)
-    (tmp_path / "rows.conll").write_text(f"-DOCSTART- X O\n\n{text}\n")
-    write_rows(tmp_path / "rows.jsonl", rows)
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["words", "tags"])
-        writer.writerows([" ".join(row["tokens"]), " ".join(row["ner_tags"])] for row in rows)
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    for name in ("rows.conll", "rows.jsonl", "rows.csv", "rows.parquet"):
-        kind, data = load(tmp_path / name, "tags")
-        assert kind.texts(data.train) == [tuple(row["tokens"]) for row in rows]
-        assert [row.label for row in data.train.rows] == [row["ner_tags"] for row in rows]
-    table = read_file(str(tmp_path / "rows.conll"), "train_file")
-    assert table.place(1) == "train_file rows.conll, row 2"
-
-
-def test_a_dataset_gives_the_names_of_its_tags_and_loses_empty_rows(tmp_path):
-    names = ["O", "B-PER", "I-PER", "B-LOC"]
-    features = datasets.Features(
-        tokens=datasets.List(datasets.Value("string")), ner_tags=datasets.List(datasets.ClassLabel(names=names))
-    )
-    rows = {"tokens": [["Ada", "left"], [], ["It", "left"]], "ner_tags": [[1, 0], [], [0, 0]]}
-    train = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": train, "test": train, "more": train}).save_to_disk(tmp_path / "saved")
-    splits = read_dataset(str(tmp_path / "saved"), {"train", "validation"})
-    assert len(splits.pop("train")) == 3 and splits == {"test": None, "more": None}  # the splits that are not wanted
-    config = FinetuneConfig(model="m", task="tags", dataset=str(tmp_path / "saved"), validation_share=0.0)
-    kind = CLASSES[config.kind](config)
-    data = load_data(config, kind)
-    assert kind.classes == ["O", "B-PER"]  # in the order of the dataset, those that the training rows have
-    assert [row.label for row in data.train.rows] == [["B-PER", "O"], ["O", "O"]]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tags
 
@@ -126,16 +84,6 @@ def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window
             logits[number, place] = np.arange(len(kind.classes)) == max(label, 0)
     assert kind.predicted_tags(data.train, features, logits) == [row["ner_tags"] for row in rows]
     assert kind.metrics(data.train, features, logits)["f1"] == 1
-
-
-def test_a_word_without_pieces_gets_the_tag_of_no_entity(tmp_path, tokenizer):
-    rows = [{"tokens": ["anna", "\u0000\u0007", "left"], "ner_tags": ["B-PER", "O", "O"]}, *tag_rows(2, 0)]
-    kind, data = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")
-    features = kind.features(data.train, tokenizer, 32)
-    assert features.details[0][1].tolist() == [0, 2]
-    logits = np.zeros((len(features.rows), 32, len(kind.classes)))
-    logits[..., kind.number_of["B-PER"]] = 1
-    assert kind.predicted_tags(data.train, features, logits)[0] == ["B-PER", "O", "B-PER"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,16 +174,6 @@ def test_the_threshold_decides_whether_there_is_no_answer(tmp_path, tokenizer):
     assert all(kind.predicted_texts(data.train, features, (starts[:3], ends[:3])))
 
 
-def test_a_long_question_is_truncated_and_counted(tmp_path, tokenizer):
-    rows = answer_rows(3, 0)
-    rows[1]["question"] = "who " * 50 + "was there?"
-    kind, data = load(write_rows(tmp_path / "rows.jsonl", rows), "answers")
-    features = kind.features(data.train, tokenizer, 32)
-    assert "1 questions are truncated to 14 tokens" in features.note
-    assert max(len(row["input_ids"]) for row in features.rows) <= 32
-    assert {features.sources[n] for n, row in enumerate(features.rows) if row["start_positions"] > 0} == {0, 1, 2}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Multiple choice
 
@@ -270,27 +208,6 @@ def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokeni
     assert (batch["input_ids"][pads] == tokenizer.pad_token_id).all()
 
 
-def test_truncated_rows_of_choices_are_counted(tmp_path, tokenizer):
-    rows = choice_rows(4, 0)
-    rows[2]["choices"][1] = "the drum " * 40
-    kind, data = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple_choice")
-    features = kind.features(data.train, tokenizer, 48)
-    assert features.note.startswith("1 are truncated to")
-    assert max(len(ids) for row in features.rows for ids in row["input_ids"]) == 48
-
-
-def test_predicted_choices_and_accuracy(tmp_path):
-    rows = choice_rows(3, 0)
-    kind, data = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple_choice")
-    logits = np.zeros((3, 3))
-    for number, row in enumerate(rows):
-        logits[number, row["label"] if number < 2 else (row["label"] + 1) % 3] = np.log(2)
-    assert kind.metrics(data.train, Features([]), logits) == {"accuracy": pytest.approx(2 / 3)}
-    columns = kind.predicted_columns(data.train, Features([]), logits)
-    assert columns["predicted_choice"][:2] == [row["choices"][row["label"]] for row in rows[:2]]
-    assert columns[f"probability of {rows[0]['label']}"][0] == pytest.approx(0.5)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # From rows to a finished folder
 
@@ -305,91 +222,7 @@ def run(tmp_path, base, task, rows, *options, test_rows=None):
         return output, json.loads((output / "metrics.json").read_text()), list(csv.DictReader(file))
 
 
-LEARN = ["--learning_rate=2e-3", "--num_train_epochs=8", "--license=mit"]
-LEARN += ["--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0"]
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer):
     torch.manual_seed(0)
     return make_base(tmp_path_factory.mktemp("base"), tokenizer)
-
-
-@pytest.mark.slow
-def test_tags_are_learnt_and_served_by_the_pipeline(tmp_path, base):
-    output, metrics, predictions = run(tmp_path, base, "tags", tag_rows, *LEARN, "--max_seq_length=48")
-    assert metrics["test_f1"] >= 0.95 and metrics["test_strict_f1"] >= 0.95
-    right = [json.loads(row["prediction"]) == json.loads(row["ner_tags"]) for row in predictions]
-    assert sum(right) >= 0.9 * 60
-    predict = pipeline("token-classification", model=str(output), aggregation_strategy="first")
-    found = [
-        (entity["entity_group"], entity["word"]) for entity in predict("anna walked to the old tower with a drum")
-    ]
-    assert found == [("PER", "anna"), ("LOC", "old tower"), ("OBJ", "drum")]
-    assert (output / "f1_by_entity.png").exists()
-
-
-@pytest.mark.slow
-def test_answers_are_learnt_over_windows_with_questions_that_have_none(tmp_path, base):
-    def rows(count, seed):
-        return answer_rows(count, seed, unanswerable=0.2)
-
-    options = [*LEARN, "--max_seq_length=24", "--doc_stride=8", "--num_train_epochs=16"]
-    output, metrics, predictions = run(tmp_path, base, "answers", rows, *options)
-    assert metrics["test_f1"] >= 0.95 and metrics["test_exact_match"] >= 0.95
-    exact = [(json.loads(row["answers"])["text"] or [""])[0] == row["prediction"] for row in predictions]
-    assert sum(exact) / 60 == pytest.approx(metrics["test_exact_match"])
-    assert "question-answering" not in SUPPORTED_TASKS  # if it comes back, the folder should be tried with it
-    model = transformers.AutoModelForQuestionAnswering.from_pretrained(output)
-    assert type(model).__name__ == "D2lBertForQuestionAnswering"
-    assert (
-        run_card_code(
-            output, 'question, context = "where was there?", "then the anna, the tower, the drum and nobody"'
-        )
-        == "tower"
-    )
-    question = 'question, context = "where was there?", "then the anna, the drum and nobody"'
-    assert run_card_code(output, question) == "no answer"
-
-
-@pytest.mark.slow
-def test_choices_are_learnt(tmp_path, base):
-    unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in choice_rows(60, 2)]
-    output, metrics, predictions = run(tmp_path, base, "multiple_choice", choice_rows, *LEARN, test_rows=unlabelled)
-    assert metrics["validation_accuracy"] >= 0.95 and "test_accuracy" not in metrics
-    right = [
-        int(row["prediction"]) == true["label"] for row, true in zip(predictions, choice_rows(60, 2), strict=True)
-    ]
-    assert sum(right) >= 0.95 * 60
-    assert "multiple-choice" not in SUPPORTED_TASKS
-    model = transformers.AutoModelForMultipleChoice.from_pretrained(output)
-    assert type(model).__name__ == "D2lBertForMultipleChoice"
-    data = 'context, choices = "where was there?", ["the anna", "the tower", "the drum"]'
-    assert run_card_code(output, data) == "the tower"
-
-
-def run_card_code(output, data):
-    """Run the first code of a card, in the folder beside the model, with other data; returns what it prints."""
-    import contextlib
-    import io
-    import re
-
-    code = (output / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
-    code = re.sub(r"^(question|context), .*$", data, code, flags=re.MULTILINE)
-    printed = io.StringIO()
-    with contextlib.chdir(output.parent), contextlib.redirect_stdout(printed):
-        exec(code, {})
-    return printed.getvalue().strip()
-
-
-@pytest.mark.parametrize("task", ["tags", "answers", "multiple_choice"])
-def test_a_short_run_leaves_a_folder_that_can_be_published(task, trained, tmp_path, capsys):
-    rows = {"tags": tag_rows, "answers": lambda n, s: answer_rows(n, s, 0.3), "multiple_choice": choice_rows}[task]
-    options = ["--max_steps=2", "--max_seq_length=48", "--license=mit", "--per_device_train_batch_size=8"]
-    output, metrics, predictions = run(tmp_path, trained, task, lambda n, s: rows(min(n, 24), s), *options)
-    assert len(predictions) == 24 and all("prediction" in row for row in predictions)
-    for picture in metrics["pictures"]:
-        assert (output / picture).stat().st_size > 5000
-    capsys.readouterr()
-    assert main(["publish", str(output), "me/x", "--dry_run"]) == 0
-    assert "stays here: predictions.csv" in capsys.readouterr().out

@@ -3,14 +3,6 @@
 import json
 
 import pytest
-import tokenizers
-from tokenizers import pre_tokenizers
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
-
-from d2l_bert.errors import UserError
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.run import CLASSES
 
 
 def lines(*rows):
@@ -337,55 +329,3 @@ def test_wrong_options_get_one_line(options, words, trained, tmp_path, fails):
     line = fails("finetune", trained, *given)
     for word in words:
         assert word in line
-
-
-def test_a_stride_as_long_as_a_window_is_refused(trained, tmp_path, fails):
-    (tmp_path / "train.jsonl").write_text(ANSWERS)
-    line = fails(
-        "finetune",
-        trained,
-        "--task=answers",
-        f"--train_file={tmp_path / 'train.jsonl'}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--max_seq_length=32",
-        "--doc_stride=29",
-    )
-    assert "doc_stride (29)" in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_length_without_room_for_a_context_is_refused(trained, tmp_path, fails):
-    (tmp_path / "train.jsonl").write_text(ANSWERS)
-    options = ["--task=answers", f"--train_file={tmp_path / 'train.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
-    line = fails("finetune", trained, *options, "--max_seq_length=10")
-    assert "max_seq_length 10: leaves 4 tokens of the context beside a long question, and answers need" in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_metric_that_plain_tags_do_not_have_is_refused(trained, tmp_path, fails):
-    (tmp_path / "train.jsonl").write_text(lines(tagged(["a", "b"], ["DET", "NOUN"]), tagged(["c"], ["DET"])))
-    train = f"--train_file={tmp_path / 'train.jsonl'}"
-    line = fails("finetune", trained, "--task=tags", train, "--metric_for_best_model=f1")
-    assert "metric_for_best_model 'f1': --task tags has accuracy, loss; give one" in line
-
-
-@pytest.fixture
-def tokenizer_of_bytes():
-    """A tokenizer like RoBERTa's, without a class of its own: a word behind a space has other tokens than at first."""
-    start, end = ("<s>", 0), ("</s>", 1)
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(special_tokens=["<s>", "</s>", "<pad>"], vocab_size=300, initial_alphabet=letters)
-    backend.train_from_iterator(["Ada sold it and Ada left"] * 5, trainer)
-    backend.post_processor = tokenizers.processors.RobertaProcessing(end, start, add_prefix_space=False)
-    names = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
-def test_a_tokenizer_of_bytes_that_cannot_mark_words_is_refused(tokenizer_of_bytes):
-    before = [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    tokenizer_of_bytes.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    kind = CLASSES["tags"](FinetuneConfig(model="m", task="tags", train_file="train.jsonl"))
-    with pytest.raises(UserError, match="m: its tokenizer gives a word of a list other tokens"):
-        kind.check_tokenizer(tokenizer_of_bytes, 32)

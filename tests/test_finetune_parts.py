@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES
-from transformers import BertConfig, BertForSequenceClassification
 
-from benchmarks.finetune import difference
 from d2l_bert import D2lBertConfig, D2lBertForSequenceClassification
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import class_metrics, multilabel_metrics, number_metrics
-from d2l_bert.training.finetuning.pictures import draw_confusion, draw_counts, draw_curves
-from d2l_bert.training.finetuning.trainer import FinetuneTrainer, default_rate, depths, make_arguments
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer, depths, make_arguments
 
 
 def test_class_metrics_are_those_of_their_definitions():
@@ -36,13 +33,6 @@ def test_multilabel_metrics_are_those_of_their_definitions():
     assert found["exact_match"] == pytest.approx(2 / 3)
     assert found["f1"] == pytest.approx(2 * 2 / (3 + 3))
     assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
-
-
-def test_the_metrics_of_a_single_label_count_its_cells_of_one_alone():
-    true, nothing, half = np.array([[0], [0], [1], [1]]), np.zeros((4, 1), dtype=int), np.array([[0], [1], [0], [1]])
-    assert multilabel_metrics(true, nothing) == {"f1": 0, "macro_f1": 0, "exact_match": 0.5}
-    found = multilabel_metrics(true, half)
-    assert found["f1"] == found["macro_f1"] == pytest.approx(2 * 1 / (2 + 2))
 
 
 def test_number_metrics_are_those_of_their_definitions():
@@ -99,68 +89,3 @@ def test_layerwise_decay_lowers_the_rate_from_layer_to_layer(tmp_path):
                 group = by_parameter[id(parameter)]
                 assert group["lr"] == pytest.approx(0.01 * 0.5**power), name
                 assert group["weight_decay"] == (0 if name.endswith("bias") or "LayerNorm" in name else 0.1), name
-
-
-def make_stock():
-    sizes = {name: SIZES[name] for name in SIZES if name not in ("max_position_embeddings",)}
-    return BertForSequenceClassification(BertConfig(**sizes))
-
-
-@pytest.mark.parametrize("make", [lambda: D2lBertForSequenceClassification(D2lBertConfig(**SIZES)), make_stock])
-def test_gradient_accumulation_does_not_change_the_step(make, tmp_path, one_thread):
-    norms = {}
-    for batch, accumulated in ((12, 1), (4, 3)):
-        torch.manual_seed(0)
-        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
-        trainer = trainer_for(make(), tmp_path / str(batch), max_steps=1, logging_steps=1, **options)
-        trainer.train()
-        (row,) = [row for row in trainer.state.log_history if "grad_norm" in row]
-        norms[batch] = (row["loss"], row["grad_norm"])
-    assert norms[4] == pytest.approx(norms[12], rel=1e-4)
-
-
-def test_the_default_rate_falls_with_the_size_of_the_model():
-    assert [default_rate(size) for size in (128, 256, 512, 768, 1024)] == [3e-4, 1e-4, 5e-5, 2e-5, 2e-5]
-
-
-@pytest.mark.parametrize("classes", [2, 20])
-def test_the_confusion_matrix_shows_the_shares_of_each_row(classes, tmp_path):
-    true, said = np.random.default_rng(0).integers(classes, size=(2, 500))
-    names = [f"class number {number}" for number in range(classes)]
-    panel = draw_confusion(true, said, names, "rows.csv", tmp_path / "matrix.png").axes[0]
-    shares = [[np.mean(said[true == row] == column) for column in range(classes)] for row in range(classes)]
-    np.testing.assert_allclose(panel.images[0].get_array(), shares)
-    assert [label.get_text() for label in panel.get_xticklabels()] == names
-    assert (tmp_path / "matrix.png").stat().st_size > 5000
-
-
-def test_bars_show_all_and_the_most_frequent_classes(tmp_path):
-    counts = {
-        f"label_{number:04}_{'x' * 40}": np.array([number < 600, 1, 1 + (number == 7)]) for number in range(1200)
-    }
-    counts["all"] = np.array([0, 0, 1])  # a class may have this name
-    figure = draw_counts(counts, "title", tmp_path / "labels.png")
-    panel = figure.axes[0]
-    names = [label.get_text() for label in panel.get_yticklabels()]
-    assert len(names) == 22 and names[0] == "all (1,202)" and names[-1].startswith("1,181 others")
-    assert names[1].startswith("label_0007_xxx") and names[1].endswith("... (2)")
-    assert [bar.get_width() for bar in panel.containers[1]][:2] == pytest.approx([600 / 1202, 0.5])
-    assert figure.get_size_inches()[1] < 30
-
-
-def test_the_benchmark_gives_the_difference_and_its_standard_error():
-    sides = [{"mean": {"test": {"f1": mean}}, "sd": {"test": {"f1": sd}}} for mean, sd in ((0.8, 0.03), (0.7, 0.04))]
-    ahead, error = difference(*sides, "f1", 25)
-    assert ahead == pytest.approx(0.1) and error == pytest.approx(0.01)  # sqrt(0.0009 + 0.0016) / 5
-
-
-@pytest.mark.parametrize("steps", [0, 1, 200])
-def test_curves_are_those_of_the_log(steps, tmp_path):
-    log = [{"step": step, "loss": 1 / step} for step in range(1, steps + 1)]
-    log += [{"step": steps, "eval_loss": 0.5, "eval_accuracy": 0.9}]
-    logs = dict.fromkeys(("a", "b", "c"), log)
-    losses, metric = draw_curves(logs, "b", "accuracy", "title", tmp_path / "curves.png").axes
-    assert len(losses.lines) == 6 and len(metric.lines) == 3
-    assert losses.lines[-2].get_ydata() == pytest.approx([row["loss"] for row in log if "loss" in row])
-    assert metric.lines[-1].get_ydata() == pytest.approx([90])
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["training", "validation"]

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import time
 
 import pytest
 from finetuning import write_splits
@@ -20,13 +19,6 @@ def figures(folder):
         {name: result[name] for name in ("seed", "steps", "best_step", "validation", "test")}
         for result in metrics["seeds"]
     ]
-
-
-def wait_for(condition, processes, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end and all(process.is_alive() for process in processes)
-        time.sleep(0.01)
 
 
 def test_two_processes_agree_with_one(trained, tmp_path):

@@ -19,7 +19,6 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
-from d2l_bert.errors import UserError
 
 
 RECOMPUTATION_LIMITS = (
@@ -87,30 +86,6 @@ def test_a_run_leaves_the_settings_of_its_host_unchanged(job, host):
     pretrain(*job)
     assert host() == before
     Accelerator(cpu=ON_CPU, mixed_precision="no")  # the host may still use a precision other than the run's
-
-
-@pytest.mark.parametrize("error", [UserError("full"), SystemExit(143), RuntimeError("a bug")])
-def test_a_run_that_ends_with_an_error_leaves_the_settings_unchanged_too(job, host, monkeypatch, error):
-    seen = {}
-
-    def fail(*_):
-        seen.update(host())
-        raise error
-
-    monkeypatch.setattr("d2l_bert.training.pretrain.finish_folder", fail)
-    before = copy.copy(host())
-    with pytest.raises(type(error)):
-        pretrain(*job)
-    assert host() == before
-    changed = {name for name in before if seen[name] != before[name]}
-    assert changed == {"recomputation", "programs", "bars", "bars of the Hub", "accelerator"}
-
-
-def test_a_host_without_progress_bars_has_none_afterwards(job, host):
-    transformers_logging.disable_progress_bar()
-    before = copy.copy(host())
-    pretrain(*job)
-    assert host() == before
 
 
 def test_only_the_command_tunes_the_memory_allocator(job, monkeypatch):

@@ -1,11 +1,8 @@
 """Interrupted runs: damaged checkpoints, signals in this process, errors, a full disk."""
 
 import itertools
-import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -95,32 +92,6 @@ def test_any_damage_to_a_checkpoint_is_noticed_and_the_one_before_is_taken(comma
     assert main([*other_run, RESUME]) == 2 and f"{path.parent}: a checkpoint of another" in error_line(capsys)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_resuming_before_a_damaged_checkpoint_ends_with_the_same_bytes(command, short, tmp_path, name):
-    stopped = tmp_path / "stopped"
-    shutil.copytree(short, stopped)
-    path = stopped / "checkpoint-6" / name
-    path.write_bytes(flipped(path.read_bytes(), path.stat().st_size // 3))
-    assert main(command(stopped, *SHORT, RESUME)) == 0
-    assert weights(stopped) == weights(short)
-    assert [row["step"] for row in rows(stopped) if "loss" in row] == [1, 2, 3, 4, 5, 6]
-
-
-def test_with_every_checkpoint_damaged_the_run_is_refused_and_no_file_is_changed(command, short, tmp_path, capsys):
-    stopped = tmp_path / "stopped"
-    shutil.copytree(short, stopped)
-    for step in (3, 6):
-        (stopped / f"checkpoint-{step}" / "optimizer.safetensors").write_bytes(b"")
-    before = contents(stopped / "checkpoint-3")
-    assert main(command(stopped, *SHORT, RESUME)) == 2
-    said = capsys.readouterr().err
-    assert (
-        said.count("trying the checkpoint before") == 1
-        and "there is no earlier checkpoint: --overwrite_output_dir" in said
-    )
-    assert contents(stopped / "checkpoint-3") == before and weights(stopped) == weights(short)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals in this process, errors
 
@@ -150,38 +121,6 @@ def test_a_run_stopped_by_a_signal_in_this_process_resumes_to_the_same_weights(
     assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}" != "checkpoint-6"
     assert main(command(tmp_path, *SHORT, RESUME)) == 0
     assert weights(tmp_path) == weights(short)
-
-
-def test_a_run_out_of_memory_names_the_helpful_options(command, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("can't allocate memory")
-
-    monkeypatch.setattr("d2l_bert.training.learner.train_step", fail)
-    assert main(command(tmp_path / "model", *SHORT)) == 2
-    assert error_line(capsys).endswith("the steps stay the same; go on with --resume_from_checkpoint latest")
-
-
-@pytest.fixture
-def ignored():
-    """Make this process ignore SIGINT and SIGTERM, as a shell does for background commands."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield before
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_run_whose_caller_ignores_signals_goes_on(command, ignored, short, monkeypatch, tmp_path):
-    """A shell without job control makes background commands ignore Ctrl-C."""
-    wanted = StopSignals.should_stop
-
-    def told(stop):
-        for number in ignored:
-            os.kill(os.getpid(), number)
-        return wanted(stop)
-
-    monkeypatch.setattr(StopSignals, "should_stop", told)
-    assert main(command(tmp_path / "model", *SHORT)) == 0
-    assert weights(tmp_path / "model") == weights(short)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,65 +164,3 @@ def test_a_save_that_fails_is_reported_and_harms_no_earlier_checkpoint(command, 
     check_save_failed(folder, capsys, before)
     assert main(command(folder, *SHORT, RESUME)) == 0
     assert weights(folder) == weights(short)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A mounted disk of 1 MB, and a function that changes its size."""
-    place, mount = tmp_path / "disk", shutil.which("mount")
-    place.mkdir()
-
-    def sized(size, *how):
-        options = ",".join([*how, f"size={size}"])
-        return subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode
-
-    if sys.platform != "linux" or not mount or os.geteuid() or sized(1_000_000):
-        pytest.skip("mounting a small disk takes Linux and its superuser")
-    yield place, sized
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_full_disk_stops_the_run_which_resumes_when_there_is_room(command, short, small_disk, capsys):
-    """A checkpoint takes about 300 kB. The disk has room for one and a half."""
-    place, resize = small_disk
-    size = sum(path.stat().st_size for path in (short / "checkpoint-3").iterdir())
-    assert not resize(int(1.5 * size) + 20_000, "remount")
-    assert main(command(place / "model", *SHORT)) == 2
-    before = contents(place / "model" / "checkpoint-3")
-    check_save_failed(place / "model", capsys, before)
-    assert before["model.safetensors"] == (short / "checkpoint-3" / "model.safetensors").read_bytes()
-    assert not resize(10_000_000, "remount")
-    assert main(command(place / "model", *SHORT, RESUME)) == 0
-    assert weights(place / "model") == weights(short)
-
-
-@pytest.mark.slow
-def test_a_signal_in_the_middle_of_a_write_to_stderr_is_taken():
-    """A handler that writes through Python's buffered stderr would raise: the buffer cannot be entered twice."""
-    code = """
-import io, os, signal, sys
-from types import SimpleNamespace
-from d2l_bert.training.interruption import StopSignals
-
-class Raw(io.RawIOBase):
-    def writable(self):
-        return True
-    def write(self, data):  # a signal arrives while Python writes
-        if not stop.received_signal:
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.getsignal(signal.SIGTERM)
-        return len(data)
-
-sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw()), write_through=True)
-with StopSignals(SimpleNamespace(is_main_process=True)) as stop:
-    print("progress" * 2000, file=sys.stderr, flush=True)
-    assert stop.received_signal == signal.SIGTERM
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "SIGTERM: finishing the step and saving" in done.stderr
-
-
-def test_a_longer_run_is_offered_from_the_weights_of_the_shorter(command, tmp_path, capsys):
-    assert main(command(tmp_path, *SHORT)) == 0
-    assert main(command(tmp_path, *SHORT, "--max_steps=99", RESUME)) == 2
-    assert f"--init_from {tmp_path / 'checkpoint-'}" in error_line(capsys)

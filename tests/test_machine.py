@@ -11,14 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL
 from runs import run
 
-from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.cli import main
-from d2l_bert.errors import UserError
-from d2l_bert.tokenization import prepare
-from d2l_bert.training import data, machine
+from d2l_bert import D2lBertConfig
+from d2l_bert.training import machine
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 
@@ -88,31 +84,6 @@ def test_the_micro_batch_size_grows_while_that_makes_steps_faster(monkeypatch, s
     assert learner.reset == 1
 
 
-def test_a_single_pair_that_does_not_fit_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="gradient_checkpointing"):
-        machine.find_micro_batch(job_of(PretrainConfig()), Timed(monkeypatch, lambda size: 1.0, fits=0))
-
-
-def test_out_of_memory_names_the_helpful_options(books, tmp_path, capsys, monkeypatch):
-    def forward(*_, **__):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: 9 bytes")
-
-    monkeypatch.setattr(D2lBertForPreTraining, "forward", forward)
-    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=2"]
-    assert main([*command, "--micro_batch_size=4"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "out of memory; lower --micro_batch_size" in line
-
-
-def test_settings_chosen_for_the_machine_are_recorded(books, tmp_path):
-    options = [option for option in SMALL if "dataloader_num_workers" not in option]
-    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options, "--max_steps=1"]
-    longer = ["--max_seq_length=320", "--max_position_embeddings=320", "--attention_probs_dropout_prob=0.1"]
-    assert main([*command, *longer]) == 0
-    run = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]
-    assert (run["dataloader_num_workers"], run["attn_implementation"]) == (0, "eager")
-
-
 KEEP_AND_FREE = """
 import pathlib, re, sys
 import numpy as np
@@ -135,14 +106,6 @@ def test_glibc_keeps_all_freed_memory():
         for how in ("kept", "as it is")
     }
     assert held["kept"] - held["as it is"] > 1.2 * 2**20  # in KiB: most of the 1.25 GiB freed
-
-
-def test_freed_memory_is_kept_already_while_the_text_is_read(books, tmp_path, monkeypatch):
-    done = []
-    monkeypatch.setattr("d2l_bert.commands.keep_freed_memory", lambda: done.append("kept"))
-    monkeypatch.setattr("d2l_bert.training.pretrain.prepare", lambda run: done.append("read") or prepare.prepare(run))
-    run(books, tmp_path / "model", "--max_steps=1")
-    assert done == ["kept", "read"]
 
 
 def on(device):
@@ -174,17 +137,3 @@ def test_defaults_depend_on_the_device_and_give_way_to_options(option, on_cpu, o
         assert getattr(machine.with_defaults(PretrainConfig(), D2lBertConfig(), on(device)), option) == expected
         run = PretrainConfig(**{option: asked})
         assert getattr(machine.with_defaults(run, D2lBertConfig(), on(device)), option) == asked
-
-
-def test_a_killed_loader_worker_is_reported(books, tmp_path, capsys, monkeypatch):
-    def kill(*_):
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(data.PretrainingSteps, "__getitem__", kill)
-    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, "--max_steps=2"]
-    assert main([*command, "--dataloader_num_workers=1"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "a process that makes batches has ended" in line and "--dataloader_num_workers 0" in line

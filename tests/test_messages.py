@@ -2,19 +2,13 @@
 
 import json
 import logging
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import SMALL
-from tqdm import tqdm
 
 from d2l_bert.cli import main
-from d2l_bert.errors import UserError
-from d2l_bert.progress import counted, messages_shown, shortened
-from d2l_bert.training.run_folder import start_folder
 
 
 # Prints every record that reaches the root logger, and nothing else, as a line of JSON.
@@ -66,39 +60,3 @@ def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tm
     assert "What it learnt" in out and "What it learnt" not in err
     assert [line for line in err.splitlines() if line.startswith("held out: MLM loss")]
     assert logging.getLogger("d2l_bert").propagate and not logging.getLogger("d2l_bert").handlers
-
-
-def test_one_thing_is_in_the_singular():
-    assert [counted(number, "line") for number in (0, 1, 2000)] == ["0 lines", "1 line", "2,000 lines"]
-    assert counted(1, "row is", "rows are") == "1 row is" and counted(2, "row is", "rows are") == "2 rows are"
-
-
-def test_a_long_text_is_shortened_to_its_beginning():
-    assert shortened("Anna left.", 10) == "Anna left." and shortened("Anna left.", 9) == "Anna l..."
-
-
-def test_the_blocks_of_a_text_of_one_document_are_said_to_count_as_documents(tmp_path, capsys):
-    (tmp_path / "one.txt").write_text("Anna left. Boris came home. Clara slept. " * 50)
-    assert main(["prepare", f"--corpus={tmp_path / 'one.txt'}", f"--output_dir={tmp_path / 'out'}"]) == 0
-    said = capsys.readouterr().err
-    assert "reading one.txt: 1 document in" in said
-    blocks = re.search(r"one.txt: (\d+) blocks of sentences that count as documents", said)[1]
-    assert f"tokenizing: {blocks} documents in" in said
-
-
-def test_a_message_beside_a_progress_bar_gets_a_line_of_its_own(capsys):
-    with messages_shown(), tqdm(total=3, file=sys.stderr, desc="bar") as bar:
-        bar.update()
-        logging.getLogger("d2l_bert.training.pretrain").warning("100 % of it went well")
-    assert "100 % of it went well" in capsys.readouterr().err.replace("\r", "\n").splitlines()
-
-
-def test_a_run_record_that_cannot_be_written_leaves_no_file_and_is_named(tmp_path, monkeypatch):
-    def fail(path, *_, **__):
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(UserError, match="run_config.json: cannot be written .No space.*free some space"):
-        start_folder(tmp_path, {}, 0)
-    assert list(tmp_path.iterdir()) == []

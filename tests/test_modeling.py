@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from small_models import (
-    SEQUENCE_LENGTHS,
     assert_close,
     assert_same_gradients,
     every_attention,
@@ -141,43 +140,6 @@ def test_pretraining_model_equals_the_books_equations(setting, attention):
 
 
 @every_setting
-@every_attention
-def test_masked_lm_equals_the_books_equations(setting, attention):
-    config = make_config(setting, attention)
-    weights = make_model(D2lBertForPreTraining, config).state_dict()
-    model = D2lBertForMaskedLM(config).eval()
-    model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    batch = padded(make_sequences())
-    _, everywhere, _, mlm_loss, _ = book_bert(weights, config, batch)
-    names = ("input_ids", "token_type_ids", "attention_mask")
-    logits = model(**{name: batch[name] for name in names}).logits
-    assert logits.shape == (*batch["input_ids"].shape, config.vocab_size)
-    for row, expected in enumerate(everywhere):
-        assert_close(logits[row, : len(expected)], expected)
-    batch.pop("next_sentence_label")
-    assert_close(model(**batch).loss, mlm_loss)
-
-
-@every_setting
-@every_attention
-def test_next_sentence_prediction_equals_the_books_equations(setting, attention):
-    config = make_config(setting, attention)
-    weights = make_model(D2lBertForPreTraining, config).state_dict()
-    model = D2lBertForNextSentencePrediction(config).eval()
-    model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    batch = padded(make_sequences())
-    _, _, nsp_logits, _, nsp_loss = book_bert(weights, config, batch)
-    outputs = model(
-        batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        token_type_ids=batch["token_type_ids"],
-        labels=batch["next_sentence_label"],
-    )
-    assert_close(outputs.logits, nsp_logits)
-    assert_close(outputs.loss, nsp_loss)
-
-
-@every_setting
 def test_hidden_states_and_attentions_equal_the_books_equations(setting):
     config = make_config(setting, "eager", num_hidden_layers=3)
     model = make_model(D2lBertForPreTraining, config)
@@ -194,130 +156,8 @@ def test_hidden_states_and_attentions_equal_the_books_equations(setting):
         assert_close(got, expected[None])
 
 
-def test_hidden_states_and_attentions_are_not_returned_unless_requested():
-    outputs = make_model(D2lBertForPreTraining, make_config())(torch.tensor([[5, 6, 7]]))
-    assert outputs.hidden_states is None and outputs.attentions is None and outputs.loss is None
-
-
-def test_attention_probabilities_sum_to_one_and_are_zero_at_padding():
-    config = make_config("bert", "eager")
-    batch = padded(make_sequences())
-    attentions = make_model(D2lBertForPreTraining, config)(**batch, output_attentions=True).attentions
-    rows, width = batch["input_ids"].shape
-    assert len(attentions) == config.num_hidden_layers
-    for probabilities in attentions:
-        assert probabilities.shape == (rows, config.num_attention_heads, width, width)
-        assert_close(probabilities.sum(dim=-1), torch.ones(rows, config.num_attention_heads, width))
-        on_padding = probabilities * (batch["attention_mask"] == 0)[:, None, None, :]
-        assert on_padding.max() == 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Padding, predicted positions, losses
-
-
-@every_setting
-@every_attention
-def test_padding_on_the_right_changes_no_real_tokens_output(setting, attention):
-    model = make_model(D2lBertForPreTraining, make_config(setting, attention))
-    ids = torch.tensor([[7, 8, 9, 10, 11]])
-    alone = model(ids)
-    junk = torch.tensor([[30, 0, 31]])
-    mask = torch.tensor([[1] * 5 + [0] * 3])
-    beside_padding = model(torch.cat((ids, junk), dim=1), attention_mask=mask)
-    assert_close(beside_padding.prediction_logits[:, :5], alone.prediction_logits)
-    assert_close(beside_padding.seq_relationship_logits, alone.seq_relationship_logits)
-    unmasked = model(torch.cat((ids, junk), dim=1))  # without the mask the outputs differ, so the test can fail
-    assert (unmasked.prediction_logits[:, :5] - alone.prediction_logits).abs().max() > 0.1
-
-
-@every_setting
-@every_attention
-def test_padding_on_the_left_with_position_ids_changes_no_real_tokens_output(setting, attention):
-    model = make_model(D2lBertForPreTraining, make_config(setting, attention))
-    ids = torch.tensor([[7, 8, 9, 10, 11]])
-    alone = model(ids)
-    shifted = {
-        "input_ids": torch.tensor([[30, 0, 31, 7, 8, 9, 10, 11]]),
-        "attention_mask": torch.tensor([[0] * 3 + [1] * 5]),
-        "cls_positions": torch.tensor([[3]]),
-    }
-    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4]])
-    beside_padding = model(**shifted, position_ids=positions)
-    assert_close(beside_padding.prediction_logits[:, 3:], alone.prediction_logits)
-    assert_close(beside_padding.seq_relationship_logits[:, 0], alone.seq_relationship_logits)
-    assert (model(**shifted).prediction_logits[:, 3:] - alone.prediction_logits).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-def test_the_mlm_head_at_masked_positions_equals_the_full_head_there(model_class):
-    model = make_model(model_class, make_config("bert"))
-    batch = padded(make_sequences())
-    inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
-    logits_name = "prediction_logits" if model_class is D2lBertForPreTraining else "logits"
-    everywhere = model(**inputs)[logits_name]
-    at_positions = model(**inputs, masked_positions=batch["masked_positions"])[logits_name]
-    for row, positions in enumerate(batch["masked_positions"].tolist()):
-        for slot, position in enumerate(positions):
-            assert_close(at_positions[row, slot], everywhere[row, position])
-
-
-@every_setting
-def test_labels_at_masked_positions_and_labels_of_every_position_give_one_loss_and_gradient(setting):
-    model = make_model(D2lBertForPreTraining, make_config(setting))
-    by_position = padded(make_sequences())
-    everywhere = {name: value for name, value in by_position.items() if name != "masked_positions"}
-    everywhere["labels"] = torch.full_like(by_position["input_ids"], -100)
-    for row in range(len(SEQUENCE_LENGTHS)):
-        for position, label in zip(by_position["masked_positions"][row], by_position["labels"][row], strict=True):
-            if label != -100:
-                everywhere["labels"][row, position] = label
-    assert_same_gradients(gradients(model, by_position), gradients(model, everywhere))
-
-
-def test_slots_without_a_label_do_not_count():
-    model = make_model(D2lBertForPreTraining, make_config())
-    batch = padded(make_sequences())
-    expected = gradients(model, batch)
-    rows = len(SEQUENCE_LENGTHS)
-    more = dict(batch)
-    more["labels"] = torch.cat((batch["labels"], torch.full((rows, 3), -100)), dim=1)
-    more["masked_positions"] = torch.cat((batch["masked_positions"], torch.full((rows, 3), 2)), dim=1)
-    assert_same_gradients(gradients(model, more), expected)
-
-
-def test_pairs_without_a_label_do_not_count():
-    model = make_model(D2lBertForPreTraining, make_config())
-    sequences = make_sequences()
-    batch = padded(sequences)
-    batch["next_sentence_label"][4:] = -100
-    assert_close(model(**batch).nsp_loss, model(**padded(sequences[:4])).nsp_loss)
-
-
-def test_the_loss_is_that_of_the_labels_given():
-    model = make_model(D2lBertForPreTraining, make_config())
-    batch = padded(make_sequences())
-    both = model(**batch)
-    only_mlm = model(**{**batch, "next_sentence_label": None})
-    only_nsp = model(**{**batch, "labels": None})
-    assert only_mlm.nsp_loss is None and only_nsp.mlm_loss is None
-    assert_close(only_mlm.loss, both.mlm_loss)
-    assert_close(only_nsp.loss, both.nsp_loss)
-
-
-@every_setting
-def test_with_the_steps_counts_every_split_into_micro_batches_gives_one_loss_and_gradient(setting):
-    model = make_model(D2lBertForPreTraining, make_config(setting))
-    sequences = make_sequences()
-    whole = padded(sequences)
-    expected = gradients(model, whole)  # the mean over all labels of the step
-    counts = {
-        "num_items_in_batch": int((whole["labels"] != -100).sum()),
-        "num_pairs_in_batch": len(sequences),
-    }
-    for size in (8, 4, 2):
-        micro_batches = [padded(sequences[start : start + size]) for start in range(0, 8, size)]
-        assert_same_gradients(gradients(model, *micro_batches, **counts), expected)
 
 
 def test_models_with_one_head_divide_by_num_items_in_batch_too():
@@ -338,12 +178,3 @@ def test_models_with_one_head_divide_by_num_items_in_batch_too():
         count = torch.tensor(int((whole["labels"] != -100).sum()))
         split = gradients(model, *map(arguments, halves), num_items_in_batch=count)
         assert_same_gradients(split, gradients(model, whole))
-
-
-def test_a_batch_with_nothing_to_predict_adds_nothing_to_a_step():
-    model = make_model(D2lBertForPreTraining, make_config())
-    batch = padded(make_sequences())
-    batch["labels"][:], batch["next_sentence_label"][:] = -100, -100
-    loss, grads = gradients(model, batch, num_items_in_batch=7, num_pairs_in_batch=3)
-    assert loss == 0
-    assert all(gradient.abs().max() == 0 for gradient in grads.values())

@@ -50,29 +50,6 @@ def test_a_users_own_choice_stays(chosen, supported, monkeypatch):
         assert waits is None
 
 
-@pytest.mark.parametrize(
-    ("part", "result"), [("openmp_libraries", []), ("waited_seconds", None), ("torch.get_num_threads", 1)]
-)
-def test_nothing_is_adapted_where_it_would_have_no_effect(part, result, supported, monkeypatch):
-    monkeypatch.setattr(f"d2l_bert.training.openmp.{part}", lambda: result)
-    assert not is_supported({})
-
-
-def test_the_copies_of_openmp_are_found_by_their_paths(monkeypatch, tmp_path):
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f0-7f1 r-xp 00000000 fe:00 11 /home/my user/torch/lib/libgomp-98b21ff3.so.1.0.0\n"
-        "7f1-7f2 r--p 00001000 fe:00 11 /home/my user/torch/lib/libgomp-98b21ff3.so.1.0.0\n"
-        "7f2-7f3 r-xp 00000000 fe:00 12 /usr/lib/libgomp.so.1 (deleted)\n"
-        "7f3-7f4 r-xp 00000000 fe:00 13 /usr/lib/libgompertz/libm.so.6\n"
-        "7f4-7f5 rw-p 00000000 00:00 0\n"
-    )
-    monkeypatch.setattr(openmp, "MAPPED_FILES", maps)
-    assert openmp.openmp_libraries() == ["/home/my user/torch/lib/libgomp-98b21ff3.so.1.0.0"]
-    monkeypatch.setattr(openmp, "MAPPED_FILES", tmp_path / "none")
-    assert openmp.openmp_libraries() == []
-
-
 def test_waits_are_short_while_threads_wait_for_cores(monkeypatch):
     teams = []
     monkeypatch.setattr(openmp, "IdleTeam", lambda: teams.append(Team()) or teams[-1])

@@ -17,38 +17,6 @@ def tokenizer(trained):
     return transformers.AutoTokenizer.from_pretrained(trained)
 
 
-def test_the_next_sentence_pipeline_gives_the_models_label_and_probability(trained):
-    predict = pipeline("next-sentence-prediction", model=str(trained))
-    pairs = [
-        {"text": "Anna walked to the garden.", "text_pair": "The apple was red."},
-        {"text": "The drum was old.", "text_pair": "Hugo painted the drum."},
-    ]
-    model = d2l_bert.D2lBertForNextSentencePrediction.from_pretrained(trained).eval()
-    for pair, answer in zip(pairs, predict(pairs), strict=True):
-        with torch.no_grad():
-            share = model(**predict.tokenizer(pair["text"], pair["text_pair"], return_tensors="pt")).logits.softmax(-1)
-        assert answer == {"label": ["IsNext", "NotNext"][share.argmax()], "score": pytest.approx(share.max().item())}
-        assert predict(pair) == answer
-    for wrong in (
-        {"text": "Anna walked."},
-        {"text": "Anna walked.", "text_pair": None},
-        {"text": ["Anna walked.", "Hugo left."], "text_pair": ["The drum was old.", "The apple was red."]},
-        "Anna walked.",
-    ):
-        with pytest.raises(ValueError, match="two strings"):
-            predict(wrong)
-    with pytest.raises(ValueError, match="needs a ForNextSentencePrediction model, got D2lBertForMaskedLM"):
-        d2l_bert.NextSentencePredictionPipeline(
-            model=d2l_bert.D2lBertForMaskedLM.from_pretrained(trained), tokenizer=predict.tokenizer
-        )
-    with pytest.raises(ValueError, match="64 positions; shorten it"):
-        predict({"text": "garden " * 90, "text_pair": "drum"})
-    # The value that Transformers sets for a folder with a vocabulary alone.
-    predict.tokenizer.model_max_length = int(1e30)
-    long = predict({"text": "garden " * 90, "text_pair": "drum"}, truncation=True)
-    assert long["label"] in ("IsNext", "NotNext")
-
-
 def test_stock_pipelines_take_our_heads(trained, tokenizer):
     text = "Anna walked to the garden."
     states = pipeline("feature-extraction", model=str(trained))(text, return_tensors=True)

@@ -37,11 +37,3 @@ def test_a_model_runs_on_the_longest_input_and_on_no_longer_one(model_type):
             model(input_ids=torch.full((1, limit + 1), 7))
     with torch.device("meta"):
         assert longest_input(AutoModel.from_config(config), UNLIMITED) == limit
-
-
-def test_the_tokenizer_may_have_the_lower_limit_and_a_model_without_positions_has_none():
-    model = AutoModel.from_config(config_of("bert"))
-    assert longest_input(model, SimpleNamespace(model_max_length=9)) == 9
-    xlnet = AutoConfig.for_model("xlnet", vocab_size=50, d_model=16, n_layer=1, n_head=2, d_inner=32)
-    model = AutoModel.from_config(xlnet)
-    assert longest_input(model, UNLIMITED) is None and longest_input(model, SimpleNamespace(model_max_length=7)) == 7

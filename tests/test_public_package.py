@@ -3,12 +3,9 @@
 import ast
 import importlib.metadata
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 import d2l_bert
 from d2l_bert.cli import main
@@ -46,16 +43,3 @@ def test_every_package_that_the_code_imports_is_declared():
                     imported.add(node.module.partition(".")[0])
     foreign = {names.get(name, name) for name in imported - sys.stdlib_module_names - {"d2l_bert"}}
     assert foreign - declared == set()
-
-
-@pytest.mark.slow
-def test_a_test_process_leaves_no_temporary_folder(tmp_path):
-    code = "def test_nothing():\n    pass\n"
-    (tmp_path / "test_nothing.py").write_text(code)
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *  # noqa: F403\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-n", "2"]
-    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    (tmp_path / "tmp").mkdir()
-    done = subprocess.run([*command, str(tmp_path)], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not list((tmp_path / "tmp").glob("d2l-bert-tests-*"))

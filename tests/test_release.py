@@ -1,15 +1,10 @@
 """`make release`: makes a model again, says whether the bytes are the same, records it; refuses other texts."""
 
-import json
-import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,8 +13,6 @@ from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards import release
-from d2l_bert.model_cards.figures import deviations, evaluation_section, finetuned_entries
-from d2l_bert.model_cards.release import check_texts, flags
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.sources import file_source
 
@@ -197,143 +190,3 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
     changed(root, "num_seeds = 2", "num_seeds = 3")
     make(root, {"TABLES": given["TABLES"]}, folder, task="places")
     assert read_json(folder / "metrics.json")["finetune/places/seeds"] == 3, "other options are other trainings"
-
-
-@pytest.mark.slow
-def test_a_model_made_in_another_way_is_refused_and_other_bytes_are_said(root, given, tmp_path, in_process, capsys):
-    folder = tmp_path / "made"
-    assert make(root, given, folder, record=True) == 0
-    changed(root, "max_steps = 6\n", "max_steps = 7\n")
-    with pytest.raises(UserError, match="made in another way, or changed since; make it anew with --overwrite"):
-        make(root, given, folder)
-    assert make(root, given, folder, overwrite=True) in (0, 1)
-    said = capsys.readouterr().out
-    assert f"{NAME}: other bytes than recorded" in said
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-
-def test_a_text_that_is_missing_or_another_is_refused_in_one_line(root, given, tmp_path):
-    recipe, texts = release.read_recipe(NAME, root), tomllib.loads((root / "texts.toml").read_text())
-    other = tmp_path / "books"
-    shutil.copytree(given["BOOKS"], other)
-    check_texts(recipe["pretrain"], texts, {"BOOKS": other})
-    (other / "train" / "book-05.txt").write_text("Another book.\n")
-    cases = {
-        "BOOKS is missing: give BOOKS=DIR with books of the tests (from the tests)": {},
-        "/train: its files have the fingerprint none, not ": {"BOOKS": tmp_path},
-        r"/train: its files have the fingerprint \w{16}, not \w{16}; give BOOKS=DIR with books of": {"BOOKS": other},
-    }
-    for line, folders in cases.items():
-        with pytest.raises(UserError, match=line.replace("(", r"\(").replace(")", r"\)")) as refused:
-            check_texts(recipe["pretrain"], texts, folders)
-        assert "\n" not in str(refused.value)
-    with pytest.raises(UserError, match="TABLES is missing"):
-        make(root, {"BOOKS": given["BOOKS"]}, tmp_path / "out", task="places")
-    assert not (tmp_path / "out").exists()
-
-
-def test_texts_stand_in_options_by_their_names():
-    options = {"corpus": ["$BOOKS/train", "python-docs"], "blimp": "$BLIMP", "packing": "true", "max_steps": 3}
-    given = {"BOOKS": Path("/there/books"), "BLIMP": Path("/there/blimp")}
-    in_card = "--corpus BOOKS/train python-docs --blimp BLIMP --packing true --max_steps 3"
-    assert flags(options) == in_card.split()
-    assert flags(options, given)[:5] == ["--corpus", "/there/books/train", "python-docs", "--blimp", "/there/blimp"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The verdict
-
-
-def test_a_figure_agrees_up_to_four_standard_deviations_of_a_difference(tmp_path, capsys):
-    """0.566 nats, as the difference of two models with a deviation of 0.1 has one of 0.1414."""
-    figures = {"eval_mlm_loss": 4.0, "eval_perplexity": 54.6, "finetune/x/test_accuracy": 0.8}
-    figures |= {"finetune/x/test_accuracy:sd": 0.01}
-    recipe = {"pretrain": {}, "device": "cpu", "threads": 2, "seed": 1}
-    recipe["deviations"] = {"source": "three models", "eval_mlm_loss": 0.1, "eval_nsp_loss": 0.1}
-    recorded = {"recipe": recipe, "texts": {}, "processor_details": "family 6", "code": "1", "weights_sha256": "0"}
-    recorded |= {"versions": {"torch": "2.13.0"}}
-    assert deviations(recorded, figures) == {"eval_mlm_loss": 0.1, "finetune/x/test_accuracy": 0.01}
-    place, folder = tmp_path / "m", tmp_path / "made"
-    for where in (place, folder):
-        where.mkdir()
-        write_json(where / "metrics.json", figures)
-        write_json(where / "release.json", recorded)
-    assert release.compare(folder, place) == 0 and "m: the same bytes as recorded" in capsys.readouterr().out
-    now = {**recorded, "weights_sha256": "1", "versions": {"torch": "2.14.0"}, "recipe": {**recipe, "threads": 1}}
-    write_json(folder / "release.json", now)
-    for loss, code in ((3.43, 1), (3.44, 0), (4.56, 0), (4.57, 1)):
-        write_json(folder / "metrics.json", {**figures, "eval_mlm_loss": loss})
-        assert release.compare(folder, place) == code
-        said = capsys.readouterr().out
-        assert "m: other bytes than recorded" in said
-        assert f"here {loss:.3f} nats, {'NOT WITHIN' if code else 'within'} 0.566 nats\n" in said
-
-
-def test_the_sides_of_a_fine_tuning_are_told_apart():
-    sides = [
-        {
-            "mean": {"test": {"accuracy": mean}},
-            "sd": {"test": {"accuracy": sd}},
-            "seeds": [{}] * 3,
-            "best_metric": "accuracy",
-        }
-        for mean, sd in ((0.8, 0.01), (0.7, 0.02))
-    ]
-    key = "finetune/places/test_accuracy"
-    assert finetuned_entries("places", *sides) == {
-        "finetune/places/seeds": 3,
-        **{key: 0.8, f"{key}:sd": 0.01, f"{key}:from_scratch": 0.7, f"{key}:from_scratch:sd": 0.02},
-    }
-
-
-def test_the_card_says_on_which_tasks_pretraining_pays_by_two_standard_errors():
-    """Worked out by hand: of 4 seeds, deviations of 3 and 4 points make a standard error of 2.5 points."""
-    metrics = {}
-    for task, mean in (("questions", 0.851), ("twins", 0.849)):
-        key = f"finetune/{task}/test_accuracy"
-        metrics |= {key: mean, f"{key}:sd": 0.03, f"{key}:from_scratch": 0.8, f"{key}:from_scratch:sd": 0.04}
-        metrics[f"finetune/{task}/seeds"] = 4
-    section = evaluation_section(metrics)
-    assert "| questions: test accuracy | 85.1 % (3.0 %) | 80.0 % (4.0 %) | 4 | +2.0 |" in section
-    assert "| twins: test accuracy | 84.9 % (3.0 %) | 80.0 % (4.0 %) | 4 | +2.0 |" in section
-    assert "two standard errors or more, on questions." in section
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Interruptions
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from d2l_bert.model_cards import release
-root, out, books = map(Path, sys.argv[1:])
-sys.exit(release.release({name!r}, {{"BOOKS": books}}, out, root=root))
-"""
-
-
-@pytest.mark.slow
-def test_a_model_whose_making_was_ended_goes_on_to_the_same_bytes(root, given, tmp_path):
-    changed(root, "max_steps = 6\n", "max_steps = 400\nsave_steps = 20\n")
-
-    def start(out):
-        command = [sys.executable, "-c", PROGRAM.format(name=NAME), str(root), str(out), str(given["BOOKS"])]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    process = start(out)
-    deadline = time.monotonic() + 120
-    while not list(out.glob("checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143 and "Traceback" not in errors, errors
-    assert not (out / "model.safetensors").exists()
-    for folder in (out, whole):
-        process = start(folder)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-    weights = [json.loads((folder / "release.json").read_text())["weights_sha256"] for folder in (out, whole)]
-    assert weights[0] == weights[1]

@@ -7,7 +7,6 @@ import pytest
 from d2l_bert.tokenization import sources as readers
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
-    FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
     Cleaning,
     Document,
@@ -59,11 +58,6 @@ def test_nul_characters_pass_through():
     assert split.sentences == ["A nul\0 here.", "And\0."]
 
 
-def test_japanese_sentences_are_split():
-    (split,) = split_sentences([Document("d", ["今日は天気がいいです。公園へ行きますか？"])], "ja")
-    assert split.sentences == ["今日は天気がいいです。", "公園へ行きますか？"]
-
-
 def book(paragraphs, sentences_each):
     sentences = [f"Sentence {n}." for n in range(paragraphs * sentences_each)]
     ends = range(0, len(sentences), sentences_each)
@@ -80,15 +74,6 @@ def test_a_book_is_cut_into_blocks_of_whole_paragraphs():
     assert [block.document for block in blocks] == [0] * (len(blocks) - 1) + [1]
     for block in blocks[:-2]:
         assert block.paragraph_ends == list(range(5, 66, 5)) and len(block.sentences) == 65
-
-
-@pytest.mark.parametrize("sentences", [101, 500])
-def test_a_short_book_is_cut_into_about_twenty_documents(sentences):
-    blocks = blocks_of(book(paragraphs=sentences, sentences_each=1))
-    assert FEWEST_DOCUMENTS - 4 < len(blocks) < 1.5 * FEWEST_DOCUMENTS
-    assert [s for block in blocks for s in block.sentences] == [f"Sentence {n}." for n in range(sentences)]
-    assert {block.document for block in blocks} == {0}, "the text store then counts each block as a document"
-    assert all(block.paragraph_ends == list(range(1, len(block.sentences) + 1)) for block in blocks)
 
 
 def test_a_very_long_paragraph_is_cut_between_sentences():
@@ -109,12 +94,6 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-5])) > LONGEST_SENTENCE - 10
     assert counts == {"long_sentences": 2}
-
-
-def test_documents_are_not_cut_if_there_are_enough():
-    blocks = blocks_of(*(book(3, 2) for _ in range(FEWEST_DOCUMENTS + 5)))
-    assert [block.document for block in blocks] == list(range(FEWEST_DOCUMENTS + 5))
-    assert all(len(block.sentences) == 6 and block.paragraph_ends == [2, 4, 6] for block in blocks)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64])

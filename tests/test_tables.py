@@ -29,19 +29,6 @@ def test_a_table_row_is_a_document(name, column, tmp_path):
         ]
 
 
-def test_compressed_text_is_read(tmp_path):
-    (tmp_path / "a.txt.zst").write_bytes(bytes(pa.compress("One.\n\nTwo – naïve.".encode(), "zstd")))
-    found = [paragraphs for _, paragraphs in texts(file_source(tmp_path))]
-    assert found == [["One.", "Two – naïve."]]
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
-def test_a_line_of_a_megabyte_is_one_row(name, tmp_path):
-    write_table(tmp_path / name, [{"text": "word " * 200_000 + "\nend."}])
-    ((_, (paragraph,)),) = texts(file_source(tmp_path))
-    assert len(paragraph) == 1_000_004
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -74,21 +61,6 @@ def test_a_damaged_table_is_refused_with_its_name(name, content, tmp_path):
     assert name in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("column", "words"),
-    [
-        (pa.array([1]), "holds int64"),
-        (pa.array([["a"]]), "holds list<.*>"),
-        (pa.array([{"en": "a"}]), "holds struct<.*>"),
-        (pa.array([b"fine", b"caf\xe9"]).view(pa.string()), "utf-8"),
-    ],
-)
-def test_a_parquet_column_without_text_is_refused(column, words, tmp_path):
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=f"a.parquet: .*{words}"):
-        texts(file_source(tmp_path))
-
-
 def test_damaged_parquet_files_and_duplicate_column_names_are_refused(tmp_path):
     write_table(tmp_path / "a.parquet", [{"text": "fine"}])
     whole = (tmp_path / "a.parquet").read_bytes()
@@ -113,28 +85,3 @@ def test_rows_and_files_without_text_are_counted_and_skipped(tmp_path):
     source = file_source(tmp_path)
     assert texts(source) == [("some.jsonl block 0", ["A text."])]
     assert source.counts == {"files_without_text": 9, "rows_without_text": 3}
-
-
-def test_windows_line_ends_single_column_tables_and_folders_named_like_tables_are_read(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbftext\r\n"One,\r\nin two lines."\r\nAnother.\r\n')
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "One,\\r\\nin two lines."}\r\n{"text": "Another."}\r\n')
-    (tmp_path / "c.jsonl").mkdir()
-    (tmp_path / "c.jsonl" / "d.txt").write_text("Inside.")
-    found = [paragraphs for _, paragraphs in texts(file_source(tmp_path))]
-    assert found == [["One, in two lines."], ["Another."]] * 2 + [["Inside."]]
-    assert texts(file_source(tmp_path / "c.jsonl")) == [("d.txt", ["Inside."])]
-
-
-def test_a_csv_row_with_more_fields_than_column_names_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("id,text\n1,Early.\n2,It was late, and dark.\n")
-    with pytest.raises(ValueError, match="a.csv: cannot be read.*Expected 2 columns, got 3"):
-        texts(file_source(tmp_path / "a.csv"))
-
-
-def test_a_dictionary_encoded_parquet_column_of_text_is_read(tmp_path):
-    column = pa.array(["One. Two.", "Three."]).dictionary_encode()
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    assert [line for _, lines in texts(file_source(tmp_path / "a.parquet")) for line in lines] == [
-        "One. Two.",
-        "Three.",
-    ]

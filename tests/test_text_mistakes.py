@@ -30,42 +30,6 @@ def parts(tmp_path):
     return tmp_path / "parts"
 
 
-def test_parts_that_do_not_go_together_are_refused_by_check(parts, fails, capsys):
-    assert main(["prepare", "--check", str(parts / "0"), str(parts / "1")]) == 0
-    assert "its tokenizer is not that of" in fails("prepare", "--check", parts / "0", parts.parent / "other")
-
-
-@pytest.mark.parametrize(
-    "command", ["pretrain --max_steps 1 --output_dir OUT", "evaluate MODEL", "prepare --output_dir OUT"]
-)
-def test_a_folder_of_prepared_folders_is_not_read_as_text(parts, trained, tmp_path, fails, command):
-    words = command.replace("OUT", str(tmp_path / "out")).replace("MODEL", str(trained)).split()
-    said = fails(*words, "--corpus", parts)
-    assert "a prepared folder, not text" in said and not (tmp_path / "out").exists()
-
-
-def test_a_prepared_folder_is_no_text_to_evaluate_on(parts, trained, fails):
-    assert "a prepared folder, not text" in fails("evaluate", trained, "--corpus", parts / "0")
-
-
-def test_a_table_separated_by_semicolons_is_told_so(trained, tmp_path, fails):
-    (tmp_path / "a.csv").write_text("text;label\n" + "anna left;0\nboris came;1\n" * 5)
-    for command in (
-        f"finetune {trained} --task classification --train_file {tmp_path / 'a.csv'}",
-        f"pretrain --corpus {tmp_path / 'a.csv'} --max_steps 1",
-    ):
-        assert "text;label" in fails(*command.split(), "--output_dir", tmp_path / "out")
-
-
-def test_a_document_of_many_short_paragraphs_is_said_to_count_by_blocks(tmp_path, capsys):
-    (tmp_path / "one.txt").write_text("\n\n".join(f"Sentence number {n} is short." for n in range(960)))
-    assert (
-        main(["prepare", f"--corpus={tmp_path / 'one.txt'}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=90"])
-        == 0
-    )
-    assert "30 blocks of sentences that count as documents" in capsys.readouterr().err
-
-
 def test_an_added_token_of_two_words_is_encoded_in_training_as_in_use(tmp_path):
     tokenizer = train_wordpiece(SENTENCES, min_frequency=1)
     tokenizer.add_tokens([AddedToken("the table", normalized=True)])

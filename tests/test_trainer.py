@@ -84,34 +84,9 @@ def test_under_trainer_a_training_step_computes_no_logits_of_every_position(head
     assert not scored
 
 
-def test_without_pretraining_loss_trainer_averages_the_losses_of_micro_batches(tmp_path):
-    model, rows = ours("ForPreTraining"), make_rows("ForPreTraining")
-    rows = rows[:3] + rows[4:8]  # the row left out has no pair label: alone, its loss would not be defined
-    loss, _ = trained_once("ForPreTraining", rows, 1, 7, tmp_path, own_loss=False)
-    means = [model(**stacked([row])).loss.item() for row in rows]
-    assert loss == pytest.approx(sum(means) / 7, rel=1e-5)
-
-
 def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
     rows = [{**row, "next_sentence_label": torch.tensor(-100)} for row in make_rows("ForPreTraining")]
     loss, gradient = trained_once("ForPreTraining", rows, 2, 4, tmp_path)
     batch = {name: value for name, value in stacked(rows).items() if name != "next_sentence_label"}
     assert loss == pytest.approx(ours("ForPreTraining")(**batch).loss.item(), rel=1e-5)
     assert all(value.isfinite().all() for value in gradient.values())
-
-
-@pytest.mark.parametrize("name", ["labels", "next_sentence_label"])
-def test_pretraining_loss_names_the_labels_that_are_missing(name, tmp_path):
-    rows = [{key: value for key, value in row.items() if key != name} for row in make_rows("ForPreTraining")]
-    with pytest.raises(ValueError, match=f"PretrainingLoss needs {name}"):
-        trained_once("ForPreTraining", rows, 4, 2, tmp_path)
-
-
-def test_trainer_evaluates_the_pretraining_model(tmp_path):
-    model, rows = ours("ForPreTraining"), make_rows("ForPreTraining")
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=8)
-    trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=lambda prediction: {"n": 1.0})
-    trainer.compute_loss_func = PretrainingLoss(trainer)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(model(**stacked(rows)).loss.item(), rel=1e-5)
-    tokens, pairs = trainer.predict(rows).predictions
-    assert tokens.shape == (8, 12, 40) and pairs.shape == (8, 2)

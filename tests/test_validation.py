@@ -2,21 +2,15 @@
 
 import json
 import os
-import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 from conftest import SMALL, write_books
-from hub_cards import read_card
-from huggingface_hub import ModelCard
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.folders import read_json
-from d2l_bert.model_cards.card import card_of, render_card
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.batching import make_held_out
 from d2l_bert.training.config import PretrainConfig
@@ -104,79 +98,6 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     assert max(end for _, end in spans) <= len(text.validation.tokens.ids) and len(met) > len(sentences) / 4
 
 
-def test_nothing_of_the_training_text_is_held_out(evaluated, trained, books):
-    data, usual = (read_json(folder / "run_config.json")["data"] for folder in (evaluated, trained))
-    text = prepare(TextConfig(corpus=[str(books)], vocab_size=400))
-    assert data["train_documents"] == 24 == usual["train_documents"] + usual["held_out_documents"]
-    assert len(text.train_documents()) < 24  # without a validation text some are held out
-    assert usual["held_out_documents"] == len(text.held_out) > 0
-    assert (data["held_out_documents"], data["validation"]["texts"]) == (BOOKS, BOOKS)
-    words = sum(len(book.read_text().split()) for book in books.iterdir())
-    assert data["train_words"] == words and usual["train_words"] < words
-
-
-def test_the_overlap_is_in_the_record_the_messages_and_the_card(evaluated, books, check_books, tmp_path, capsys):
-    validation = read_json(evaluated / "run_config.json")["data"]["validation"]
-    assert validation["corpus_name"] == "check" and validation["texts_in_training"] == BOOKS_IN_BOTH
-    assert pretrain(tmp_path / "out", f"--corpus={books}", f"--validation_corpus={check_books}") == 0
-    said = capsys.readouterr().err
-    assert "validation text check: 3 of its 20 files and rows stand in the training text, too" in said
-    assert " to train on; 20 documents, " in said and " tokens of check to evaluate on; " in said
-    card = ModelCard.load(evaluated / "README.md")
-    assert f"| validation text | check, fingerprint `{validation['corpus_fingerprint']}`: 20 documents, " in card.text
-    assert "| validation text in the training text | 3 of its 20 files and rows |" in card.text
-    assert "**3 of the 20 files and rows of the validation text stand in the training text, too.**" in card.text
-    assert "of the validation text, check, with" in card.text and "held-out documents" not in card.text
-    assert "| held out | nothing; the validation text is a text of its own, not a part of the corpus |" in card.text
-    assert {result.dataset_name for result in card.data.eval_results} == {"check, validation text"}
-    assert read_card((evaluated / "README.md").read_text())[1:] == ([], [])
-
-
-def test_a_card_without_overlap_has_no_warning(evaluated, trained):
-    config, record, metrics = (
-        read_json(evaluated / name) for name in ("config.json", "run_config.json", "metrics.json")
-    )
-    record["data"]["validation"]["texts_in_training"] = 0
-    text = card_of("model", config, 1, record, metrics, False)
-    assert "| validation text in the training text | none of its 20 files and rows |" in text
-    assert "stand in the training text" not in text
-    record["data"]["validation"]["corpus_name"] = "a | b"
-    assert r"| validation text | a \| b, fingerprint" in card_of("model", config, 1, record, metrics, False)
-    assert "validation text" not in render_card(trained, "model")
-
-
-def test_the_recorded_command_names_the_validation_text(evaluated, books, check_books, tmp_path, monkeypatch):
-    command = shlex.split(read_json(evaluated / "run_config.json")["command"])
-    place = command.index("--validation_corpus")
-    assert command[place + 1] == "check"
-    # Where both texts lie under these names, the command trains the same weights.
-    for folder in (books, check_books):
-        shutil.copytree(folder, tmp_path / folder.name)
-    monkeypatch.chdir(tmp_path)
-    assert main([*command[1:], "--output_dir=again", "--mixed_precision=no", "--save_steps=2"]) == 0
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
-    assert (
-        read_json(tmp_path / "again" / "run_config.json")["data"] == read_json(evaluated / "run_config.json")["data"]
-    )
-
-
-def test_a_prepared_folder_and_its_text_train_alike_beside_a_validation_text(books, check_books, prepared, tmp_path):
-    """With the tokenizer of the prepared folder: a tokenizer trained here would see the held-out part, too."""
-    at = f"--validation_corpus={check_books}"
-    options = without_vocabulary(RUN)
-    for name, text in (
-        ("text", [f"--corpus={books}", f"--tokenizer={prepared}"]),
-        ("tokens", [f"--corpus={prepared}"]),
-    ):
-        assert main(["pretrain", *text, at, f"--output_dir={tmp_path / name}", *options]) == 0
-    records = [read_json(tmp_path / name / "run_config.json")["data"] for name in ("text", "tokens")]
-    for record in records:
-        record.pop("tokenizer")  # measured on the validation text, and on what was held out when it was trained
-    assert records[0] == records[1] and records[0]["validation"]["texts_in_training"] == BOOKS_IN_BOTH
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("text", "tokens")]
-    assert weights[0] == weights[1]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts in both
 
@@ -204,18 +125,6 @@ def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tm
     (tmp_path / "set").mkdir()
     shutil.copyfile(to_check, tmp_path / "set" / "validation.jsonl")
     assert overlap(corpus, validation_dataset=[str(tmp_path / "set")]) == (texts, in_both)
-
-
-def test_a_single_file_in_both_texts_is_counted_once(tmp_path):
-    book = "\n\n".join(ROWS)
-    (tmp_path / "corpus").mkdir()
-    for name, text in {"a": book, "b": book, "c": "\n\n".join(ROWS[:20])}.items():
-        (tmp_path / "corpus" / f"{name}.txt").write_text(text)
-    (tmp_path / "same.txt").write_text("\n" + book.replace("\n\n", "\n\n\n"))
-    (tmp_path / "other.txt").write_text(book + " One word more.")
-    assert overlap(tmp_path / "corpus", validation_corpus=[str(tmp_path / "same.txt")]) == (1, 1)
-    both = [str(tmp_path / name) for name in ("same.txt", "other.txt")]
-    assert overlap(tmp_path / "corpus", validation_corpus=both) == (2, 1)
 
 
 def overlap(corpus, **options):
@@ -293,16 +202,3 @@ def test_a_wrong_validation_text_is_refused_in_one_line(world, row, corpus, caps
     for word in words:
         assert word in said
     assert sorted(os.listdir(world)) == before
-
-
-def test_another_validation_text_is_refused_by_name_when_a_run_is_resumed(world, capsys):
-    run = ["pretrain", "--corpus=books", "--output_dir=out", *RUN]
-    assert main([*run, "--validation_corpus=check"]) == 0
-    shutil.rmtree("out/checkpoint-4")
-    resume = [*run, "--resume_from_checkpoint=latest"]
-    said = refused(capsys, *resume)
-    assert "out/checkpoint-2: a checkpoint of another run: validation text was 'given', and is 'none' now" in said
-    Path("check/book-01.txt").write_text("Another sentence. And another.")
-    said = refused(capsys, *resume, "--validation_corpus=check")
-    assert "out/checkpoint-2: a checkpoint of another run: validation text (fingerprint) was" in said
-    assert not Path("out/checkpoint-4").exists()

@@ -1,28 +1,17 @@
 """`pretrain --save_words`: words counted, models saved once each, in resumed runs too, and sent to their branches."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from conftest import SMALL
 from publishing import published
 from runs import run
-from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from d2l_bert import RECIPES, D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert import D2lBertForPreTraining
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import checkpoint
-from d2l_bert.training.checkpoint import WordSaver
 from d2l_bert.training.config import folder_name, word_marks
 from d2l_bert.training.data import words_in
 from d2l_bert.training.epochs import EpochPairs, Selection
@@ -62,12 +51,6 @@ def test_numbers_of_words_are_read_and_named_as_babylm_names_them():
     names = {500: "chck_500", 10**4: "chck_10k", 10**6: "chck_1M", 1_500_000: "chck_1500k", 10**9: "chck_1000M"}
     for words, name in names.items():
         assert folder_name(words) == name and words_of(name) == words
-
-
-@pytest.mark.parametrize("entry", ["", "0", "-1", "1.5M", "1e6", "1G", "M", "9" * 30, "_1", "１M"])
-def test_what_is_no_number_of_words_is_refused(entry):
-    with pytest.raises(UserError, match="save_words takes numbers of words such as 10k, 1M or 1_000_000, got"):
-        word_marks([entry])
 
 
 @pytest.mark.parametrize("entries", [["2M", "1M"], ["1M", "1_000_000"], ["1k", "1K"]])
@@ -141,134 +124,8 @@ def test_the_weights_are_those_of_the_step_that_reached_the_words(books, whole, 
     assert (whole / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        ("chck_600",),
-        pytest.param((), marks=pytest.mark.slow),
-        pytest.param(("chck_1k", "chck_1001"), marks=pytest.mark.slow),
-        pytest.param(("chck_600", "chck_1k", "chck_1001"), marks=pytest.mark.slow),
-    ],
-)
-def test_a_resumed_run_saves_each_model_once_with_the_same_bytes(books, whole, tmp_path, capsys, lost):
-    """Killed before its first checkpoint, with some of the models saved: the run starts again from step 0."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "checkpoint-12")
-    (folder / "model.safetensors").unlink()
-    for name in lost:
-        (folder / name).rename(folder / f".{name}.part")  # as if killed while it was written
-    marks = ("--save_words", "600", "1k", "1_001", "99M")
-    run(books, folder, *OPTIONS, *marks, "--resume_from_checkpoint=latest")
-    assert saved(folder).keys() == saved(whole).keys() and not list(folder.glob(".chck*"))
-    for name, path in saved(folder).items():
-        assert contents(path) == contents(whole / name)
-    said = capsys.readouterr().err
-    assert all(said.count(f"{name}: saved after") == 1 for name in saved(whole))
-    assert "save_words: the run has seen" in said and "so it has not saved chck_99M" in said
-
-
-def test_a_run_that_resumes_behind_a_number_keeps_its_model_and_says_what_is_missing(books, whole, tmp_path, capsys):
-    # The words of the first five steps, from a run that is the same but for its numbers.
-    short = tmp_path / "short"
-    run(books, short, *OPTIONS, "--save_total_limit=9", "--save_words", "900")
-    seen = json.loads((short / "checkpoint-5" / "training_state.json").read_text())["words_seen"]
-    for path in (short / "checkpoint-10", short / "checkpoint-12"):
-        shutil.rmtree(path)
-    (short / "model.safetensors").unlink()
-    before = (short / "chck_900" / "words_seen.json").stat().st_mtime_ns
-    later = int(seen) + 200
-    capsys.readouterr()
-    run(books, short, *OPTIONS, "--save_words", "500", "900", str(later), "--resume_from_checkpoint=latest")
-    assert seen > 900 and saved(short).keys() == {"chck_900", folder_name(later)}
-    assert (short / "chck_900" / "words_seen.json").stat().st_mtime_ns == before, "kept, not saved again"
-    assert (short / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_new_run_in_the_folder_deletes_the_models_of_the_run_before(books, whole, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    run(books, folder, *OPTIONS, "--overwrite_output_dir", "--max_steps=2")
-    assert not saved(folder)
-
-
-def test_a_folder_that_no_run_has_made_is_kept(tmp_path):
-    for name in ("chck_9", "chck_5"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.txt").write_text("precious")
-    learner = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=True, num_processes=1))
-    WordSaver(learner, tmp_path, None, [7], {"step": 0}).start()
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["chck_5", "chck_9", "mine.txt", "mine.txt"]
-
-
-def test_a_number_reached_in_a_skipped_step_is_saved_after_the_next_step_even_if_the_run_resumes(monkeypatch):
-    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
-    learner = SimpleNamespace(accelerator=accelerator, full_model=lambda averaged: None)
-    monkeypatch.setattr(checkpoint, "write_models", lambda folder, model, tokenizer, marks, reached: marks)
-    words = WordSaver(learner, None, None, [100, 200], {"step": 0})
-    words.seen += 150  # the step is skipped: `save_due` is not called
-    resumed = WordSaver(
-        learner, None, None, [100, 200], {"step": 1, "words_seen": 150, "words_settled": words.settled}
-    )
-    resumed.seen += 10
-    assert resumed.save_due(2) == [100] and resumed.save_due(2) == [] and resumed.settled == 160
-
-
-@pytest.mark.slow
-def test_a_moving_average_is_what_is_saved(books, tmp_path):
-    run(
-        books,
-        tmp_path / "run",
-        *OPTIONS,
-        "--ema_decay=0.9",
-        "--save_words",
-        "600",
-        "--save_steps=1",
-        "--save_total_limit=99",
-    )
-    path = tmp_path / "run" / "chck_600"
-    step = json.loads((path / "words_seen.json").read_text())["step"]
-    average = load_file(tmp_path / "run" / f"checkpoint-{step}" / "average.safetensors")
-    weights = load_file(path / "model.safetensors")
-    assert all((weights[name] == average[name]).all() for name in weights if name in average)
-    assert average.keys() >= weights.keys()
-
-
-@pytest.mark.slow
-def test_a_dry_run_saves_and_warns_of_nothing(books, tmp_path, capsys):
-    arguments = [f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *OPTIONS, "--dry_run"]
-    assert main(["pretrain", *arguments, "--save_words", "1", "99M"]) == 0
-    assert "save_words" not in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_save_at_the_same_steps_with_the_same_words(books, whole, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "d2l_bert", "pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'two'}"]
-    command += [*SMALL, *OPTIONS, "--save_words", "600", "1k", "1_001", "99M", "--dataloader_num_workers=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert process.stderr.count("chck_600: saved after") == 1, "one process saves and says it"
-    assert saved(tmp_path / "two").keys() == saved(whole).keys()
-    for name, path in saved(whole).items():
-        one, two = contents(path), contents(tmp_path / "two" / name)
-        first, second = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "two" / name))
-        assert one.pop("model.safetensors") and two.pop("model.safetensors")
-        assert one == two, "the same step, words, code and tokenizer"
-        for weight in first:  # sums over two processes round in another order
-            torch.testing.assert_close(first[weight], second[weight], atol=1e-4, rtol=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The Hub
-
-
-def test_publish_leaves_the_models_out(whole, here, books, capsys):
-    assert main(["publish", str(whole), "someone/bert", "--license=mit", "--dry_run"]) == 0
-    listed = capsys.readouterr().out
-    assert "chck" not in listed.partition("stays here:")[0] and "chck_1k" in listed.partition("stays here:")[2]
 
 
 @pytest.mark.parametrize("strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow)])
@@ -287,22 +144,3 @@ def test_each_model_is_sent_to_a_branch_of_its_name(here, books, whole, tmp_path
         assert json.loads(files["run_config.json"])["checkpoint_words"] == words_of(name)
     model = D2lBertForPreTraining.from_pretrained("someone/bert", revision="chck_600", cache_dir=tmp_path / "cache")
     assert model.config.vocab_size
-
-
-@pytest.mark.slow
-def test_a_resumed_run_sends_what_was_saved_and_not_sent(here, books, tmp_path):
-    out = tmp_path / "bert"
-    marks, push = ["--save_words", "600", "1_001"], ["--push_to_hub", "--license=mit"]
-    run(books, out, *OPTIONS, *marks)  # as if killed before anything was sent
-    (out / "model.safetensors").unlink()
-    run(books, out, *OPTIONS, *marks, *push, "--resume_from_checkpoint=latest")
-    assert list(here.branches("someone/bert")) == ["main", "chck_600", "chck_1001"]
-    commits = [len(here.repositories["model", "someone/bert"].history(name)) for name in ("chck_600", "chck_1001")]
-    (out / "model.safetensors").unlink()
-    run(books, out, *OPTIONS, *marks, *push, "--resume_from_checkpoint=latest")
-    again = [len(here.repositories["model", "someone/bert"].history(name)) for name in ("chck_600", "chck_1001")]
-    assert commits == again, "what is there already makes no new commit"
-
-
-def test_the_options_of_all_recipes_save_no_words_by_default():
-    assert all(recipe()[1].save_words == [] for recipe in RECIPES.values())

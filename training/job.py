@@ -15,7 +15,7 @@ from d2l_bert.training.packing import Sharding
 @dataclass
 class Job:
     """
-    What a run has decided. `pretrain` makes it; `loop.plan` fills in what is found by trying, before the first step.
+    What a run has decided. `pretrain` makes it; its `plan` fills in what is found by trying, before the first step.
 
     Args:
         run: the options, with the defaults of this machine and, after `plan`, the size of micro-batches.

@@ -14,6 +14,16 @@ from d2l_bert.training.config import PretrainConfig
 # The kinds of tasks. `run.py` has a class for each.
 KINDS = ("classification", "multilabel", "regression", "tags", "answers", "multiple_choice")
 
+# Transformers' names of the kinds: those of its pipelines and examples, and the `problem_type` of several labels.
+KIND_OF = {
+    "text-classification": "classification",
+    "multi_label_classification": "multilabel",
+    "regression": "regression",
+    "token-classification": "tags",
+    "question-answering": "answers",
+    "multiple-choice": "multiple_choice",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTask:
@@ -117,7 +127,7 @@ class FinetuneConfig(Options):
     model: str = dataclasses.field(metadata={"group": None, "identity": False})
     task: str | None = option(
         None,
-        f"the kind of task: {', '.join(KINDS)}; or a data set that is known by its name: {', '.join(NAMED_TASKS)}",
+        f"the kind of task: {', '.join(KIND_OF)}; or a data set that is known by its name: {', '.join(NAMED_TASKS)}",
         DATA,
         metavar="KIND",
         common=True,
@@ -394,8 +404,8 @@ class FinetuneConfig(Options):
         splits = ("train_split", "validation_split", "test_split")
         pairs = (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16"))
         return {
-            f"task {self.task!r}: give one of {', '.join(KINDS)}; or {', '.join(NAMED_TASKS)}": (
-                self.task not in (*KINDS, *NAMED_TASKS)
+            f"task {self.task!r}: give one of {', '.join(KIND_OF)}; or {', '.join(NAMED_TASKS)}": (
+                self.task not in (*KIND_OF, *KINDS, *NAMED_TASKS)
             ),
             "train_file and dataset both give the training rows; give one": self.train_file and self.dataset,
             "train_file is missing; give --train_file FILE, or --dataset ID": (
@@ -454,7 +464,7 @@ class FinetuneConfig(Options):
     @property
     def kind(self) -> str:
         """The kind of the task, one of `KINDS`."""
-        return self.named_task().kind if self.named_task() else self.task
+        return self.named_task().kind if self.named_task() else KIND_OF.get(self.task, self.task)
 
     def dataset_name(self) -> str | None:
         """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
