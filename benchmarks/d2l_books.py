@@ -16,7 +16,6 @@ JSON file, shows the training losses thin and the held-out losses thick, with ln
 """
 
 import argparse
-import contextlib
 import math
 import statistics
 import sys
@@ -53,18 +52,12 @@ class Variant:
     Args:
         what: the change in words.
         rate: the learning rate of a step, from the step and the number of steps.
-        book: changes of the model and the loss, as in `benchmarks.peers.Book`.
-        dropout: dropout probability; None for d2l's.
-        length: how many times as many steps.
-        distinct_steps: the pairs of so many steps, with the same masks, come again and again; None for new pairs.
+        book: changes of the step, as in `benchmarks.peers.Book`.
     """
 
     what: str
     rate: object = lambda step, count: RATE
     book: dict = field(default_factory=dict)
-    dropout: float | None = None
-    length: int = 1
-    distinct_steps: int | None = None
 
 
 def warmed_up(rate):
@@ -78,14 +71,7 @@ VARIANTS = {
     "warmup": Variant("the rate rises to 0.01 in the first tenth of the steps", warmed_up(RATE)),
     "falling": Variant("the rate falls from 0.01 to 0", lambda step, count: RATE * (1 - step / count)),
     "rate_1e-3": Variant("rate 0.001", lambda step, count: 1e-3),
-    "rate_1e-4": Variant("rate 0.0001", lambda step, count: 1e-4),
     "clipped": Variant("gradient norm at most 1", book={"max_grad_norm": 1.0}),
-    "small_start": Variant("embeddings start at 0.02 instead of 1", book={"initializer_range": 0.02}),
-    "real_slots": Variant("padded slots do not count in the MLM loss", book={"real_slots": True}),
-    "no_dropout": Variant("no dropout", dropout=0.0),
-    "masks_once": Variant("the pairs and masks of 10 steps again and again", distinct_steps=10),
-    "longer": Variant("10 times as many steps", length=10),
-    "longer_1e-3": Variant("10 times as many steps, at rate 0.001", lambda step, count: 1e-3, length=10),
 }
 
 
@@ -194,16 +180,6 @@ def train(task, contestant, what, rates, steps, held_out, folder, eval_steps) ->
     return losses
 
 
-class Repeated:
-    """The first steps of a sequence of steps, again and again."""
-
-    def __init__(self, steps, count):
-        self.steps, self.count = steps, count
-
-    def __getitem__(self, number):
-        return self.steps[number % self.count]
-
-
 def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run and ours on the same pairs."""
     count, run = arguments.max_steps, task.run
@@ -221,26 +197,13 @@ def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
 
 def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run with one thing changed at a time."""
-    held_out = write_held_out(task, folder)
+    count, held_out = arguments.max_steps, write_held_out(task, folder)
+    steps = task.steps(count)
     for name in dict.fromkeys(["book", *(arguments.experiment or VARIANTS)]):
         variant = VARIANTS[name]
-        changed = task
-        if variant.dropout is not None:
-            changed = replace(task, architecture=with_dropout(task.architecture, variant.dropout))
-        count = variant.length * arguments.max_steps
-        steps = changed.steps(count)
-        if variant.distinct_steps:
-            steps = Repeated(steps, variant.distinct_steps)
         rates = [variant.rate(step, count) for step in range(count)]
-        eval_steps = variant.length * arguments.eval_steps
-        with contextlib.ExitStack() as stack:
-            contestant = stack.enter_context(changed.contestant("d2l", arguments.d2l_python, book=variant.book))
-            yield name, train(changed, contestant, variant.what, rates, steps, held_out, folder, eval_steps)
-
-
-def with_dropout(architecture, dropout):
-    numbers = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return type(architecture)(**{**architecture.to_dict(), **numbers})
+        with task.contestant("d2l", arguments.d2l_python, book=variant.book) as contestant:
+            yield name, train(task, contestant, variant.what, rates, steps, held_out, folder, arguments.eval_steps)
 
 
 def write_held_out(task, folder) -> str:

@@ -4,10 +4,10 @@
 
 Two runs of the command train the recipe tiny on 400 documents of Python's documentation, each with its own cache: 200
 steps, a checkpoint every fourth step, batches from a loader's worker. One run is not disturbed. The other run is
-killed at random moments (SIGKILL, with its worker), and always started with `--resume_from_checkpoint latest`. Of the
-kills, 10 % are aimed at reading and tokenizing the text, 10 % at later start-ups, 20 % at any moment of training, 50 %
-at a save, 10 % at the time after the last step. At the end the weights and the optimizer's moments must be the same
-bytes, and the log must hold the same losses, each step once.
+killed at random moments (SIGKILL, with its worker), and always started with `--resume_from_checkpoint latest`. A fifth
+of the kills is aimed at reading, tokenizing and start-up, the others at later and later steps and, in the last tenth,
+at the time after the last step; half of these wait for a save. At the end the weights and the optimizer's moments must
+be the same bytes, and the log must hold the same losses, each step once.
 """
 
 import argparse
@@ -17,13 +17,11 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -38,8 +36,7 @@ OPTIONS = (
     f"--max_steps={STEPS} --save_steps={SAVE_STEPS} --eval_steps=100 --logging_steps=1 "
     "--hidden_dropout_prob=0.1 --dataloader_num_workers=1 --resume_from_checkpoint=latest"
 ).split()
-# Shares of all kills. The first start and the end of the run get a tenth each, see `plan_kills`.
-AIMS = {"training": 0.2, "save": 0.5, "start": 0.1}
+AT_START, IN_SAVE = 0.2, 0.5  # shares of the kills
 TIME_LIMIT = 600  # seconds for one process; a run that takes longer hangs
 
 
@@ -52,14 +49,10 @@ def main() -> None:
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Run(Path(folder) / "whole"), Run(Path(folder) / "killed")
-        timing = run_undisturbed(whole)
-        print(
-            f"not killed: {timing.start:.1f} s to the first step, {1000 * timing.step:.0f} ms a step, "
-            f"{1000 * timing.save:.0f} ms a save, {timing.finish:.1f} s behind the last step",
-            flush=True,
-        )
+        seconds = whole.start().finish()
+        print(f"not killed: {seconds:.1f} s", flush=True)
         begin = time.monotonic()
-        kills_by_phase, steps_taken = kill_and_resume(killed, arguments.kills, timing, random.Random(arguments.seed))
+        kills_by_phase, steps_taken = kill_and_resume(killed, arguments.kills, random.Random(arguments.seed))
         report(kills_by_phase, steps_taken, time.monotonic() - begin)
         sys.exit(0 if compare(whole, killed) else 1)
 
@@ -102,11 +95,9 @@ class RunProcess:
         """The steps that this process has taken, from its messages."""
         return [int(step) for step in re.findall(rf"(?m)^step +(\d+)/{STEPS} ", self.stderr.read_text())]
 
-    def step(self) -> int:
-        return max(self.steps(), default=0)
-
-    def past_the_last_step(self) -> bool:
-        return self.starts_at_the_end or self.step() == STEPS
+    def has_taken(self, step: float) -> bool:
+        """Whether the run has taken this step, in this process or an earlier one."""
+        return self.starts_at_the_end or max(self.steps(), default=0) >= step
 
     def wait(self, happened, pause: float = 0.005) -> bool:
         """Wait until `happened()` (returns True), or until the process ends (returns False)."""
@@ -125,114 +116,65 @@ class RunProcess:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
-    def finish(self) -> None:
-        """Wait for the end; exits if the process failed."""
+    def runs_for(self, seconds: float) -> bool:
+        """Whether the process runs for `seconds` more."""
+        end = time.monotonic() + seconds
+        return self.wait(lambda: time.monotonic() >= end, pause=min(0.005, seconds / 10))
+
+    def finish(self) -> float:
+        """Wait for the end; returns the seconds from the start. Exits if the process failed."""
         self.wait(lambda: False)
         if self.popen.returncode:
             sys.exit(f"exit code {self.popen.returncode}:\n{self.stderr.read_text()}")
-
-
-@dataclass
-class Timing:
-    """Seconds from the start to the first step, of one step, of one save, and from the last step to the end."""
-
-    start: float
-    step: float
-    save: float
-    finish: float
-
-
-def run_undisturbed(run: Run) -> Timing:
-    """Run without a kill, and measure how long each phase takes."""
-    process, saves, since = run.start(), [], None
-    process.wait(process.step)
-    start = time.monotonic()
-    while process.step() < STEPS and process.popen.poll() is None:
-        if since is None and run.is_saving():
-            since = time.monotonic()
-        elif since is not None and not run.is_saving():
-            saves.append(time.monotonic() - since)
-            since = None
-        time.sleep(0.001)
-    end = time.monotonic()
-    process.finish()
-    save = statistics.median(saves)
-    step = (end - start) / STEPS - save / SAVE_STEPS
-    return Timing(start - process.begin, step, save, time.monotonic() - end)
+        return time.monotonic() - self.begin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kills
 
 
-def kill_and_resume(run: Run, kills: int, timing: Timing, rng: random.Random) -> tuple[Counter, int]:
-    """Kill a run `kills` times, then let it end.
+def kill_and_resume(run: Run, kills: int, rng: random.Random) -> tuple[Counter, int]:
+    """
+    Kill a run `kills` times, then let it end.
 
     Returns:
         The number of kills in each phase, and the number of steps that all processes took together.
     """
     kills_by_phase, steps_taken = Counter(), 0
-    for aim, step in plan_kills(kills, rng):
-        while (killed := kill_once(run, aim, step, timing, rng)) is None:
-            aim = "start"  # the run ended before the kill: aim at a start-up instead
-        where, steps = killed
-        kills_by_phase[where] += 1
-        steps_taken += steps
-        print(f"kill {kills_by_phase.total()} of {kills}, {where}: {steps} steps taken", file=sys.stderr)
+    for number in range(kills):
+        is_at_start, step = rng.random() < AT_START, min(STEPS, 1.1 * STEPS * number / kills)
+        while True:
+            process = run.start()
+            if process.runs_for(rng.uniform(0, 6)) if is_at_start else wait_for_kill(process, step, rng):
+                break
+            process.finish()
+            is_at_start = True  # the run ended before the kill: aim at a start-up instead
+        process.kill()
+        steps = process.steps()
+        kills_by_phase[phase_of(run, process, steps)] += 1
+        steps_taken += len(steps)
+        print(f"kill {number + 1} of {kills}: {len(steps)} steps taken", file=sys.stderr)
     process = run.start()
     process.finish()
     return kills_by_phase, steps_taken + len(process.steps())
 
 
-def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, float]]:
-    """The aim of each kill, and the step after which to kill: the steps are spread over the run."""
-    ends = kills // 10
-    aims = rng.choices(list(AIMS), list(AIMS.values()), k=kills - 2 * ends)
-    steps = sorted(rng.uniform(0, 0.95 * STEPS) for _ in aims)
-    return [("start", 0)] * ends + list(zip(aims, steps, strict=True)) + [("end", STEPS)] * ends
+def wait_for_kill(process: RunProcess, step: float, rng: random.Random) -> bool:
+    """Wait until some time after a step, or into a save after it; returns False if the run ends before."""
+    if not process.wait(lambda: process.has_taken(step)):
+        return False
+    if step < STEPS and rng.random() < IN_SAVE / (1 - AT_START):
+        return process.wait(process.run.is_saving, pause=0.001) and process.runs_for(rng.uniform(0, 0.05))
+    return process.runs_for(rng.uniform(0, 1))
 
 
-def kill_once(run, aim, step, timing, rng) -> tuple[str, int] | None:
-    """Start the run and kill it.
-
-    Returns:
-        The phase of the kill and the number of steps taken; None if the run ended before.
-    """
-    process = run.start()
-    if not wait_for_kill(process, aim, step, timing, rng):
-        process.finish()
-        return None
-    process.kill()
-    steps = process.steps()
-    if process.past_the_last_step() and not run.is_saving():
-        return "behind the last step", len(steps)
+def phase_of(run: Run, process: RunProcess, steps: list[int]) -> str:
+    """What a killed process was doing."""
+    if process.has_taken(STEPS) and not run.is_saving():
+        return "behind the last step"
     if not steps:  # an unfinished save is from an earlier process
-        return "before training began", 0
-    return "during a save" if run.is_saving() else "between saves", len(steps)
-
-
-def wait_for_kill(process, aim, step, timing, rng) -> bool:
-    """Wait for the moment of the kill; returns False if the run ends before."""
-    if aim == "start":  # a start-up may take less time than measured
-        end = process.begin + rng.uniform(0, timing.start)
-        return process.wait(lambda: time.monotonic() >= end or process.step())
-    if aim == "end":
-        longest = timing.finish + (timing.start if process.starts_at_the_end else 0)
-        return process.wait(process.past_the_last_step) and runs_for(process, rng.uniform(0, longest))
-    if not process.wait(process.step):
-        return False
-    timing.start = time.monotonic() - process.begin  # shorter than before: the cache is filled
-    if not process.wait(lambda: process.step() >= step):
-        return False
-    if aim == "training":
-        return runs_for(process, rng.uniform(0, SAVE_STEPS * timing.step + timing.save))
-    return process.wait(process.run.is_saving, pause=0.001) and runs_for(process, rng.uniform(0, timing.save))
-
-
-def runs_for(process, seconds) -> bool:
-    """Whether the process runs for `seconds` more."""
-    end = time.monotonic() + seconds
-    return process.wait(lambda: time.monotonic() >= end, pause=min(0.005, seconds / 10))
+        return "before training began"
+    return "during a save" if run.is_saving() else "between saves"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

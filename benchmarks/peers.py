@@ -82,11 +82,7 @@ def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """
-    The step of `d2l-bert pretrain`, set up as the command and `pretrain` do.
-
-    With `short_waits` False in the setup, OpenMP's waits are not adapted to other programs.
-    """
+    """The step of `d2l-bert pretrain`, set up as the command and `pretrain` do."""
 
     def __init__(self, setup):
         from d2l_bert import D2lBertConfig, PretrainConfig
@@ -100,8 +96,7 @@ class Ours:
 
         keep_freed_memory()
         self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
-        if setup.get("short_waits", True):
-            self.opened.enter_context(short_waits())
+        self.opened.enter_context(short_waits())
         self.train_step = train_step
         self.accelerator = distributed.make_accelerator(None)
         architecture = D2lBertConfig(**setup["architecture"])
@@ -135,8 +130,7 @@ class Book:
     """
     The model, loss and step of d2l 1.0.3 (section 15.10): Adam, float32, rows of one length, label 1 for "is next".
 
-    `setup["book"]` may change one thing: `real_slots` leaves padded slots out of the MLM loss, `max_grad_norm` clips
-    the gradient, `initializer_range` is the standard deviation of the embeddings at the start (1 in d2l).
+    `setup["book"]` may have `max_grad_norm`, to which the gradient is clipped.
     """
 
     def __init__(self, setup):
@@ -161,10 +155,6 @@ class Book:
         # A first call lets its lazy layers learn their sizes.
         self.model(ids, ids, torch.ones(1, device=self.device), ids)
         self.changes = setup.get("book") or {}
-        if deviation := self.changes.get("initializer_range"):
-            encoder = self.model.encoder
-            for table in (encoder.token_embedding.weight, encoder.segment_embedding.weight, encoder.pos_embedding):
-                torch.nn.init.normal_(table, std=deviation)
         self.batch_loss, self.loss = d2l._get_batch_loss_bert, torch.nn.CrossEntropyLoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
@@ -176,7 +166,7 @@ class Book:
         known = step["labels"] != -100
         lengths = step["attention_mask"].sum(1).float()
         # d2l gives padded slots the label 0, and its mean counts them; the loss ignores slots with the label -100.
-        labels = step["labels"] if self.changes.get("real_slots") else step["labels"].where(known, 0)
+        labels = step["labels"].where(known, 0)
         slots = (step["masked_positions"], known.float(), labels)
         return step["input_ids"], step["token_type_ids"], lengths, *slots, 1 - step["next_sentence_label"]
 
@@ -273,31 +263,6 @@ class ContestantProcess:
     def losses(self, file, rate):
         """Train on the step in a file; returns its MLM and its NSP loss, before the step and with dropout."""
         return self.contestant.step(self.contestant.batches(read_step(file)), rate)
-
-    def steps_for(self, file, seconds, untimed_seconds):
-        """
-        Train on one step, again and again.
-
-        Args:
-            seconds: the time to train, after the untimed steps.
-            untimed_seconds: the time of the first steps, which are not timed. At least one step is not timed, because
-                another process may have had the caches.
-
-        Returns:
-            The number of timed steps and their seconds.
-        """
-        batches = self.contestant.batches(read_step(file))
-        self._repeat(batches, untimed_seconds)
-        return self._repeat(batches, seconds)
-
-    def _repeat(self, batches, seconds):
-        """Train on one step at least once and at least for some seconds; returns the steps and their seconds."""
-        count, start, taken = 0, time.perf_counter(), 0.0
-        while not count or taken < seconds:
-            self.contestant.step(batches, 0.0)
-            self.synchronize()
-            count, taken = count + 1, time.perf_counter() - start
-        return count, taken
 
     def memory(self, file):
         """Train on one step; returns the bytes held before, and the extra bytes at the peak."""

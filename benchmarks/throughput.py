@@ -1,11 +1,9 @@
 """The speed of a training step: ours, d2l 1.0.3's, and stock BERT's fastest, on the same pairs, in turns.
 
     python -m benchmarks.throughput [--size small base] [--corpus PATH...] [--d2l_python peers/bin/python]
-    python -m benchmarks.throughput --quality 500 --d2l_python peers/bin/python
 
-The first command compares one training step. `small` is d2l's small BERT with 512 pairs of 64 tokens a step, `base` is
-BERT-base with pairs of 128. The pairs are real pairs of the corpus. All contestants train on the same pairs, with the
-same masks, labels and dropout probability:
+`small` is d2l's small BERT with 512 pairs of 64 tokens a step, `base` is BERT-base with pairs of 128, both real pairs
+of the corpus. All contestants train on the same pairs, with the same masks, labels and dropout probability:
 
     ours    as `d2l-bert pretrain` computes a step, in micro-batches cut by length
     d2l     float32 with Adam; all rows padded to one length; its head, too, computes the predicted positions only
@@ -18,9 +16,6 @@ MFU is the share of the machine's peak for bf16 matrix products, measured in the
 for all contestants: the operations that the losses need, for real tokens and predicted positions; the last block
 counts for predicted positions and [CLS] only. Memory is printed as the bytes held before a step + the extra bytes that
 a step takes at its peak.
-
-`--quality STEPS` trains our model and d2l's on the same pairs in the same order, and evaluates both on the same
-held-out pairs and masks, in float32.
 
 d2l needs an environment of its own, which may use torch, numpy and safetensors of this one:
 
@@ -40,14 +35,10 @@ import statistics
 import sys
 import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import torch
-
-from benchmarks.peers import CONTESTANTS, write_step
+from benchmarks.peers import CONTESTANTS
 from benchmarks.turns import (
     BASE,
-    Step,
     Task,
     describe,
     heading,
@@ -58,11 +49,6 @@ from benchmarks.turns import (
     take_turns,
 )
 from d2l_bert import RECIPES, D2lBertConfig
-from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import batching
-from d2l_bert.training.held_out import held_out_metrics
-from d2l_bert.training.optim import learning_rate_share
 
 
 def main() -> None:
@@ -91,7 +77,6 @@ def main() -> None:
     parser.add_argument(
         "--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="stock BERT's settings to try"
     )
-    parser.add_argument("--quality", type=positive, metavar="STEPS", help="compare losses after runs of this length")
     arguments = parser.parse_args()
     exit_on_signals()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
@@ -106,7 +91,7 @@ def main() -> None:
     for size, pairing in tasks:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                (quality if arguments.quality else compare)(make_task(size, pairing, arguments), arguments, folder)
+                compare(make_task(size, pairing, arguments), arguments, folder)
             except ValueError as error:
                 parser.error(str(error))
 
@@ -207,39 +192,6 @@ def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
         if seconds < shortest:
             best, shortest = setting, seconds
     return best
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
-
-
-def quality(task, arguments, folder):
-    """Train our model and d2l's on the same pairs, and print both losses on the same held-out pairs."""
-    count, run = arguments.quality, task.run
-    steps = task.steps(count)
-    held_out = str(write_step(list(batching.make_held_out(run, prepare(run))), Path(folder) / "held-out"))
-    warmup, decay = run.schedule_steps(count)
-    shares = [learning_rate_share(run.lr_scheduler_type, step, warmup, count, decay) for step in range(count)]
-    print(f"\n{task}\n  {count} steps at rates up to {run.learning_rate:g}, held-out pairs in between", flush=True)
-    print(f"  {'':22}{'step':>6}{'MLM loss':>10}{'accuracy':>10}{'NSP loss':>10}{'accuracy':>10}{'training, s':>13}")
-    with contextlib.ExitStack() as opened:
-        rates_of = {"ours, rate falls": [run.learning_rate * share for share in shares]}
-        contestants = {"ours, rate falls": opened.enter_context(task.contestant("ours"))}
-        if "d2l" in arguments.contestants:
-            rates_of["d2l, rate stays"] = [run.learning_rate] * count
-            contestants["d2l, rate stays"] = opened.enter_context(task.contestant("d2l", arguments.d2l_python))
-        spent = dict.fromkeys(contestants, 0.0)
-        for number in range(count):
-            step = Step(steps[number], Path(folder) / "step", task.architecture)
-            evaluated = (number + 1) % math.ceil(count / 5) == 0 or number + 1 == count
-            for label, contestant in contestants.items():
-                spent[label] += contestant.call("steps", [step.file], [rates_of[label][number]])
-                if evaluated:
-                    sums = torch.tensor(contestant.call("evaluate", held_out))
-                    found = held_out_metrics(sums, PAIR_TASKS[run.objective])
-                    columns = [f"eval_{loss}_{figure}" for loss in ("mlm", "nsp") for figure in ("loss", "accuracy")]
-                    shown = "".join(f"{found[column]:>10.4f}" for column in columns)
-                    print(f"  {label:22}{number + 1:>6}{shown}{spent[label]:>13.1f}", flush=True)
 
 
 if __name__ == "__main__":

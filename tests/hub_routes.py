@@ -5,8 +5,7 @@ import hashlib
 import json
 import re
 import uuid
-from pathlib import PurePosixPath
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from hub_answers import Answer, Refusal
 from hub_cards import listed, read_card
@@ -19,7 +18,6 @@ PARTS = {
     "prefix": "(?:datasets/)?",
     "repo": "[^/]+(?:/[^/]+)?",
     "slug": "[^/]+/[^/]+",
-    "ref": "branch|tag",
     "path": ".+",
 }
 
@@ -55,13 +53,6 @@ def serve(hub, call) -> Answer:
     raise Refusal(501, f"This Hub does not know {call.method} {call.path}")
 
 
-# Users and repositories
-@route("GET", "/api/agent-harnesses")
-def agents(hub, call):
-    """Clients read this list to find out whether an AI agent started them."""
-    return {"standardEnvVars": [], "harnesses": {}}
-
-
 @route("GET", "/api/whoami-v2")
 def whoami(hub, call):
     access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": "write"}}
@@ -85,25 +76,10 @@ def create_repository(hub, call):
     return {"url": url, "name": repository.id, "id": uuid.uuid4().hex[:24]}
 
 
-@route("DELETE", "/api/repos/delete")
-def delete_repository(hub, call):
-    asked = call.json()
-    kind, namespace = asked.get("type") or "model", asked.get("organization") or call.known()
-    repository = hub.visible(call, kind, f"{namespace}/{asked['name']}")
-    call.must_own(namespace, f"delete a {kind}")
-    del hub.repositories[kind, repository.id]
-
-
 @route("PUT", "/api/{kind}s/{repo}/settings", owner=True)
 def settings(hub, call, repo):
     repo.private = _private(call.json(), repo.private)
     return {"private": repo.private}
-
-
-@route("GET", "/api/{kind}s/{repo}/auth-check/write", owner=True)
-@route("GET", "/api/{kind}s/{repo}/auth-check")
-def allowed(hub, call, repo):
-    pass
 
 
 def _private(asked, otherwise):
@@ -111,33 +87,6 @@ def _private(asked, otherwise):
     if asked.get("visibility"):
         return asked["visibility"] == "private"
     return otherwise if asked.get("private") is None else asked["private"]
-
-
-# Branches, tags, history
-@route("GET", "/api/{kind}s/{repo}/refs")
-def refs(hub, call, repo):
-    def rows(prefix):
-        return [
-            {"name": name, "ref": prefix + name, "targetCommit": sha}
-            for name, sha in sorted(repo.under(prefix).items())
-        ]
-
-    found = {"branches": rows("refs/heads/"), "converts": [], "tags": rows("refs/tags/")}
-    return {**found, "pullRequests": rows("refs/pr/")} if call.asks("include_prs") else found
-
-
-@route("GET", "/api/{kind}s/{repo}/commits/{rev}")
-def commits(hub, call, repo, rev):
-    return [
-        {
-            "id": one.sha,
-            "title": one.title,
-            "message": one.message,
-            "authors": [{"user": one.author}],
-            "date": one.date,
-        }
-        for one in repo.history(rev)
-    ]
 
 
 @route("POST", "/api/{kind}s/{repo}/branch/{name}", owner=True)
@@ -155,14 +104,6 @@ def _create_ref(repo, ref, revision):
     if ref in repo.refs:
         raise Refusal(409, f"Reference already exists: {ref}")
     repo.refs[ref] = commit.sha
-
-
-@route("DELETE", "/api/{kind}s/{repo}/{ref}/{name}", owner=True)
-def delete_ref(hub, call, repo, ref, name):
-    if (ref, name) == ("branch", "main"):
-        raise Refusal(403, "Cannot delete the default branch")
-    if repo.refs.pop(f"refs/{'heads' if ref == 'branch' else 'tags'}/{name}", None) is None:
-        raise Refusal(404, f"Reference doesn't exist: {name}", "RevisionNotFound")
 
 
 # Reading a repository
@@ -184,47 +125,23 @@ def information(hub, call, repo, rev="main"):
         "createdAt": repo.history("main")[-1].date,
         "tags": [*tags, *described.values()],
         "cardData": card,
-        "siblings": [_sibling(path, blob, call.asks("blobs")) for path, blob in sorted(commit.files.items())],
+        "siblings": [{"rfilename": path} for path in sorted(commit.files)],
         **described,
     }
-
-
-def _sibling(path, blob, details):
-    if not details:
-        return {"rfilename": path}
-    row = {"rfilename": path, "size": len(blob.data), "blobId": blob.oid}
-    large = {"sha256": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
-    return {**row, "lfs": large} if blob.lfs else row
 
 
 @route("GET", "/api/{kind}s/{repo}/tree/{rev}")
 @route("GET", "/api/{kind}s/{repo}/tree/{rev}/{path}")
 def tree(hub, call, repo, rev, path=""):
-    commit = repo.at(rev)
-    rows = _rows(commit.files)
-    if path and rows.get(path, {}).get("type") != "directory":
-        raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound", {"X-Repo-Commit": commit.sha})
-    if call.asks("recursive"):
-        return [row for name, row in rows.items() if not path or name.startswith(path + "/")]
-    return [row for name, row in rows.items() if name.rpartition("/")[0] == path]
-
-
-@route("POST", "/api/{kind}s/{repo}/paths-info/{rev}")
-def paths_info(hub, call, repo, rev):
-    rows = _rows(repo.at(rev).files)
-    return [rows[path] for path in parse_qs(call.body.decode()).get("paths", []) if path in rows]
-
-
-def _rows(files) -> dict[str, dict]:
-    """A row for every file and folder of a commit, by path."""
-    rows = {}
-    for path, blob in sorted(files.items()):
-        for folder in list(PurePosixPath(path).parents)[-2::-1]:
-            oid = hashlib.sha1(f"tree {folder}".encode()).hexdigest()
-            rows[str(folder)] = {"type": "directory", "oid": oid, "size": 0, "path": str(folder)}
-        rows[path] = {"type": "file", "oid": blob.oid, "size": len(blob.data), "path": path}
+    """A row for every file of a commit, or of a folder in it."""
+    commit, rows = repo.at(rev), []
+    for name, blob in sorted(commit.files.items()):
+        row = {"type": "file", "oid": blob.oid, "size": len(blob.data), "path": name}
         if blob.lfs:
-            rows[path]["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
+            row["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": len(blob.pointer)}
+        rows += [row] * name.startswith(f"{path}/" if path else "")
+    if not rows:
+        raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound", {"X-Repo-Commit": commit.sha})
     return rows
 
 
@@ -232,27 +149,14 @@ def _rows(files) -> dict[str, dict]:
 def resolve(hub, call, repo, rev, path):
     """A file's content, or a redirect to the large file storage."""
     commit = repo.at(rev)
-    headers = {"X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes"}
+    headers = {"X-Repo-Commit": commit.sha}
     if path not in commit.files:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)
     blob = commit.files[path]
     if not blob.lfs:
-        return _content(call, blob.data, {**headers, "ETag": f'"{blob.oid}"'})
+        return Answer(blob.data, 200, {**headers, "ETag": f'"{blob.oid}"'})
     headers |= {"X-Linked-ETag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data)), "ETag": f'"{blob.oid}"'}
     return Answer(b"", 302, {**headers, "Location": hub.link("GET", repo, blob.sha256, len(blob.data))})
-
-
-def _content(call, data, headers):
-    """The whole content, or the range of bytes that the request names."""
-    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", call.headers.get("Range", ""))
-    if asked is None or asked[0] == "bytes=-":
-        return Answer(data, 200, headers)
-    first, last = asked.groups()
-    begin = int(first) if first else max(len(data) - int(last), 0)
-    end = min(int(last) + 1, len(data)) if first and last else len(data)
-    if begin >= end:
-        raise Refusal(416, "Range not satisfiable", None, {**headers, "Content-Range": f"bytes */{len(data)}"})
-    return Answer(data[begin:end], 206, {**headers, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
 
 
 # Publishing: the client asks which files are large, uploads those, then sends one commit with everything
@@ -296,7 +200,7 @@ def get_large_file(hub, call, key):
     method, repo, oid, _ = hub.links.get(key, [None] * 4)
     if method != "GET":
         raise Refusal(403, "No such address")
-    return _content(call, repo.objects[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
+    return Answer(repo.objects[oid], 200, {"ETag": f'"{oid}"'})
 
 
 @route("POST", "/api/{kind}s/{repo}/verify")
@@ -348,15 +252,8 @@ def _change(repo, files, key, path, content="", encoding="utf-8", oid=None, **_)
         if oid not in repo.objects:
             raise Refusal(400, f"LFS pointer pointed to a file that does not exist: {path}, {oid}")
         files[path] = Blob(repo.objects[oid], lfs=True)
-    elif key in ("deletedFile", "deletedFolder"):
-        inside = path.rstrip("/") + "/"
-        gone = [name for name in files if name == path or key == "deletedFolder" and name.startswith(inside)]
-        if not gone:
-            raise Refusal(404, f"A {key[7:].lower()} with this name doesn't exist: {path}", "EntryNotFound")
-        for name in gone:
-            del files[name]
-    else:
-        raise Refusal(501, f"This Hub does not know the operation {key}")
+    elif files.pop(path, None) is None:
+        raise Refusal(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
 
 
 # Model cards: the checks that refuse an upload

@@ -8,20 +8,10 @@ from conftest import SMALL
 OPTIONS = ("--mixed_precision=no", "--hidden_dropout_prob=0.1", "--logging_steps=1", "--save_total_limit=9", *SMALL)
 SHORT = (*OPTIONS, "--max_steps=6", "--save_steps=3", "--eval_steps=6")
 LONG = (*OPTIONS, "--max_steps=40", "--save_steps=10", "--eval_steps=40")
-RESUME = "--resume_from_checkpoint=latest"
 
 
 def weights(folder):
     return (folder / "model.safetensors").read_bytes()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def error_line(capsys):
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    return line
 
 
 def rows(folder):

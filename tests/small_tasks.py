@@ -3,35 +3,12 @@
 import json
 import random
 
-from conftest import SIZES
-
-from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
-
 
 WORDS = {
     "who": ["anna", "boris", "clara", "daniel", "emma", "felix", "greta", "hugo"],
     "where": ["garden", "kitchen", "harbour", "library", "market", "station", "tower", "valley"],
     "what": ["apple", "basket", "candle", "drum", "engine", "feather", "glove", "hammer"],
 }
-
-
-def make_base(folder, tokenizer, positions=64, **sizes):
-    """A folder with a model with fresh weights that is large enough for the tasks, and a tokenizer."""
-    config = D2lBertConfig(
-        **{
-            **SIZES,
-            "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "intermediate_size": 128,
-            "max_position_embeddings": positions,
-            "initializer_range": 0.1,  # near 1 / sqrt(hidden_size): the default, for large models, learns slowly here
-            **sizes,
-        }
-    )
-    D2lBertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def write_rows(path, rows):

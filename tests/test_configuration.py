@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_models import SIZES, every_setting, gradients, make_config, make_model, make_sequences, padded
+from small_models import every_setting, gradients, make_config, make_sequences, padded
 
 from d2l_bert import (
     D2lBertConfig,
@@ -89,11 +89,3 @@ def test_a_misspelt_field_is_refused_with_a_suggestion():
 def test_common_transformers_arguments_are_accepted():
     config = D2lBertConfig(num_labels=3, output_hidden_states=True, architectures=["D2lBertForMaskedLM"])
     assert config.num_labels == 3 and config.output_hidden_states
-
-
-def test_exactly_one_of_input_ids_and_inputs_embeds_is_required():
-    model = make_model(D2lBertForPreTraining, make_config())
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model(torch.tensor([[5, 6]]), inputs_embeds=torch.zeros(1, 2, SIZES["hidden_size"]))

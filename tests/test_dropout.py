@@ -74,14 +74,3 @@ def test_several_copies_of_the_model_file_train_in_one_process(tmp_path):
     assert hasattr(operators, "dropout_mask") and hasattr(operators, "dropout_mask_2"), "no copy takes another's name"
     for copied in found[1:]:
         assert_same(copied, found[0], rtol=0, atol=0)
-
-
-def test_gradient_checkpointing_draws_the_same_masks_again():
-    model = make_model(dropout=0.3)
-    found = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        torch.manual_seed(5)
-        found.append(loss_and_gradients(model, **make_batch(model)))
-    assert_same(*found)

@@ -1,9 +1,11 @@
-"""`d2l-bert finetune` from end to end: what it learns, what it leaves, seeds, resuming, publishing."""
+"""`d2l-bert finetune` from end to end: its card, other models and data, errors at the end, several rates."""
 
 import json
+import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import MODEL_FILES
@@ -15,9 +17,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from d2l_bert.cli import main
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.finetuning import run as finetuning_run
+from d2l_bert.training.finetuning.trainer import FinetuneTrainer
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 LEFT = MODEL_FILES | {"predictions.csv", "confusion_matrix.png"}
 
@@ -110,3 +115,69 @@ def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_pat
     assert "1 row is left out: no label" in shown and "test: 8 rows of saved, split test, without labels" in shown
     assert "validation_accuracy" in metrics and "test_accuracy" not in metrics
     assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end: a model that no later error can lose
+
+
+def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyError("type")
+
+    options = write_splits(tmp_path / "rows")
+    for name in ("render_card", "draw_curves"):
+        monkeypatch.setattr(finetuning_run, name, fail)
+        output = tmp_path / name
+        command = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", "--max_steps=2"]
+        assert main([*command, *options]) == 1
+        monkeypatch.undo()
+        monkeypatch.setattr(FinetuneTrainer, "train", fail)  # the model is there, and is not trained again
+        assert main([*command, *options, "--resume_from_checkpoint=latest"]) == 0
+        AutoModelForSequenceClassification.from_pretrained(output)
+        assert (output / "predictions.csv").exists()
+        monkeypatch.undo()
+
+
+def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(trained, tmp_path, fails):
+    options = ["--task=classification", *write_splits(tmp_path / "rows"), "--max_steps=4", "--eval_strategy=steps"]
+    command = ["finetune", str(trained), f"--output_dir={tmp_path / 'out'}", *options, "--eval_steps=2"]
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for largest in (20_000, 80_000):  # for the weights, and for the optimizer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+        try:
+            said = fails(*command, "--resume_from_checkpoint=latest")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert "cannot be written" in said and "--resume_from_checkpoint latest" in said
+    assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several rates and seeds
+
+
+def test_of_several_rates_one_that_diverges_is_left_out(trained, tmp_path, monkeypatch, capsys):
+    train = FinetuneTrainer.train
+
+    def diverge_at_the_first_rate(self, resume_from_checkpoint):
+        train(self)
+        if self.args.learning_rate == 1e-2:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(np.nan)
+
+    monkeypatch.setattr(FinetuneTrainer, "train", diverge_at_the_first_rate)
+    options = [
+        "--task=classification",
+        *write_splits(tmp_path),
+        "--max_steps=2",
+        "--num_seeds=2",
+        "--learning_rate",
+        "1e-2",
+        "1e-3",
+    ]
+    metrics = finetune(trained, tmp_path / "out", *options)
+    assert metrics["diverged_rates"] == [1e-2] and [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
+    assert {result["learning_rate"] for result in metrics["seeds"]} == {1e-3} and len(metrics["seeds"]) == 2
+    said = capsys.readouterr().err
+    assert "rate-0.01-seed-42: the training diverged" in said and "rate 0.01 is left out" in said

@@ -1,13 +1,14 @@
-"""Wrong rows, options and folders for `d2l-bert finetune`: one line each, before anything is trained or written."""
+"""Rows, options and folders of `d2l-bert finetune`: what is wrong gets one line, what is right is read as meant."""
 
 import json
 
 import pytest
-from finetuning import rows_of, write_csv, write_jsonl
-from transformers import GPT2Config, GPT2Model
+from finetuning import load, rows_of, write_csv, write_jsonl
+from small_tasks import tag_rows, write_rows
 
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
+from d2l_bert.training.finetuning.folder import write_table
 from d2l_bert.training.finetuning.run import CLASSES
 
 
@@ -240,24 +241,6 @@ def rows_file(tmp_path):
     return f"--train_file={write_csv(tmp_path / 'train.csv', rows_of(20, 0))}"
 
 
-def test_a_model_that_cannot_be_fine_tuned_gets_one_line(trained, rows_file, tmp_path, fails):
-    options = ["--task=classification", rows_file, f"--output_dir={tmp_path / 'out'}"]
-    assert "no/model: cannot be loaded: no folder here has this name" in fails("finetune", "no/model", *options)
-    assert "max_seq_length (999) is beyond the model's positions (64)" in fails(
-        "finetune", trained, *options, "--max_seq_length=999"
-    )
-    GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt")
-    assert "it has no tokenizer.json" in fails("finetune", tmp_path / "gpt", *options)
-    (tmp_path / "cut").mkdir()
-    for file in trained.iterdir():
-        if file.is_file():
-            (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert f"{tmp_path / 'cut'}: cannot be loaded" in fails("finetune", tmp_path / "cut", *options)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_output_folder_with_other_things_is_kept(trained, rows_file, tmp_path, fails, folder):
     command = ["finetune", trained, "--task=classification", rows_file, "--max_steps=1"]
     other = tmp_path / "thesis"
@@ -312,3 +295,33 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(tmp_path):
     assert classes(["no", "yes", "maybe"]) == ["maybe", "no", "yes"]
     assert classes([True, False]) == ["False", "True"]
     assert classes([["b", "a"], [], ["a"]], task="multilabel") == ["a", "b"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cells and labels
+
+
+def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
+    rows = tag_rows(6, 0)
+    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")
+    write_table(tmp_path / "rows.csv", data.train.columns, {})
+    kind, again = load(tmp_path / "rows.csv", "tags")
+    assert [row.label for row in again.train.rows] == [row["ner_tags"] for row in rows]
+    assert kind.texts(again.train) == [tuple(row["tokens"]) for row in rows]
+    write_table(tmp_path / "labels.csv", {"text": ["one", "two"], "label": [["a", "b"], ["b"]]}, {})
+    kind, data = load(tmp_path / "labels.csv", "multilabel")
+    assert kind.classes == ["a", "b"] and kind.targets(data.train).tolist() == [[1, 1], [0, 1]]
+
+
+def test_labels_of_choices_are_numbers_or_letters(tmp_path):
+    def targets(*rows):
+        path = write_rows(
+            tmp_path / "rows.jsonl", [{"context": "a", "choices": each, "label": label} for each, label in rows]
+        )
+        kind, data = load(path, "multiple_choice")
+        return kind.targets(data.train).tolist()
+
+    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "0")) == [2, 0]
+    assert targets((["b", "A", "c"], "A"), (["b", "c", "d"], "C")) == [0, 2]
+    assert targets((["a", "b"], "1.0"), (["c", "d"], "0.0")) == [1, 0]
+    assert targets((["2", "0", "1"], 2), (["2", "0", "1"], 0)) == [2, 0]

@@ -1,4 +1,4 @@
-"""Tags, answers and multiple choice of `d2l-bert finetune`: features, predictions, and tasks that a model learns."""
+"""Tags, answers and multiple choice of `d2l-bert finetune`: features and predictions."""
 
 import csv
 import itertools
@@ -6,12 +6,10 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from finetuning import load
-from small_tasks import answer_rows, choice_rows, make_base, squad_json, swag_rows, tag_rows, write_rows
+from small_tasks import answer_rows, choice_rows, squad_json, swag_rows, tag_rows, write_rows
 from transformers import AutoTokenizer
 
-from d2l_bert.cli import main
 from d2l_bert.training.finetuning.tables import read_file
 
 
@@ -206,23 +204,3 @@ def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokeni
     assert batch["input_ids"].shape[:2] == (8, 3) and batch["labels"].tolist() == [row["label"] for row in rows]
     pads = batch["attention_mask"] == 0
     assert (batch["input_ids"][pads] == tokenizer.pad_token_id).all()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From rows to a finished folder
-
-
-def run(tmp_path, base, task, rows, *options, test_rows=None):
-    """Fine-tune on rows; returns the output folder, its metrics and its predictions."""
-    splits = {"train": rows(500, 0), "validation": rows(60, 1), "test": test_rows or rows(60, 2)}
-    files = [f"--{split}_file={write_rows(tmp_path / f'{split}.jsonl', made)}" for split, made in splits.items()]
-    output = tmp_path / "out"
-    assert main(["finetune", str(base), f"--task={task}", f"--output_dir={output}", *files, *options]) == 0
-    with (output / "predictions.csv").open(newline="") as file:
-        return output, json.loads((output / "metrics.json").read_text()), list(csv.DictReader(file))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer):
-    torch.manual_seed(0)
-    return make_base(tmp_path_factory.mktemp("base"), tokenizer)

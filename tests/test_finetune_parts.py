@@ -1,4 +1,4 @@
-"""Parts of `d2l-bert finetune` against independent results: metrics, rates by layer, steps, pictures, the card."""
+"""Parts of `d2l-bert finetune` against independent results: metrics, and rates by layer."""
 
 import math
 

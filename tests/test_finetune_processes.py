@@ -1,4 +1,4 @@
-"""`d2l-bert finetune` in processes of its own: killed and resumed, and two processes against one."""
+"""`d2l-bert finetune` in two processes agrees with one."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""The model that a fine-tuning starts from, its options against each other, and what a new run deletes."""
+"""The model that a fine-tuning starts from, and what a new run deletes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is made of a text is recorded: other content under the same format fails, and names follow from no source code.
+"""What is made of a text is recorded: other content under the same format fails.
 
 If a change is meant to give other sentences, ids or entries, raise the constant that the failure names, then record:
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface_hub import constants
 
 from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
 from d2l_bert.tokenization.sentences import Cleaning
@@ -170,13 +169,6 @@ def test_a_text_gives_what_is_recorded(text, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names in the cache
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A cache of the test's own."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 def write_record() -> None:

@@ -1,7 +1,6 @@
 """A program that calls `pretrain` finds its settings unchanged afterwards: of its libraries and of its process."""
 
 import copy
-import ctypes
 import gc
 import logging
 import os
@@ -86,15 +85,3 @@ def test_a_run_leaves_the_settings_of_its_host_unchanged(job, host):
     pretrain(*job)
     assert host() == before
     Accelerator(cpu=ON_CPU, mixed_precision="no")  # the host may still use a precision other than the run's
-
-
-def test_only_the_command_tunes_the_memory_allocator(job, monkeypatch):
-    opened, load = [], ctypes.CDLL
-
-    def watched(name, *arguments, **how):
-        opened.append(name)
-        return load(name, *arguments, **how)
-
-    monkeypatch.setattr(ctypes, "CDLL", watched)
-    pretrain(*job)
-    assert None not in opened, "libc, which has mallopt, is opened as None"

@@ -1,4 +1,4 @@
-"""Masking: the number of chosen tokens, which tokens may be chosen, and BERT's 80/10/10 replacement."""
+"""Masking: which tokens are chosen and drawn, random numbers that are each sequence's own, whole words and spans."""
 
 import numpy as np
 import pytest
@@ -42,16 +42,6 @@ def many():
     return [(tokens[row, may[row]], masked[row, may[row]], chosen[row].nonzero()[0]) for row in range(SEQUENCES)]
 
 
-def test_fifteen_percent_of_the_candidates_are_chosen(many):
-    lengths = np.array([len(tokens) for tokens, _, _ in many])
-    chosen = np.array([len(positions) for _, _, positions in many])
-    # A count is its expectation rounded up with a probability equal to the fraction f, else down: variance f (1 - f).
-    fraction = (0.15 * lengths) % 1
-    error = np.sqrt((fraction * (1 - fraction)).sum())
-    assert abs(chosen.sum() - 0.15 * lengths.sum()) < 3 * error
-    assert np.abs(chosen - 0.15 * lengths).max() < 1
-
-
 def test_random_tokens_are_ordinary_tokens_and_equally_likely(many):
     before = np.concatenate([tokens[positions] for tokens, _, positions in many])
     after = np.concatenate([masked[positions] for _, masked, positions in many])
@@ -72,16 +62,6 @@ def test_all_candidates_are_equally_likely():
     assert counts.sum() == 4 * 5000
     assert np.abs(standard_errors(counts[candidates], 5000, 0.25)).max() < 4
     assert np.delete(counts, candidates).max() == 0
-
-
-@st.composite
-def maskings(draw):
-    length = draw(st.integers(1, 80))
-    candidates = np.array(sorted(draw(st.sets(st.integers(0, length - 1), min_size=1))))
-    seed = draw(st.integers(0, 2**32))
-    probability = draw(st.floats(0, 1, exclude_min=True))
-    tokens = np.random.default_rng(seed + 1).integers(0, VOCAB_SIZE, length)
-    return tokens, candidates, seed, probability
 
 
 # ---------------------------------------------------------------------------------------------------------------------

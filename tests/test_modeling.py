@@ -6,10 +6,8 @@ import pytest
 import torch
 from small_models import (
     assert_close,
-    assert_same_gradients,
     every_attention,
     every_setting,
-    gradients,
     make_config,
     make_model,
     make_sequences,
@@ -17,8 +15,6 @@ from small_models import (
 )
 
 from d2l_bert import (
-    D2lBertForMaskedLM,
-    D2lBertForNextSentencePrediction,
     D2lBertForPreTraining,
 )
 
@@ -154,27 +150,3 @@ def test_hidden_states_and_attentions_equal_the_books_equations(setting):
         assert_close(got, expected[None])
     for got, expected in zip(outputs.attentions, attentions, strict=True):
         assert_close(got, expected[None])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Padding, predicted positions, losses
-
-
-def test_models_with_one_head_divide_by_num_items_in_batch_too():
-    sequences = make_sequences()
-    halves = [padded(sequences[:3]), padded(sequences[3:])]
-    for model_class in (D2lBertForMaskedLM, D2lBertForNextSentencePrediction):
-        model = make_model(model_class, make_config("bert"))
-        names = ["input_ids", "token_type_ids", "attention_mask", "labels"]
-        if model_class is D2lBertForMaskedLM:
-            names.append("masked_positions")
-
-        def arguments(batch, names=names, model_class=model_class):
-            if model_class is D2lBertForNextSentencePrediction:
-                batch = {**batch, "labels": batch["next_sentence_label"]}
-            return {name: batch[name] for name in names}
-
-        whole = arguments(padded(sequences))
-        count = torch.tensor(int((whole["labels"] != -100).sum()))
-        split = gradients(model, *map(arguments, halves), num_items_in_batch=count)
-        assert_same_gradients(split, gradients(model, whole))

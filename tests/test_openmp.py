@@ -1,26 +1,21 @@
 """OpenMP's threads sleep early at barriers while other programs take their cores, unless the user says otherwise."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from d2l_bert.cli import main
-from d2l_bert.modeling.modeling_d2l_bert import D2lBertModel
 from d2l_bert.training import openmp
 from d2l_bert.training.openmp import (
     FEW,
     MANY,
     QUIET_MEASUREMENTS,
     WAIT_VARIABLES,
-    IdleTeam,
     Waits,
     is_supported,
     waited_seconds,
@@ -85,47 +80,6 @@ def test_the_block_measures_and_leaves_no_thread(supported, monkeypatch):
             measured.acquire(timeout=20)
         assert waits.are_short
     assert not waits.are_short and threading.active_count() == before
-
-
-@pytest.mark.parametrize("command", ["evaluate", "embed"])
-def test_waits_are_adapted_while_a_command_computes(command, trained, books, tmp_path, monkeypatch):
-    blocks, forward = [], D2lBertModel.forward
-
-    class Block(contextlib.AbstractContextManager):
-        def __enter__(self):
-            blocks.append(0)
-
-        def __exit__(self, *_):
-            blocks.append("ended")
-
-    def counted(self, *arguments, **options):
-        if blocks and blocks[-1] != "ended":
-            blocks[-1] += 1
-        return forward(self, *arguments, **options)
-
-    names = ("training.evaluation.pseudo_likelihood", "training.evaluation.text")
-    names = names if command == "evaluate" else ("commands",)
-    for name in names:
-        monkeypatch.setattr(f"d2l_bert.{name}.short_waits", Block)
-    monkeypatch.setattr(D2lBertModel, "forward", counted)
-    text = books / "book-00.txt"
-    options = [f"--corpus={books}", "--pppl_sentences=2", "--max_eval_pairs=4"]
-    options = options if command == "evaluate" else [str(text), f"--output={tmp_path / 'v.npy'}"]
-    assert main([command, str(trained), *options]) == 0
-    assert len(blocks) == 2 * len(names) and all(blocks[::2]) and set(blocks[1::2]) == {"ended"}
-
-
-@has_waits
-def test_an_idle_team_makes_more_threads_than_cores_until_it_ends():
-    before, cores = threads(), len(os.sched_getaffinity(0))
-    team = IdleTeam()
-    new = threads() - before  # the owner, and the other threads of its team
-    team.end()
-    assert len(new) >= 2 and torch.get_num_threads() + len(new) - 1 > cores
-    end = time.monotonic() + 10
-    while new & threads() and time.monotonic() < end:  # the team's threads end a moment after their owner
-        time.sleep(0.01)
-    assert not new & threads()
 
 
 def threads():

@@ -1,4 +1,4 @@
-"""Packed rows, gradient checkpointing, embeddings as input and dropout."""
+"""Packed rows have the losses, gradients and outputs of their sequences alone; gradient checkpointing, too."""
 
 import pytest
 import torch

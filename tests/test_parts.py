@@ -1,8 +1,6 @@
-"""Parts of a corpus prepared apart and trained together; `prepare --check`; folders that are damaged or read-only."""
+"""Parts of a corpus that are prepared apart are one corpus; a part that does not fit is refused."""
 
-import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -100,24 +98,7 @@ def other_parts(texts, books, tokenizer, tmp_path_factory):
         "fraction": [with_tokenizer, "--validation_fraction=0.1"],
     }.items():
         assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={folder / name}", *options]) == 0
-    shutil.copytree(folder / "cleaned", folder / "former")
-    write_former_record(folder / "former")
     return folder
-
-
-def write_former_record(folder):
-    """The record of the format that 0.1.0 had before: names as `settled`, one hash for each file, no format."""
-    record = {
-        "settled": {"validation_fraction": 0.1, "vocab_size": 400, "lowercase": True, "min_paragraph_characters": 20},
-        "corpus_name": "my books",
-        "fingerprint": "0123456789abcdef",
-        "hub_datasets": [],
-        "reading": {"paragraphs": 7},
-        "tokens": "tokens-0123456789abcdef",
-        "counts": {"tokenizer": {}},
-        "files": {"vocab.txt": "0" * 64},
-    }
-    (folder / "prepared.json").write_text(json.dumps(record))
 
 
 REFUSED = [  # the second folder, then words of the line that refuses it

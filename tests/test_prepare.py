@@ -1,9 +1,8 @@
-"""Text prepared once serves many runs, which train the same weights as runs on the text itself."""
+"""Prepared folders: `prepare --check` and a run notice changed files."""
 
 import os
 import shutil
 
-import numpy as np
 import pytest
 from conftest import SMALL
 
@@ -31,31 +30,6 @@ def refused(capsys, *arguments):
     said = capsys.readouterr().err.splitlines()[-1]
     assert ": error: " in said and "Traceback" not in said
     return said
-
-
-@pytest.mark.parametrize("damage", ["record", "tokens", "hashes", "split", "tokenizer", "other split"])
-def test_a_damaged_prepared_folder_is_refused_with_the_mend(damage, prepared, tmp_path, capsys):
-    folder = tmp_path / "tokens"
-    shutil.copytree(prepared, folder)
-    if damage == "record":
-        (folder / "prepared.json").write_text("{")
-    elif damage == "tokens":
-        ids = folder / "tokens" / "ids.npy"
-        ids.write_bytes(ids.read_bytes()[:1000])
-    elif damage == "hashes":
-        (folder / "text_hashes.npy").unlink()
-    elif damage == "split":
-        (folder / "held_out_documents.npy").write_bytes(b"")
-    elif damage == "tokenizer":
-        (folder / "tokenizer.json").write_text("{")
-    else:
-        held_out = np.load(folder / "held_out_documents.npy")
-        np.save(folder / "held_out_documents.npy", (held_out + 1) % 22)
-    said = refused(
-        capsys, "pretrain", f"--corpus={folder}", f"--output_dir={tmp_path / 'out'}", *options("--max_steps=1")
-    )
-    assert str(folder) in said and "prepare the text again" in said
-    assert os.listdir(tmp_path) == ["tokens"]
 
 
 def test_check_notices_one_changed_byte_in_any_file_of_a_prepared_folder(prepared, tmp_path, capsys):
@@ -95,11 +69,3 @@ def test_a_run_notices_files_of_another_size_and_changed_small_files(prepared, t
     said = refused(capsys, "pretrain", f"--corpus={folder}", out, *options("--max_steps=1"))
     assert "a prepared folder, not text" in said
     assert os.listdir(tmp_path) == ["tokens"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages, records, refusals
-
-
-WHO, WHERE = ("我", "你", "老师", "学生"), ("学校", "公园", "图书馆", "车站")
-ALSO, DONE = ("先生", "学生", "友だち", "あなた"), ("駅", "公園", "図書館", "レストラン")

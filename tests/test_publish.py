@@ -1,4 +1,4 @@
-"""Publishing a model folder on a Hub, and loading the model from there."""
+"""Publishing a model folder on a Hub, loading it from there, who sees it, and uploads that fail."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.model_cards.publish import hub_errors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,3 +109,61 @@ def test_branch_message_pull_request_and_collection_are_used(here, trained, fold
     assert main([*publish, "--create_pr", "--license=isc", "--revision=trial"]) == 0
     assert here.branches("someone/bert").keys() == {"main", "trial"}
     assert published(here, revision="refs/pr/2").keys() == SENT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Private and public
+
+
+@pytest.mark.slow
+def test_a_private_model_is_visible_to_its_owner_only(here, trained, tmp_path, monkeypatch, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    assert here.is_private("someone/bert")
+    code = """
+from d2l_bert.cli import main
+code = main(["fill-mask", "someone/bert", "A [MASK]."])
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained("someone/bert", trust_remote_code=True)
+except OSError as error:
+    print(code, error)
+"""
+    for token in (None, "hf_made_up_for_another"):
+        process = run(code, here, tmp_path / "home", token)
+        assert process.stdout.startswith("2 ") and "private repository" in process.stdout, process.stderr
+        assert len(process.stderr.splitlines()) == 1 and "log in with `hf auth login`" in process.stderr
+
+
+def test_a_pull_request_makes_nothing_public(here, trained, capsys):
+    for dry_run in ([], ["--dry_run"]):
+        assert main(["publish", str(trained), "someone/bert", "--create_pr", "--public", *dry_run]) == 2
+        said = capsys.readouterr().err
+        assert "makes no repository public; leave public out" in said and said.count("\n") == 1
+    assert not here.requests
+    assert main(["publish", str(trained), "someone/bert", "--create_pr"]) == 0
+    assert here.is_private("someone/bert")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures on the way
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--collection=someone/none-0123456789abcdef01234567"], "refuses"),
+        (["--create_pr", "--revision=none"], "refuses"),
+    ],
+)
+def test_a_missing_collection_or_revision_is_refused_before_the_commit(here, trained, capsys, options, words):
+    assert main(["publish", str(trained), "someone/bert", *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not published(here)
+
+
+def test_errors_of_our_own_are_not_reported_as_the_hubs():
+    with pytest.raises(RuntimeError, match="ours"), hub_errors("someone/bert"):
+        raise RuntimeError("a mistake of ours")
+    with pytest.raises(ValueError, match="client has been closed.; .* complete the upload"):
+        with hub_errors("someone/bert"):  # when one thread of the client fails, the others find it closed
+            raise RuntimeError("Error while uploading 'x' to the Hub.") from RuntimeError("client has been closed")

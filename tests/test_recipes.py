@@ -1,7 +1,6 @@
-"""Recipes: they can run, have the promised sizes, follow the command line, and can be repeated by a command."""
+"""Recipes: they have the sizes of stock BERT, follow the command line, and can be repeated by a command."""
 
 import json
-import re
 import shlex
 import typing
 from dataclasses import asdict, fields, replace
@@ -32,18 +31,6 @@ def tokens_of_stages(run):
         (end - start, batch_size * (run.max_seq_length // length) * length)
         for (start, length, batch_size), end in zip(stages, ends, strict=True)
     ]
-
-
-@pytest.mark.parametrize("name", LITERATURE)
-def test_recipes_have_the_steps_and_tokens_of_their_docstrings(name):
-    _, run = RECIPES[name]()
-    steps, tokens = re.search(r"([\d,]+) steps of ([\d,]+) tokens", RECIPES[name].__doc__).groups()
-    whole = int(tokens.replace(",", ""))
-    assert run.max_steps == int(steps.replace(",", ""))
-    per_stage = tokens_of_stages(run)
-    assert [tokens for _, tokens in per_stage] == [whole // 4, whole // 2, whole, whole]
-    assert sum(steps * tokens for steps, tokens in per_stage) == 0.75 * run.max_steps * whole
-    assert run.stages(run.max_steps)[-1] == (0.9 * run.max_steps, 512, run.global_batch_size)
 
 
 def stock_bert(architecture, vocab_size):

@@ -1,13 +1,9 @@
-"""Checkpoints, and runs that go on from them: the same bytes as without a stop, and what is refused."""
+"""Checkpoints: which are kept, how they are deleted, and an evaluation that an interruption left out."""
 
-import hashlib
-import json
 import shutil
 
-from conftest import SMALL
 from runs import log_rows, run
 
-from d2l_bert.cli import main
 from d2l_bert.training import checkpoint
 
 
@@ -36,24 +32,3 @@ def test_an_evaluation_missed_by_an_interruption_is_made_up_for_on_resuming(book
     again = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
     assert [row["step"] for row in again] == [6, 8, 3], "the log only grows"
     assert sorted(again, key=lambda row: row["step"]) == whole
-
-
-def checkpoint_without(name, trained, folder):
-    """A copy of the trained run's checkpoint, as of a version that did not have this part of the identity."""
-    shutil.copytree(trained / "checkpoint-20", folder / "checkpoint-20")
-    state, manifest = (folder / "checkpoint-20" / file for file in ("training_state.json", "manifest.json"))
-    content = json.loads(state.read_text())
-    del content["identity"][name]
-    state.write_text(json.dumps(content))
-    hashes = json.loads(manifest.read_text())
-    hashes["sha256"][state.name] = hashlib.sha256(state.read_bytes()).hexdigest()
-    manifest.write_text(json.dumps(hashes, indent=2) + "\n")
-    return folder / "checkpoint-20"
-
-
-def test_a_checkpoint_without_a_version_of_the_data_order_is_refused(books, trained, tmp_path, capsys):
-    saved = checkpoint_without("data order (version)", trained, tmp_path)
-    arguments = [f"--output_dir={tmp_path / 'out'}", f"--resume_from_checkpoint={saved}"]
-    assert main(["pretrain", f"--corpus={books}", "--max_steps=40", "--mixed_precision=no", *SMALL, *arguments]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "checkpoint-20: a checkpoint of another run: data order (version) was None" in line

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stores import write_store
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
+from d2l_bert import train_wordpiece
 from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization import prepare, token_store, wordpiece
 from d2l_bert.tokenization.cache import cache_folder
@@ -22,6 +25,7 @@ from d2l_bert.tokenization.token_store import (
     TokenizedCorpus,
     held_out_documents,
 )
+from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -196,3 +200,21 @@ def test_held_out_documents_are_enough_text_and_no_more():
     assert len(held_out_documents(np.array([5, 10, 15, 20]), 0.9, 10**9)) == 2
     with pytest.raises(ValueError, match="too little text: 3 documents"):
         held_out_documents(np.array([5, 10, 15]), 0.1, 10**9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Added tokens
+
+
+SENTENCES = [f"The {thing} is on the {place}." for thing in ("cup", "book", "pen") for place in ("table", "floor")]
+
+
+def test_an_added_token_of_two_words_is_encoded_in_training_as_in_use(tmp_path):
+    tokenizer = train_wordpiece(SENTENCES, min_frequency=1)
+    tokenizer.add_tokens([AddedToken("the table", normalized=True)])
+    save_tokenizer(tokenizer, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids, lengths, _ = SentenceEncoder(tokenizer.backend_tokenizer.to_str())(SENTENCES)
+    expected = [tokenizer(sentence, add_special_tokens=False)["input_ids"] for sentence in SENTENCES]
+    assert ids.tolist() == sum(expected, []) and lengths.tolist() == list(map(len, expected))
+    assert tokenizer.convert_tokens_to_ids("the table") in ids

@@ -1,4 +1,4 @@
-"""What a run reports: lines and bar on the terminal, curves, the log that only grows, trackers."""
+"""What a run reports: the log that only grows, and trackers."""
 
 import errno
 import json

@@ -1,7 +1,6 @@
-"""A validation text: its figures, what is in the training text too, the run's records and card, and refusals."""
+"""A validation text: its figures, and which of its texts are in the training text too."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -32,13 +31,6 @@ def check_books(books, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prepared(books, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    assert main(["prepare", f"--corpus={books}", f"--output_dir={folder}", "--vocab_size=400"]) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def evaluated(books, check_books, tmp_path_factory):
     """The folder of a run with a validation text."""
     folder = tmp_path_factory.mktemp("evaluated") / "model"
@@ -48,21 +40,6 @@ def evaluated(books, check_books, tmp_path_factory):
 
 def pretrain(folder, *options):
     return main(["pretrain", f"--output_dir={folder}", *RUN, *options])
-
-
-def without_vocabulary(options):
-    """The options beside a prepared folder, which fixes the vocabulary."""
-    return [option for option in options if not option.startswith("--vocab_size")]
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    *_, last = said.splitlines()
-    assert ": error: " in last
-    return last
 
 
 def jsonl(path, texts, column="text"):
@@ -131,74 +108,3 @@ def overlap(corpus, **options):
     """Texts of the validation text, and how many of them the training text has."""
     text = prepare(PretrainConfig(corpus=[str(corpus)], max_steps=1, vocab_size=300, **options))
     return text.validation.texts, text.validation.texts_in_training
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals
-
-
-@pytest.fixture
-def world(tmp_path, books, check_books, prepared, monkeypatch):
-    """A working directory with the texts that the rows below name."""
-    shutil.copytree(books, tmp_path / "books")
-    shutil.copytree(check_books, tmp_path / "check")
-    shutil.copytree(prepared, tmp_path / "tokens")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "blank").mkdir()
-    (tmp_path / "blank" / "blank.txt").write_text("\n \n")
-    (tmp_path / "short.txt").write_text("One sentence.")
-    for folder, last in (("symbols", "\x01"), ("few", "A word.")):
-        (tmp_path / folder).mkdir()
-        for number in range(20):  # control characters, which BERT's normaliser drops
-            (tmp_path / folder / f"{number:02d}.txt").write_text(last if number == 19 else "\x01\x02")
-    (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
-    jsonl(tmp_path / "set" / "validation.jsonl", ROWS)
-    jsonl(tmp_path / "titles.jsonl", ROWS, column="title")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-REFUSED = [  # options, then words of the error line: the value, its place, the way out
-    ("--validation_corpus empty", "empty: no text file in this folder; give a folder with files"),
-    ("--validation_corpus nowhere", "nowhere: no text file or folder"),
-    ("--validation_corpus blank", "validation text blank: cache ", "no token in the text"),
-    ("--validation_corpus short.txt", "validation text short.txt: too few documents", "give more text"),
-    (
-        "--validation_corpus symbols",
-        "validation text symbols: cache ",
-        "no token in the text; give text in the tokenizer's language",
-    ),
-    ("--validation_corpus few", "validation text few: too few documents hold a token that the tokenizer knows"),
-    ("--validation_corpus latin.txt", "latin.txt: cannot be read as UTF-8 text"),
-    ("--validation_corpus titles.jsonl", "titles.jsonl: cannot be read", "'text'"),
-    ("--validation_corpus tokens", "tokens: a prepared folder, not text"),
-    ("--validation_corpus check check", "validation_corpus: check is given twice"),
-    ("--validation_dataset nowhere", "dataset nowhere: cannot be read"),
-    ("--validation_dataset set --validation_split test", "dataset set: cannot be read", "--validation_split"),
-    ("--validation_dataset set set", "set is given twice"),
-    ("--validation_dataset set:en", "dataset set: cannot be read", "ID:CONFIG"),
-    ("--validation_dataset check/book-00.txt", "dataset check/book-00.txt: cannot be read", "--validation_corpus"),
-    ("--validation_split test", "validation_split is for validation_dataset"),
-    (
-        "--validation_corpus check --validation_fraction 0.1",
-        "validation_fraction is for a held-out part of the corpus, and a validation text is given; leave",
-    ),
-    (
-        "--validation_corpus check --max_validation_characters 10",
-        "max_validation_characters is for a held-out part of the corpus, and a validation text is given; leave",
-    ),
-]
-
-
-@pytest.mark.parametrize("row", REFUSED, ids=[options for options, *_ in REFUSED])
-@pytest.mark.parametrize("corpus", ["books", "tokens"])
-def test_a_wrong_validation_text_is_refused_in_one_line(world, row, corpus, capsys):
-    options, *words = row
-    before = sorted(os.listdir(world))
-    beside = RUN if corpus == "books" else without_vocabulary(RUN)
-    if corpus == "tokens" and ("fraction" in options or "characters" in options):
-        words = ["is fixed by the prepared folder tokens; leave"]
-    said = refused(capsys, "pretrain", f"--corpus={corpus}", "--output_dir=out", *beside, *options.split())
-    for word in words:
-        assert word in said
-    assert sorted(os.listdir(world)) == before

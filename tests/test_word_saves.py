@@ -1,14 +1,11 @@
-"""`pretrain --save_words`: words counted, models saved once each, in resumed runs too, and sent to their branches."""
+"""`pretrain --save_words`: how words are counted, and which weights are saved."""
 
 import json
 
 import numpy as np
 import pytest
-from publishing import published
 from runs import run
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from d2l_bert import D2lBertForPreTraining
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
@@ -29,10 +26,6 @@ MODEL |= {"configuration_d2l_bert.py", "modeling_d2l_bert.py", "words_seen.json"
 
 def saved(folder):
     return {path.name: path for path in folder.glob("chck_*")}
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,24 +90,6 @@ def whole(books, tmp_path_factory):
     return folder
 
 
-def test_models_are_saved_when_the_words_are_reached_and_no_limit_deletes_them(whole):
-    assert saved(whole).keys() == {"chck_600", "chck_1k", "chck_1001"}
-    assert [path.name for path in whole.glob("checkpoint-*")] == ["checkpoint-12"]
-    steps = []
-    for name, path in saved(whole).items():
-        assert contents(path).keys() == MODEL
-        record = json.loads((path / "words_seen.json").read_text())
-        assert record["words"] == words_of(name) <= record["words_seen"]
-        steps.append(record["step"])
-        model, tokenizer = AutoModelForMaskedLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        assert model.config.vocab_size == len(tokenizer)
-    assert 1 <= min(steps) < max(steps) < 12
-    seen = json.loads((whole / "checkpoint-12" / "training_state.json").read_text())["words_seen"]
-    # 12 steps of 8 pairs, of at most 45 tokens of text each.
-    assert 1001 < seen < 12 * 8 * 45
-    assert json.loads((whole / "run_config.json").read_text())["run"]["save_words"] == ["600", "1k", "1_001", "99M"]
-
-
 def test_the_weights_are_those_of_the_step_that_reached_the_words(books, whole, tmp_path):
     step = json.loads((whole / "chck_600" / "words_seen.json").read_text())["step"]
     run(books, tmp_path / "run", *OPTIONS, f"--save_steps={step}", "--save_total_limit=99")
@@ -122,25 +97,3 @@ def test_the_weights_are_those_of_the_step_that_reached_the_words(books, whole, 
     assert (whole / "chck_600" / "model.safetensors").read_bytes() == weights
     assert not saved(tmp_path / "run")
     assert (whole / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The Hub
-
-
-@pytest.mark.parametrize("strategy", ["end", pytest.param("every_save", marks=pytest.mark.slow)])
-def test_each_model_is_sent_to_a_branch_of_its_name(here, books, whole, tmp_path, strategy):
-    out = tmp_path / "bert"
-    push = ["--push_to_hub", "--license=mit", f"--hub_strategy={strategy}", "--save_words", "600", "1_001"]
-    run(books, out, *OPTIONS, *push)
-    assert list(here.branches("someone/bert")) == ["main", "chck_600", "chck_1001"]
-    for name in ("chck_600", "chck_1001"):
-        files = published(here, revision=name)
-        assert files["model.safetensors"] == (whole / name / "model.safetensors").read_bytes()
-        assert "words_seen.json" not in files
-        card = " ".join(files["README.md"].decode().split())
-        step = json.loads((out / name / "words_seen.json").read_text())["step"]
-        assert f"taken after {words_of(name):,} words of text, which is {step} steps of a run of 12" in card
-        assert json.loads(files["run_config.json"])["checkpoint_words"] == words_of(name)
-    model = D2lBertForPreTraining.from_pretrained("someone/bert", revision="chck_600", cache_dir=tmp_path / "cache")
-    assert model.config.vocab_size

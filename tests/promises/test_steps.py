@@ -258,6 +258,18 @@ def test_whole_words_are_masked_whole(texts, tmp_path):
     assert words > 50
 
 
+def test_a_random_token_is_an_ordinary_one(texts, tmp_path):
+    """Five of the 60 entries are special: if each entry were equally likely, some 14 of 200 random tokens would be."""
+    sizes = [option for option in SMALL if "vocab" not in option and "batch" not in option]
+    options = ["--vocab_size=60", "--max_steps=10", "--global_batch_size=32", f"--output_dir={tmp_path / 'out'}"]
+    with watched(D2lBertForPreTraining) as (trained, _):
+        assert command("pretrain", "--corpus", texts, *sizes, *options) == 0
+    random = [
+        batch["input_ids"][(batch["input_ids"] != whole_ids(batch)) & (batch["input_ids"] != 4)] for batch in trained
+    ]
+    assert sum(map(len, random)) > 100 and min(int(ids.min()) for ids in random if len(ids)) >= len(SPECIALS)
+
+
 def test_masks_and_pairs_differ_from_epoch_to_epoch_and_are_those_of_the_seed(numbered, tmp_path):
     options = ["--max_steps=4", "--global_batch_size=64"]
     first, again, other = (
@@ -361,6 +373,7 @@ def test_an_epoch_takes_its_share_of_the_tokens(epoch_text, tmp_path, monkeypatc
 def test_the_same_segment_is_masked_anew_in_every_epoch(numbered, tmp_path):
     """Dynamic masking (RoBERTa, section 4.1): in two epochs each sentence is a segment twice."""
     options = ["--num_train_epochs=2", "--global_batch_size=64", "--objective=none", "--pairing=sentences"]
+    options.append("--mlm_probability=0.15")  # constant: another share alone would give other places
     trained, _ = batches_of(numbered, tmp_path / "out", *options, model_class=D2lBertForMaskedLM)
     chosen = {}
     for batch in trained:

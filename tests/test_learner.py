@@ -1,19 +1,33 @@
-"""The scaler of fp16, by a stand-in on the CPU, where Accelerate has none: trials leave it, bad losses skip a step."""
+"""A step whose loss or gradient is not finite: left out, also with the scaler of fp16, by a stand-in on the CPU."""
 
 import math
 
 import pytest
 import torch
 from fast_models import make_batch, make_model
-from test_not_finite import SpoiltGradient
+from interrupted_runs import SHORT
+from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
+from d2l_bert.cli import main
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.learner import Learner
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class SpoiltGradient(torch.autograd.Function):
+    """The identity in the forward pass; NaN in the backward pass."""
+
+    @staticmethod
+    def forward(context, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * float("nan")
 
 
 def make_learner():
@@ -59,3 +73,27 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_
     is_spoilt.clear()
     assert not learner.step(3, [make_batch(learner.model)], 1e-3).skipped
     assert not torch.equal(weights(learner), before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Left-out steps and the moving average
+
+
+def test_a_skipped_step_does_not_change_the_moving_average(command, monkeypatch, tmp_path):
+    forward, taken = D2lBertForPreTraining.forward, []
+
+    def spoil_the_second(model, *arguments, **named):
+        outputs = forward(model, *arguments, **named)
+        if model.training:  # a step has one micro-batch here
+            taken.append(None)
+            outputs.loss = outputs.loss * (math.nan if len(taken) == 2 else 1)
+        return outputs
+
+    monkeypatch.setattr(D2lBertForPreTraining, "forward", spoil_the_second)
+    assert main(command(tmp_path, *SHORT, "--save_steps=1", "--ema_decay=0.5", "--max_steps=3")) == 0
+    averages = [(tmp_path / f"checkpoint-{step}" / "average.safetensors") for step in (1, 3)]
+    assert not (tmp_path / "checkpoint-2").exists(), "no save among steps that are left out"
+    weights = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    before, after = map(load_file, averages)
+    for name in weights:  # decay of the second step taken: min(0.5, (1 + 3) / (10 + 3))
+        torch.testing.assert_close(after[name], before[name] * 4 / 13 + weights[name] * 9 / 13)
