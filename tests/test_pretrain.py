@@ -81,7 +81,7 @@ def test_the_moving_average_is_evaluated_and_published(books, tmp_path):
     assert any(not torch.equal(published[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("recipe", ["tiny", "mini"])
+@pytest.mark.parametrize("recipe", ["tiny", pytest.param("mini", marks=pytest.mark.slow)])
 def test_a_dry_run_goes_through_all_parts_of_a_run_and_leaves_no_file(books, tmp_path, capsys, recipe):
     options = [f"--recipe={recipe}", "--vocab_size=400", "--dataloader_num_workers=0", "--dry_run"]
     options += ["--global_batch_size=8", "--batch_size_schedule=none"]
@@ -102,6 +102,7 @@ def test_a_dry_run_goes_through_all_parts_of_a_run_and_leaves_no_file(books, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_max_minutes_becomes_a_number_of_steps_and_timing_them_changes_nothing(books, tmp_path):
     timed = run(books, tmp_path / "timed", "--max_minutes=0.02")
     steps = json.loads((tmp_path / "timed" / "run_config.json").read_text())["run"]["max_steps"]

@@ -23,6 +23,7 @@ def pretrain(books, out, *options):
     return main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *options])
 
 
+@pytest.mark.slow
 def test_publishing_during_training_does_not_change_the_trained_weights(here, trained, books, tmp_path):
     out = tmp_path / "model"
     # A commit takes longer than the rest of the run.

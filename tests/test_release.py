@@ -167,6 +167,7 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
     assert not (again / "release.json").exists() and "Make it again" not in (again / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, given, tmp_path, in_process):
     folder = tmp_path / "made"
     with pytest.raises(UserError, match="there is no model of .*; make it first, without TASK"):

@@ -87,6 +87,7 @@ class Texts:
         return self.read()
 
 
+@pytest.mark.slow
 def test_texts_that_can_be_read_again_give_the_same_bytes_and_are_never_held_in_memory(folder, tmp_path):
     reads = []
 
