@@ -37,7 +37,7 @@ SENTENCES = 20  # in a document
 SENTENCE_TOKENS = 20  # in a sentence, on average: from 10 to 30
 BYTES_A_TOKEN = 4  # of English text, on average
 
-STEPS = 200  # that `first_batch` makes
+STEPS = 200  # that `measure_first_batch` makes
 
 
 def main() -> None:

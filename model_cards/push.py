@@ -101,7 +101,7 @@ class Pusher:
         They are sent with every strategy. A model that is on its branch already is not sent again.
 
         Args:
-            saved: folders with a `words_seen.json`, from `training.word_saves`.
+            saved: folders with a `words_seen.json`, from `training.checkpoint`.
         """
         for folder in saved:
             reached = folders.read_json(folder / "words_seen.json")

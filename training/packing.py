@@ -19,7 +19,7 @@ WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
 # products once for each shape. Smaller groups give less padding.
 MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
 
-# The fixed cost of a micro-batch, in tokens, if the caller gives none; `arithmetic.micro_batch_cost` computes the cost
+# The fixed cost of a micro-batch, in tokens, if the caller gives none; `meter.micro_batch_cost` computes the cost
 # for a model.
 MICRO_BATCH_COST = 128
 

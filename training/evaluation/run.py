@@ -154,7 +154,7 @@ def evaluation_table(content: dict) -> str:
     The figures as text for the terminal.
 
     Args:
-        content: what `run.evaluate` returned.
+        content: what `evaluate` returned.
     """
     models = content["models"]
     short = short_names([model["model"] for model in models])

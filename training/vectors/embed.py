@@ -223,7 +223,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `tokenization.lines.text_lines`.
+        file: as in `tokenization.sources.text_lines`.
 
     Raises:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
