@@ -50,7 +50,10 @@ def plain_scores(folder, sentences, score):
 
 
 @pytest.mark.parametrize("score", ["pll", "within_word_l2r"])
-@pytest.mark.parametrize("name", ["ours", "bert", "mlm", "distilbert", "albert", "roberta"])
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "bert", "roberta", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlm", "distilbert", "albert"))],
+)
 def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, score):
     rows = read_pairs(pairs)[:8]
     sentences = [row[key] for row in rows for key in ("sentence_good", "sentence_bad")]

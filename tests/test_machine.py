@@ -19,6 +19,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
 
 
+@pytest.mark.slow
 def test_the_automatic_micro_batch_size_is_found_once_and_kept_on_resuming(books, tmp_path, monkeypatch):
     tried, find = [], machine.find_micro_batch
 

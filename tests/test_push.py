@@ -40,8 +40,8 @@ def test_publishing_during_training_does_not_change_the_trained_weights(here, tr
     ("strategy", "branches", "commits"),
     [
         ("end", [], 1),
-        ("every_save", [], 4),
-        ("checkpoint", ["last-checkpoint"], 1),
+        pytest.param("every_save", [], 4, marks=pytest.mark.slow),
+        pytest.param("checkpoint", ["last-checkpoint"], 1, marks=pytest.mark.slow),
         ("all_checkpoints", ["checkpoint-10", "checkpoint-20", "checkpoint-30"], 1),
     ],
 )

@@ -122,6 +122,7 @@ def make(root, given, folder, **options):
     return release.release(NAME, given, folder, root=root, **options)
 
 
+@pytest.mark.slow
 def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, tmp_path, in_process, capsys):
     place, first, again = root / NAME, tmp_path / "build" / NAME, tmp_path / "again"
     assert make(root, given, first, record=True) == 0

@@ -45,7 +45,7 @@ def steps_in(said):
     return [int(step) for step in re.findall(r"(?m)^step +(\d+)/40 ", said.read_text())]
 
 
-@pytest.mark.parametrize("question", range(3, 12))
+@pytest.mark.parametrize("question", (3, 4, 7, 11))
 def test_whenever_a_signal_comes_the_last_step_taken_is_saved(command, monkeypatch, tmp_path, question):
     """The signal comes right before the loop asks for the n-th time whether a signal has come."""
     asked = itertools.count(1)
