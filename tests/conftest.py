@@ -63,7 +63,7 @@ run_folder.plot_curves = draw_once
 pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_models")
 
 # The property tests try the same examples on every machine; `make fuzz` draws new ones.
-settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=50)
 settings.register_profile("fuzz", deadline=None, max_examples=2000)
 settings.load_profile("same")
 
