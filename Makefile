@@ -1,4 +1,5 @@
-# make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | clean
+# make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | types
+#      site | links | notebooks | dist | clean
 # Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
 # of `make release`: MODEL, the folder of each text that the model needs (BOOKS, ...), TASK (of a fine-tuning), and
 # FLAGS (such as --record).
@@ -14,10 +15,13 @@ SUITE := build/transformers
 # Two test processes, each with its own fixtures. tests/conftest.py limits each process to one thread.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+# In the order in which they run: the last two start from the model of the third.
+NOTEBOOKS := 1-model 2-data 3-pretraining 4-tasks 5-inference
+
 # The texts of releases, in model_cards/texts.toml.
 TEXTS := BOOKS BLIMP FINETUNE
 
-.PHONY: demo release test test-slow test-all fuzz contract style quality clean
+.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks dist clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
@@ -57,8 +61,32 @@ quality: .venv/with-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+# Check the type hints of the public names, as a program that uses them sees them.
+types: .venv/with-tests
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
+	MYPYPATH=build/types $(BIN)/python -m mypy --strict --follow-imports silent tests/typed_use.py
+
+# The documentation as a site in build/site. A warning, such as that of a link to nothing, is an error.
+site: .venv/with-tests
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/site
+
+# Try the addresses outside of the repository that the documentation links to.
+links: .venv/with-tests
+	$(BIN)/python -m sphinx -b linkcheck -q -c docs . build/links
+
+# Run the notebooks from top to bottom, and keep what they print.
+notebooks: .venv/with-tests
+	mkdir -p build/notebooks
+	for name in $(NOTEBOOKS); do PYTHONWARNINGS=ignore TQDM_DISABLE=1 $(BIN)/python -m jupytext --to ipynb --execute \
+	    --run-path build/notebooks docs/notebooks/$$name.md || exit 1; done
+
+# An sdist and a wheel in dist/, with the version of the tag.
+dist: .venv/with-tests
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf .venv build d2l-bert-demo
+	rm -rf .venv build dist d2l-bert-demo
 
 # The environment to run d2l-bert.
 .venv/installed: pyproject.toml constraints.txt

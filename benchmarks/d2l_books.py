@@ -10,7 +10,7 @@ with d2l.
 
 Each step's training losses are recorded, those of held-out pairs every `--eval_steps` steps. d2l prints neither: it
 prints the mean of the training losses over all steps, and its MLM loss counts padded slots. The picture, beside the
-JSON file, shows the training losses thin and the held-out losses thick, with ln 2, the NSP loss of a coin.
+JSON file, shows the training losses thin and the held-out losses thick, with ln 2, the NSP loss at chance level.
 
 `--experiment` trains d2l's model again and again, each time with one thing changed (`VARIANTS`).
 """
@@ -276,7 +276,7 @@ def plot(runs: dict[str, Losses], path: Path) -> None:
     panels[0].set(title="MLM loss", xlabel="share of the steps", ylabel="nats")
     panels[1].set(title="NSP loss", xlabel="share of the steps", ylim=(0.5, 1.2))
     panels[1].axhline(LN_2, color="black", lw=1, ls=":")
-    panels[1].annotate("ln 2, a coin", (1.0, LN_2), xytext=(0, -10), textcoords="offset points", ha="right")
+    panels[1].annotate("ln 2, chance level", (1.0, LN_2), xytext=(0, -10), textcoords="offset points", ha="right")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize="small", ncols=2)
     told = "thin: training, with dropout (d2l counts padded slots in its MLM loss); thick: held-out pairs"
     figure.suptitle(told, fontsize="medium")

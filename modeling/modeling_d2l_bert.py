@@ -618,7 +618,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 class D2lBertModel(D2lBertPreTrainedModel):
     """The encoder alone (section 15.8.4), with the hidden layer for [CLS] on top unless `add_pooling_layer=False`."""
 
-    def __init__(self, config, add_pooling_layer=True):
+    def __init__(self, config: D2lBertConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         self.embeddings = D2lBertEmbeddings(config)
         self.encoder = D2lBertEncoder(config)
@@ -721,7 +721,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     # of the two losses would depend on how a step is split into micro-batches. `d2l_bert.PretrainingLoss` passes both.
     accepts_loss_kwargs = False
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.mlm = MaskLM(config)
@@ -747,7 +747,9 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | D2lBertForPreTrainingOutput:
         """
-        Args (the others as in `D2lBertModel`):
+        The arguments that are not here are as in `D2lBertModel`.
+
+        Args:
             masked_positions: the positions to predict (B, P); the MLM head runs at these positions only. Without
                 `masked_positions` the head runs at the labelled positions if `skip_logits`, else at all positions.
             labels: the true token ids, -100 where nothing is predicted: (B, P) with `masked_positions`, else (B, T).
@@ -798,7 +800,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
 
     _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.bert = D2lBertModel(config, add_pooling_layer=False)
         self.mlm = MaskLM(config)
@@ -819,7 +821,9 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | MaskedLMOutput:
         """
-        Args (the others as in `D2lBertModel`):
+        The arguments that are not here are as in `D2lBertModel`.
+
+        Args:
             masked_positions, labels, num_items_in_batch, skip_logits: as in `D2lBertForPreTraining`.
 
         Returns:
@@ -840,7 +844,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
 class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
     """The encoder with the NSP head (section 15.8.5.2). `config.id2label` has the names of the two labels."""
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
             config = copy.deepcopy(config)
             config.id2label = dict(enumerate(NSP_LABELS))
@@ -863,7 +867,9 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | NextSentencePredictorOutput:
         """
-        Args (the others as in `D2lBertModel`):
+        The arguments that are not here are as in `D2lBertModel`.
+
+        Args:
             labels: 0 if B follows A, 1 if B is random (B,).
 
         Returns:
@@ -882,7 +888,7 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
 class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
     """The encoder with a linear layer on the pooled [CLS] (section 16.6): classes or numbers for a text or a pair."""
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.bert = D2lBertModel(config)
@@ -903,10 +909,11 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | SequenceClassifierOutput:
         """
-        Args (the others as in `D2lBertModel`), with C = `config.num_labels`:
-            labels: depend on `config.problem_type`:
-                `"single_label_classification"` (cross-entropy): classes (B,), -100 for none;
-                `"multi_label_classification"` (binary cross-entropy): 0 or 1 for each class (B, C);
+        The arguments that are not here are as in `D2lBertModel`. C is `config.num_labels`.
+
+        Args:
+            labels: as `config.problem_type` says. `"single_label_classification"` (cross-entropy): classes (B,), -100
+                for none. `"multi_label_classification"` (binary cross-entropy): 0 or 1 for each class (B, C).
                 `"regression"` (squared error): numbers (B, C).
                 If C is 1, labels may be (B,) instead of (B, 1). If `problem_type` is None, the first labels set it, as
                 in Transformers: regression if C is 1, else single-label for integers and multi-label for floats.
@@ -957,7 +964,7 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
 class D2lBertForTokenClassification(D2lBertPreTrainedModel):
     """The encoder with a linear layer on every token (section 16.6.3): tagging."""
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.bert = D2lBertModel(config, add_pooling_layer=False)
@@ -998,7 +1005,7 @@ class D2lBertForTokenClassification(D2lBertPreTrainedModel):
 class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
     """The encoder with two scores for each token (section 16.6.4): for the start and for the end of the answer."""
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.bert = D2lBertModel(config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
@@ -1018,7 +1025,9 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | QuestionAnsweringModelOutput:
         """
-        Args (the others as in `D2lBertModel`):
+        The arguments that are not here are as in `D2lBertModel`.
+
+        Args:
             start_positions, end_positions: the first and the last token of the answer (B,). A position at T or beyond,
                 where the row was truncated, does not count in the loss.
             num_items_in_batch: questions in the whole optimizer step, as in `cross_entropy`. Trainer does not count
@@ -1048,7 +1057,7 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
 class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
     """The encoder with one score on the pooled [CLS] of each choice; the highest score is the answer."""
 
-    def __init__(self, config):
+    def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.dropout = head_dropout(config)

@@ -31,7 +31,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 
 # Commands that the test of all commands does not run, by their first words, and why.
 NOT_RUN = {
-    "make demo": "trains for minutes; tests/test_demo_environment.py has what it installs",
+    "make demo": "installs, and trains for minutes",
     ". .venv/bin/activate": "the test runs in an environment of its own",
     "pip install": "installs from the network; tests/test_packaging.py installs the package",
     ".venv/bin/python -m pip install": "the same",

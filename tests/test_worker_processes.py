@@ -51,5 +51,6 @@ def test_other_processes_end_with_the_one_that_started_them(number):
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    assert process.returncode == -number
-    assert errors.count("Traceback") == (number == signal.SIGINT), errors
+    # After an interrupt some libraries change Python's own exit code, which is that of the signal else.
+    assert process.returncode == -number or number == signal.SIGINT
+    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == (number == signal.SIGINT), errors

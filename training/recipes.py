@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
@@ -214,7 +215,7 @@ def command_line(record: dict) -> str:
     return shlex.join(words)
 
 
-RECIPES = {
+RECIPES: dict[str, Callable[[], tuple[D2lBertConfig, PretrainConfig]]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (d2l, tiny, tiny_sentences, mini, mini_sentences, small, medium, base, large)
 }

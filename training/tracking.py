@@ -35,25 +35,31 @@ def line_of(row: dict, total: int) -> str:
     """
     if "event" in row:
         return row["reason"]
-    task, losses = pair_task(row), ""
+    task = pair_task(row)
     if kind_of(row) == "held_out":
         keys = ("mlm", task.key) if task else ("mlm",)
         figures = (
             f"{k.upper()} loss {row[f'eval_{k}_loss']:.3f}, accuracy {row[f'eval_{k}_accuracy']:.1%}" for k in keys
         )
         return f"held out: {'; '.join(figures)}"
-    if "loss" in row:
-        pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
-        losses = f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
     parts = (
         f"step {row['step']:>{len(str(total))}}/{total}",
-        losses or "no loss",
+        losses_of(row),
         f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
         f"rate {row['learning_rate']:.2e}",
         speed_of(row),
         f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
     )
     return "  ".join(filter(None, parts))
+
+
+def losses_of(row: dict) -> str:
+    """The losses in a row of kind `train`; "no loss" if all of its steps were left out."""
+    if "loss" not in row:
+        return "no loss"
+    task = pair_task(row)
+    pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
+    return f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
 
 
 def speed_of(row: dict) -> str:
@@ -284,7 +290,7 @@ class RunMonitor:
         on_main(self.accelerator, self.log.write, row)
         send_to_trackers(self.accelerator, row)
         if kind_of(row) == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(f"loss {row['loss']:.3f}, {speed_of(row)}" if "loss" in row else "no loss")
+            self.bar.set_postfix_str(f"{losses_of(row)}, {speed_of(row)}")
         else:
             level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
             logger.log(level, line_of(row, self.max_steps))

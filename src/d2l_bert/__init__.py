@@ -6,6 +6,7 @@ and `pipeline("fill-mask")` load it. The import also registers the task of `pipe
 
 from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from transformers import (
     AutoConfig,
@@ -62,6 +63,13 @@ PIPELINE_REGISTRY.register_pipeline(
 )
 
 __version__ = version("d2l-bert")
+
+if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
+    from d2l_bert.tokenization.wordpiece import train_wordpiece as train_wordpiece
+    from d2l_bert.training.config import PretrainConfig as PretrainConfig
+    from d2l_bert.training.pretrain import pretrain as pretrain
+    from d2l_bert.training.recipes import RECIPES as RECIPES
+    from d2l_bert.training.trainer_loss import PretrainingLoss as PretrainingLoss
 
 # Public names that only training needs: `__getattr__` imports their modules at the first use, not `import d2l_bert`.
 _LAZY_IMPORTS = {
