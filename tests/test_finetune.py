@@ -121,6 +121,7 @@ def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_pat
 # The end: a model that no later error can lose
 
 
+@pytest.mark.slow
 def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyError("type")

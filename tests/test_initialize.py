@@ -135,6 +135,7 @@ def run_from(model, corpus, folder, *options):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, spelling, tmp_path):
     """One step at a learning rate of almost 0 leaves the weights unchanged."""
     out = tmp_path / "out"

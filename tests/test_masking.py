@@ -155,6 +155,7 @@ def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(tex
     np.testing.assert_array_equal(np.delete(masked, positions), np.delete(tokens, positions))
 
 
+@pytest.mark.slow
 def test_spans_have_the_lengths_of_spanbert():
     rng = np.random.default_rng(3)
     lengths = []

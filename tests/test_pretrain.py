@@ -109,6 +109,7 @@ def test_max_minutes_becomes_a_number_of_steps_and_timing_them_changes_nothing(b
     assert run(books, tmp_path / "counted", f"--max_steps={steps}") == timed
 
 
+@pytest.mark.slow
 def test_epochs_become_a_number_of_steps(books, tmp_path):
     run(books, tmp_path / "out", "--num_train_epochs=0.5")
     record = json.loads((tmp_path / "out" / "run_config.json").read_text())["run"]

@@ -82,6 +82,7 @@ def test_checkpoints_go_to_the_branches_of_the_strategy(
         assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.slow
 def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, books, tmp_path, capsys):
     here.fail = lambda method, path: here.stop() or 0 if "/preupload/" in path else None
     out = tmp_path / "bert"

@@ -89,6 +89,7 @@ def test_prose_looks_at_the_start_of_each_line(text, paragraphs):
     assert prose(text) == paragraphs
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_english_text_about_python_without_duplicates():
     """
     Reads the first 150 documents: the topics of the language reference and the beginning of the standard library.

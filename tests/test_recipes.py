@@ -198,6 +198,7 @@ def test_the_command_of_any_run_gives_that_run(recipe, changes, numbers):
     check_command(recorded(architecture, replace(run, **changes)))
 
 
+@pytest.mark.slow
 def test_the_command_of_a_run_trains_the_same_bytes_again(trained, books, tmp_path, monkeypatch):
     record = json.loads((trained / "run_config.json").read_text())
     assert "--corpus books " in check_command(record)

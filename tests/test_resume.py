@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 from runs import log_rows, run
 
 from d2l_bert.training import checkpoint
@@ -19,6 +20,7 @@ def test_a_checkpoint_being_deleted_no_longer_has_its_name(tmp_path, monkeypatch
     assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
 
 
+@pytest.mark.slow
 def test_an_evaluation_missed_by_an_interruption_is_made_up_for_on_resuming(books, tmp_path):
     options = ("--max_steps=8", "--save_steps=3", "--eval_steps=3", "--save_total_limit=9")
     run(books, tmp_path, *options)
