@@ -985,7 +985,9 @@ class D2lBertForTokenClassification(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | TokenClassifierOutput:
         """
-        Args (the others as in `D2lBertModel`), with C = `config.num_labels`:
+        The arguments that are not here are as in `D2lBertModel`. C is `config.num_labels`.
+
+        Args:
             labels: the class of each token (B, T), -100 for none.
             num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
 
@@ -1078,7 +1080,9 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | MultipleChoiceModelOutput:
         """
-        Args (as in `D2lBertModel`, with C choices in each row: (B, C, T) for (B, T)):
+        The arguments that are not here are as in `D2lBertModel`, with C choices in each row: (B, C, T) for (B, T).
+
+        Args:
             labels: the number of the right choice (B,), -100 for none.
             num_items_in_batch: labels in the whole optimizer step, as in `cross_entropy`.
 
