@@ -1,5 +1,5 @@
 # make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | types
-#      site | links | notebooks | dist | clean
+#      site | links | notebooks | browsers | dist | clean
 # Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
 # of `make release`: MODEL, the folder of each text that the model needs (BOOKS, ...), TASK (of a fine-tuning), and
 # FLAGS (such as --record).
@@ -21,14 +21,14 @@ NOTEBOOKS := 1-model 2-data 3-pretraining 4-tasks 5-inference
 # The texts of releases, in model_cards/texts.toml.
 TEXTS := BOOKS BLIMP FINETUNE
 
-.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks dist clean
+.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks browsers dist clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
 
 # Make a released model again, and compare it with its record.
 release: .venv/installed
-	$(BIN)/python -m d2l_bert.model_cards.release $(MODEL) \
+	$(BIN)/python -m benchmarks.release $(MODEL) \
 	    $(foreach text,$(TEXTS),$(if $($(text)),'$(text)=$($(text))')) $(if $(TASK),--task $(TASK)) $(FLAGS)
 
 test: .venv/with-tests
@@ -79,6 +79,12 @@ notebooks: .venv/with-tests
 	mkdir -p build/notebooks
 	for name in $(NOTEBOOKS); do PYTHONWARNINGS=ignore TQDM_DISABLE=1 $(BIN)/python -m jupytext --to ipynb --execute \
 	    --run-path build/notebooks docs/notebooks/$$name.md || exit 1; done
+
+# transformers.js, for the tests of pages and of ONNX files; they also want node, Chromium and its driver.
+browsers: .venv/with-tests
+	npm install --ignore-scripts --no-audit --no-fund --prefix build/js \
+	    @huggingface/transformers@$$($(BIN)/python -c \
+	    'from d2l_bert.page import RUNTIME; print(RUNTIME["@huggingface/transformers"][0])')
 
 # An sdist and a wheel in dist/, with the version of the tag.
 dist: .venv/with-tests

@@ -26,7 +26,7 @@ html_theme, html_title = "furo", "d2l-bert"
 
 # The sidebar: a toctree below the front page, which is the README.
 SIDEBAR = {
-    "Guides": ("data", "training", "distributed", "loading", "evaluate", "finetune", "embed", "publishing"),
+    "Guides": ("data", "training", "distributed", "loading", "evaluate", "finetune", "embed", "publishing", "serving"),
     "The book": ("d2l", "notebooks/README", "notebooks/[0-9]*"),
     "Reference": ("commands", "api"),
     "Measured": ("quality", "performance", "alternatives"),

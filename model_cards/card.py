@@ -4,15 +4,17 @@ import json
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
+from transformers.utils import cached_file
 
 from d2l_bert import model_cards
 from d2l_bert.errors import explained
-from d2l_bert.folders import read_json
+from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.figures import (
     DEVIATIONS,
     cell,
@@ -21,6 +23,8 @@ from d2l_bert.model_cards.figures import (
     finetuned_metrics,
     formatted,
     no_better,
+    onnx_section,
+    quoted,
     reported_metrics,
     shown_metric,
 )
@@ -38,7 +42,7 @@ RELEASE_FILE = "release.json"
 PIPELINE_TAGS = {
     "ForPreTraining": "fill-mask",
     "ForMaskedLM": "fill-mask",
-    "ForNextSentencePrediction": "text-classification",
+    "ForNextSentencePrediction": None,  # the Hub has no task for it
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
@@ -96,7 +100,8 @@ def card_of(
         has_curves: whether there is a training_curves.png.
         release: the content of release.json of a released model; None or empty if there is no such file.
     """
-    if "finetune" in record:
+    has_kept_head = config["architectures"][0].endswith(record.get("auto_class", "").removeprefix("AutoModel"))
+    if "finetune" in record and has_kept_head:
         return finetuned_card(name, config, parameters, record, metrics)
     run, data = record.get("run", {}), record.get("data", {})
     task = PAIR_TASKS.get(run.get("objective"))
@@ -109,6 +114,7 @@ def card_of(
     pipeline_tag = PIPELINE_TAGS[head_of(config["architectures"][0])]
     stated = deviations(release, metrics) if release else {}
     prompts = [example["text"] for example in metrics.get("predictions", [])]
+    prompt = quoted(min(prompts, key=len) if prompts else "Paris is the [MASK] of France.")
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
         language_bcp47=[language] if language and "-" in language else None,
@@ -128,7 +134,9 @@ def card_of(
         name=name,
         quoted_name=quoted(name),
         shell_name=shlex.quote(name),
-        prompt=quoted(min(prompts, key=len) if prompts else "Paris is the [MASK] of France."),
+        is_ours=config["model_type"] == "d2l-bert",
+        prompt=prompt,
+        onnx=onnx_section(metrics, quoted(name), prompt),
         auto_class=auto_class(config),
         pipeline_tag=pipeline_tag,
         parameters=parameters,
@@ -231,6 +239,7 @@ def finetuned_card(
         name=name,
         quoted_name=quoted(name),
         is_ours=is_ours,
+        onnx=onnx_section(metrics, quoted(name), ""),
         kind=kind,
         base_sentence=base_sentence,
         task_sentence=KINDS[kind].format(
@@ -282,6 +291,39 @@ def _eval_results(metrics, data, run, hub_dataset, pipeline_tag):
     return results
 
 
+def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, export: dict | None = None) -> None:
+    """
+    Give a converted model what its source has: the record of the run, figures, pictures and a card with its licence.
+
+    The card is rendered anew, as a stock BERT is loaded in another way. A release's record stays behind: it tells how
+    to make other bytes.
+
+    Args:
+        source: the model that was converted, a folder or an id on the Hub.
+        folder: the converted model.
+        name: its name in the card.
+        has_figures: whether the figures are those of the converted model, too, which may have lost a head.
+        export: what `d2l-bert export` has measured.
+    """
+
+    def copy(file):
+        if found := cached_file(source, file, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(found, folder / file)
+        return found
+
+    for file in (RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else [])):
+        copy(file)
+    metrics = read_json(folder / METRICS_FILE)
+    for picture in metrics.get("pictures", {}):
+        copy(picture)
+    if export:
+        write_json(folder / METRICS_FILE, {**metrics, "export": export})
+    license = read_card(folder).data.license if copy(CARD_FILE) else None
+    card = ModelCard(render_card(folder, name))
+    card.data.license = license or card.data.license
+    (folder / CARD_FILE).write_text(card.content, encoding="utf-8")
+
+
 def read_card(folder: Path, license: str | None = None) -> ModelCard:
     """
     A folder's card. If the folder has none, one is written from the other files.
@@ -325,11 +367,6 @@ def count_parameters(folder: Path) -> int:
         with safe_open(path, "pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     return count
-
-
-def quoted(text: str) -> str:
-    """Text as a string literal of Python and JSON."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def eval_results(metrics: dict, data: dict) -> list[EvalResult]:

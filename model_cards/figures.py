@@ -1,5 +1,6 @@
 """The figures that a card may show: their names and units, and where metrics.json has them."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -220,6 +221,32 @@ def evaluation_section(metrics: dict) -> str:
     template = jinja2.Template((Path(model_cards.__file__).parent / "EVALUATION.md").read_text(encoding="utf-8"))
     shown = {"cell": cell, "formatted": formatted, "scores": SCORES, "fine_tuning": FINE_TUNING, "infinity": math.inf}
     return template.render(blocks=blocks, metrics=metrics, **shown) if blocks else ""
+
+
+# The tasks for which transformers.js has a pipeline whose only input is a text.
+JS_PIPELINES = ("fill-mask", "text-classification", "token-classification", "feature-extraction")
+
+
+def onnx_section(metrics: dict, quoted_name: str, prompt: str) -> str:
+    """
+    The card's section on the files of `d2l-bert export`; an empty string without such files.
+
+    Args:
+        metrics: the content of metrics.json; `export` is what `d2l-bert export` has measured.
+        quoted_name, prompt: the model's name and a text for it, as string literals.
+    """
+    if "export" not in metrics:
+        return ""
+    template = jinja2.Template((Path(model_cards.__file__).parent / "ONNX.md").read_text(encoding="utf-8"))
+    example = prompt if metrics["export"]["task"] == "fill-mask" else quoted("A text of your own.")
+    return template.render(
+        export=metrics["export"], quoted_name=quoted_name, example=example, cell=cell, pipelines=JS_PIPELINES
+    )
+
+
+def quoted(text: str) -> str:
+    """Text as a string literal of Python, JavaScript and JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def shown_metric(name: str, value: float) -> str:

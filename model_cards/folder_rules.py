@@ -23,6 +23,7 @@ from d2l_bert.model_cards.figures import formatted, reported_metrics
 from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import AUTO_MAP
+from d2l_bert.modeling.export import FLOAT, OnnxModel, largest_difference, read_for_task
 from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import pieces
 
@@ -57,6 +58,7 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
     model_class = check_code(folder, config, changed_code)
     check_tokenizer(folder, config)
     check_weights(folder, model_class)
+    check_onnx(folder)
     check_release(folder)
     with explained(
         f"{folder}: cannot be published", f"put back what the run wrote into {RUN_FILE} and {METRICS_FILE}", *DAMAGED
@@ -65,17 +67,13 @@ def check_folder(folder: Path, changed_code: bool = False, license: str | None =
 
 
 def check_config(folder: Path) -> D2lBertConfig | BertConfig:
-    """
-    Read config.json, and refuse a configuration that is not that of the run, or not of a d2l-bert class. A fine-tuned
-    model may also be a stock BERT.
-    """
-    found = folders.read_json(folder / "config.json")
-    is_finetuned = "finetune" in folders.read_json(folder / RUN_FILE)
-    config_class = BertConfig if found.get("model_type") == "bert" and is_finetuned else D2lBertConfig
-    if found.get("model_type") != config_class.model_type:
+    """Read config.json, and refuse a configuration that is neither of a d2l-bert class nor of a stock BERT."""
+    kind = folders.read_json(folder / "config.json").get("model_type")
+    config_class = {each.model_type: each for each in (D2lBertConfig, BertConfig)}.get(kind)
+    if config_class is None:
         raise UserError(
-            f"{folder}/config.json: names a {found.get('model_type')} model, not a d2l-bert one; give a folder of "
-            f"pretrain, or publish another model with hf upload"
+            f"{folder}/config.json: names a {kind} model, not a d2l-bert or a bert one; give a folder of pretrain, or "
+            f"publish another model with hf upload"
         )
     # Transformers raises AttributeError, IndexError, TypeError or ValueError if an entry has the wrong type.
     with explained(
@@ -167,6 +165,18 @@ def check_weights(folder: Path, model_class) -> None:
         raise UserError(
             f"{folder}: the weights and the model of config.json differ ({different[0]} is in one of both); {way_out}"
         )
+
+
+def check_onnx(folder: Path) -> None:
+    """Refuse ONNX files that cannot be run, or are of other weights than the model's."""
+    if not (folder / FLOAT).exists():
+        return
+    way_out = "export the model again, or delete the folder onnx"
+    with explained(f"{folder / FLOAT}: cannot be checked", f"{way_out}; pip install 'd2l-bert[onnx]'", Exception):
+        model, *_ = read_for_task(str(folder), folders.read_json(folder / METRICS_FILE)["export"]["task"])
+        difference = largest_difference(model, OnnxModel(folder / FLOAT, model.config))
+    if not difference < 1e-3:
+        raise UserError(f"{folder / FLOAT}: its outputs differ from the model's by {difference:.1e}; {way_out}")
 
 
 def check_release(folder: Path) -> None:

@@ -18,6 +18,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import AUTO_MAP
+from d2l_bert.modeling.export import FLOAT, INT8
 from d2l_bert.tokenization.wordpiece import pieces
 
 
@@ -44,6 +45,9 @@ WRITTEN = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
+    # files of `d2l-bert export`
+    FLOAT,
+    INT8,
 )
 PUBLISHED = (*WRITTEN, "LICENSE*", "*.png", "*.jpg", "*.svg")
 
@@ -51,7 +55,7 @@ HOMES = re.compile(
     r"(?<![\w.])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]+"
 )  # home folders of Linux, macOS and Windows
 
-BINARY_SUFFIXES = (".safetensors", ".png", ".jpg")
+BINARY_SUFFIXES = (".safetensors", ".onnx", ".png", ".jpg")
 
 
 def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | bytes], str | None]:
@@ -151,9 +155,10 @@ def with_repository_in_card(
     """
     The files to send, with a card whose examples load the model from `repo_id`.
 
-    The model's name is replaced after `from_pretrained(`, `model=` and `d2l-bert convert `, and nowhere else. Names of
-    the model are: the name of the folder, the names in the card's metadata (`model-index`), its headings of the first
-    level, and repositories that the card pins to an automatic tag (`model-...`), where the model was published before.
+    The model's name is replaced after `from_pretrained(`, `model=`, `pipeline("task", ` and `d2l-bert convert `, and
+    nowhere else. Names of the model are: the name of the folder, the names in the card's metadata (`model-index`), its
+    headings of the first level, and repositories that the card pins to an automatic tag (`model-...`), where the model
+    was published before.
 
     `from_pretrained("<repo_id>", trust_remote_code=True` gets the revision, so that it runs the code of this commit; a
     revision that is already there is replaced, or removed if `revision` is None.
@@ -168,7 +173,7 @@ def with_repository_in_card(
     names |= set(re.findall(rf'from_pretrained\("([^"]+)", revision="{TAG}[0-9a-f]{{12}}"', card))
     for called in names:
         in_code = re.escape(quoted(called))
-        card = re.sub(rf"(from_pretrained\(|model=){in_code}", rf'\g<1>"{repo_id}"', card)
+        card = re.sub(rf"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", ){in_code}", rf'\g<1>"{repo_id}"', card)
         card = re.sub(rf"(d2l-bert convert ){re.escape(shlex.quote(called))} ", rf"\g<1>{repo_id} ", card)
     there = rf'(from_pretrained\("{re.escape(repo_id)}", )(?:revision="[^"]*", )?trust_remote_code=True'
     pinned = f'revision="{revision}", ' if revision else ""

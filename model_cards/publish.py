@@ -116,11 +116,34 @@ def send(files: dict[str, Path | bytes], tag: str | None, name: str, repo_id: st
         if is_private and config.public:  # last: if a request above fails, the repository stays private
             api.update_repo_settings(repo_id, private=False)
             is_private = False
+        space = config.space and send_space(api, full_repo_id(api, config.space), repo_id, is_private)
     if config.create_pr:
         return f"proposed to {repo_id}: {commit.pr_url}"
     page = f"{api.endpoint}/{repo_id} ({'private' if is_private else 'public'})"
     saved = json.loads(read(files["config.json"]))
-    return f"published: {page}\n{loading_lines(repo_id, tag or config.revision, saved)}"
+    to_try = f"\nto try it: {space}" if space else ""
+    return f"published: {page}{to_try}\n{loading_lines(repo_id, tag or config.revision, saved)}"
+
+
+# A Space of the Hub with the page of `d2l-bert demo`.
+SPACE = {
+    "README.md": "---\ntitle: {name}\nsdk: gradio\napp_file: app.py\nmodels:\n- {model}\n---\n",
+    "requirements.txt": "d2l-bert[demo]=={version}\n",
+    "app.py": 'from d2l_bert.demo import make_demo\n\n\nmake_demo(["{model}"]).launch()\n',
+}
+
+
+def send_space(api: HfApi, space: str, model: str, private: bool) -> str:
+    """
+    Create or replace the Space `owner/name` that shows a model of the Hub; returns its address.
+
+    The Space installs this version of d2l-bert from PyPI. It needs a token of its own to load a private model.
+    """
+    values = {"name": space.partition("/")[2], "model": model, "version": version("d2l-bert")}
+    api.create_repo(space, repo_type="space", space_sdk="gradio", private=private, exist_ok=True)
+    operations = [CommitOperationAdd(file, text.format(**values).encode()) for file, text in SPACE.items()]
+    api.create_commit(space, operations, repo_type="space", commit_message=f"The page of d2l-bert demo for {model}")
+    return f"{api.endpoint}/spaces/{space}"
 
 
 def full_repo_id(api: HfApi, repo_id: str) -> str:

@@ -153,7 +153,8 @@ def to_bert(model: D2lBertPreTrainedModel) -> PreTrainedModel:
     if not model.config.embedding_layer_norm:
         raise ValueError(
             "stock BERT cannot express this model: stock BERT normalises the sum of the embeddings, and this model "
-            "does not (embedding_layer_norm is false); load the model with d2l_bert or trust_remote_code=True"
+            "does not (embedding_layer_norm is false); load the model with d2l_bert or trust_remote_code=True, or "
+            "write its ONNX files alone (d2l-bert export --onnx_only)"
         )
     shared = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
     config = BertConfig(

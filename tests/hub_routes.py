@@ -14,8 +14,8 @@ from hub_store import GITATTRIBUTES, Blob, Repository, is_large, now
 
 ROUTES = []
 PARTS = {
-    "kind": "model|dataset",
-    "prefix": "(?:datasets/)?",
+    "kind": "model|dataset|space",
+    "prefix": "(?:datasets/|spaces/)?",
     "repo": "[^/]+(?:/[^/]+)?",
     "slug": "[^/]+/[^/]+",
     "path": ".+",
@@ -64,7 +64,7 @@ def create_repository(hub, call):
     asked = call.json()
     kind, namespace = asked.get("type") or "model", asked.get("organization") or call.known()
     call.must_own(namespace, f"create a {kind}")
-    if kind not in ("model", "dataset"):
+    if kind not in ("model", "dataset", "space"):
         raise Refusal(501, f"This Hub has no {kind}s")
     repository = Repository(kind, f"{namespace}/{asked['name']}", _private(asked, False))
     url = f"{hub.endpoint}/{repository.place}"

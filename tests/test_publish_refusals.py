@@ -69,9 +69,10 @@ BROKEN = {
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "a damaged tokenizer": (lambda f: cut(f / "tokenizer.json", 0.5), "tokenizer cannot be loaded"),
-    "no configuration": (lambda f: (f / "config.json").unlink(), "not a d2l-bert one"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json: names a None model"),
     "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
-    "another kind of model": (lambda f: change_json(f / "config.json", model_type="bert"), "not a d2l-bert one"),
+    "another kind of model": (lambda f: change_json(f / "config.json", model_type="roberta"), "names a roberta model"),
+    "stock BERT with a class of ours": (lambda f: change_json(f / "config.json", model_type="bert"), "config.json of"),
     "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "architectures is"),
     "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
     "other code for the configuration": (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import release
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
-from d2l_bert.model_cards import release
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.tokenization.sources import file_source
 

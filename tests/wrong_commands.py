@@ -19,6 +19,8 @@ AT_ONCE = [
     ("attention run a b --word '\udcff'", r"\udcff"),
     (f"pretrain --corpus {'n' * 300}", "File name too long"),
     (f"publish {'n' * 300} me/x", "File name too long"),
+    ("export run ''", "DIR"),
+    ("demo ''", "MODEL"),
     # Values of another type, out of their range, or not among the choices.
     ("pretrain --max_steps 1e3", "--max_steps"),
     ("pretrain --micro_batch_size 1.5", "micro_batch_size"),
@@ -50,6 +52,10 @@ AT_ONCE = [
     ("pretrain --mask_replace_prob 0.9 --random_replace_prob 0.2", "mask_replace_prob"),
     ("pretrain --num_attention_heads 3", "num_attention_heads"),
     # Options that contradict each other, or that the command does not have.
+    ("export run out --runtime js", "page"),
+    ("export run out --task summarization", "--task"),
+    ("demo run --port 0", "--port"),
+    ("publish run me/x --space me/y --revision branch", "space"),
     ("pretrain --output_dir run --resume_from_checkpoint latest --overwrite_output_dir", "overwrite_output_dir"),
     ("pretrain --hub_model_id me/x", "push_to_hub"),
     ("pretrain --push_to_hub", "license"),

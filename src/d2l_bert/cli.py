@@ -21,7 +21,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.options import Options, is_written, members_of
 from d2l_bert.progress import messages_shown
 from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.recipes import RECIPES, architecture_options
 from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
@@ -109,6 +109,8 @@ Raw text in, a BERT out.
   d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"
   d2l-bert attention out "A crane is flying."         a picture of each head's attention
   d2l-bert convert google-bert/bert-base-uncased out --from bert
+  d2l-bert export out stock                           stock BERT and ONNX, for browsers and servers
+  d2l-bert demo out                                   a page on this machine to try it on
   d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
 
 The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert pretrain --help-all
@@ -165,6 +167,18 @@ MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. Th
 .parquet, .json, .conll) with columns of texts and labels. The output folder then holds the model, the figures of every
 seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command for each kind of
 task."""
+
+EXPORT = """
+
+DIR then holds the model as stock BERT, which Transformers loads without code of d2l-bert, and in onnx/ the same in
+float32 and in int8, with the names that transformers.js reads; the tokenizer and a card. Each file is compared with
+the model, and what int8 costs is measured on a text. d2l-bert publish sends DIR.
+Needs pip install 'd2l-bert[onnx]'."""
+
+DEMO = """
+
+The page fills in masks, asks whether B follows A, draws attention, and compares a word in two contexts. It is served
+on 127.0.0.1 alone, and asks no other machine for anything. Needs pip install 'd2l-bert[demo]'."""
 
 PUBLISH = """
 
@@ -323,6 +337,27 @@ COMMANDS = {
             ),
         ),
         description=CONVERT,
+    ),
+    "export": Command(
+        commands.export_command,
+        "write a model as stock BERT and ONNX, for browsers and servers",
+        "MODEL DIR [--task NAME] [OPTIONS]",
+        ExportConfig(),
+        (
+            _argument("source", "MODEL", MODEL[1]["help"]),
+            _argument("target", "DIR", "a new folder to write into"),
+        ),
+        description=EXPORT,
+    ),
+    "demo": Command(
+        commands.demo_command,
+        "try models on a page on this machine",
+        "MODEL... [--port N]",
+        arguments=(
+            (MODEL[0], {**MODEL[1], "nargs": "+"}),
+            _argument("--port", "N", "port on 127.0.0.1 (7860)", type=_whole_number, default=7860),
+        ),
+        description=DEMO,
     ),
     "publish": Command(
         commands.publish_command,

@@ -1,20 +1,26 @@
 """One function for each command of `d2l-bert`, called with the command's parsed arguments."""
 
+import contextlib
 import ctypes
 import dataclasses
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction
 from transformers.utils import logging
 
 from d2l_bert import NextSentencePredictionPipeline, folders
-from d2l_bert.errors import UserError, reading_model, refuse_first, value_errors_for_user
+from d2l_bert.demo import make_demo
+from d2l_bert.errors import UserError, explained, reading_model, refuse_first, value_errors_for_user
 from d2l_bert.folders import new_folder
+from d2l_bert.model_cards.card import carry_card
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
-from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints
+from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints, export
 from d2l_bert.modeling.conversion import FREE_FIELDS
+from d2l_bert.page import TASKS as PAGE_TASKS
+from d2l_bert.page import write_page
 from d2l_bert.progress import shortened
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.prepare import prepare
@@ -26,7 +32,8 @@ from d2l_bert.tokenization.prepared_folder import (
 )
 from d2l_bert.tokenization.wordpiece import read_tokenizer, save_tokenizer
 from d2l_bert.training.distributed import report_errors_once
-from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
+from d2l_bert.training.evaluation.exported import cost_of_int8
 from d2l_bert.training.evaluation.run import evaluate
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.run import finetune
@@ -235,6 +242,8 @@ def convert_command(arguments) -> None:
             conversion.save_with_code(model, folder) if arguments.source_kind else conversion.save_model(model, folder)
             if tokenizer:
                 save_tokenizer(tokenizer, folder)
+            if arguments.target_kind == "bert":
+                carry_card(source, folder, Path(arguments.target).resolve().name)
     name = "d2l BERTModel" if is_to_d2l else type(model).__name__
     print(f"{arguments.target}: a {name} of {model.num_parameters():,} parameters")
     if unused:
@@ -242,6 +251,69 @@ def convert_command(arguments) -> None:
     if not tokenizer:
         way_out = "; give its vocabulary with --vocab FILE to make one" if is_from_d2l else ""
         print(f"{source} brings no tokenizer, so {arguments.target} has none{way_out}")
+
+
+def export_command(arguments) -> None:
+    """Write a model as stock BERT and ONNX, compare the files with it, and print how they compare."""
+    logging.disable_progress_bar()
+    config, source = _options_of(ExportConfig, arguments), arguments.source
+    config.check()
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        if find_spec(package) is None:
+            raise UserError(f"export needs {package}: pip install 'd2l-bert[onnx]'")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(value_errors_for_user(f"{source}: not exported: "))
+        folder = stack.enter_context(new_folder(Path(arguments.target)))
+        page = stack.enter_context(new_folder(Path(config.page))) if config.page else None
+        with reading_model(source):
+            model, whole, task = export.read_for_task(source, config.task)
+            tokenizer = read_tokenizer(source, model.config)
+        refuse_first(
+            {
+                "the model has no tokenizer; put its tokenizer.json beside it": tokenizer is None,
+                f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": page
+                and task not in PAGE_TASKS,
+                "--onnx_only writes no card and no page; leave it or --page out": page and config.onnx_only,
+            }
+        )
+        compared = {}
+        if config.onnx_only:
+            (folder / "config.json").write_text(model.config.to_json_string())
+        else:
+            stock = bert_checkpoints.to_bert(whole)
+            conversion.save_model(stock, folder)
+            bert_checkpoints.copy_sentence_transformer(source, folder)
+            compared["model.safetensors"] = export.largest_difference(whole, stock)
+        save_tokenizer(tokenizer, folder)
+        export.write_onnx(model, task, folder)
+        for file in (export.FLOAT, export.INT8):
+            compared[file] = export.largest_difference(model, export.OnnxModel(folder / file, model.config))
+        compared = {
+            file: {"bytes": (folder / file).stat().st_size, "difference": difference}
+            for file, difference in compared.items()
+        }
+        cost = cost_of_int8(folder, model.config, task, config.corpus)
+        if not config.onnx_only:
+            name, measured = Path(arguments.target).resolve().name, {"task": task, "files": compared, "int8": cost}
+            carry_card(source, folder, name, whole is not model or config.task is None, measured)
+        if page:
+            write_page(folder, page, name, task, config.runtime)
+    print(f"{arguments.target}: {type(model).__name__} of {model.num_parameters():,} parameters, for {task}")
+    for file, found in compared.items():
+        print(f"  {file:<26} {found['bytes']:>13,} bytes  outputs differ by at most {found['difference']:.1e}")
+    print(
+        f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
+        f"{cost['speed']:.2f} times as fast"
+    )
+    if page:
+        print(f"the page: python -m http.server --directory {config.page}")
+
+
+def demo_command(arguments) -> None:
+    """Serve a page on which one tries models, until Ctrl-C."""
+    page = make_demo(arguments.model)
+    with explained(f"port {arguments.port}", "give another --port", OSError):
+        page.launch(server_name="127.0.0.1", server_port=arguments.port, share=False)
 
 
 def publish_command(arguments) -> None:

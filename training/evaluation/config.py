@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.folders import check_new_file
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, option, option_of
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
@@ -147,3 +147,53 @@ class EvaluateConfig(SourceConfig):
         if self.plot is not None:
             return Path(self.plot)
         return Path(self.output).with_suffix(".png") if self.output and self.blimp else None
+
+
+@dataclass(kw_only=True)
+class ExportConfig(Options):
+    """
+    Which files `d2l-bert export` writes, and what int8 is measured on. Every field is an option of the command.
+
+    Raises:
+        UserError: from `check`, for a value out of its range or values that contradict each other.
+    """
+
+    task: (
+        Literal[
+            "fill-mask",
+            "next-sentence-prediction",
+            "text-classification",
+            "token-classification",
+            "question-answering",
+            "feature-extraction",
+        ]
+        | None
+    ) = option(None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True)
+    corpus: list[str] = option(
+        ["python-docs"],
+        "text to measure on what int8 costs: text files and folders of text files, or python-docs",
+        TEXT,
+        metavar="PATH",
+        common=True,
+    )
+    onnx_only: bool = option(
+        False,
+        "write the ONNX files and the tokenizer alone, for a model that stock BERT cannot express",
+        OUTPUT,
+        common=True,
+    )
+    page: str | None = option(
+        None,
+        "also write a page into this new folder that runs the model in a visitor's browser, for any static web server",
+        OUTPUT,
+        metavar="DIR",
+        common=True,
+    )
+    runtime: str | None = option(
+        None,
+        "folder in which npm has installed @huggingface/transformers, for the page; the default is to download it",
+        OUTPUT,
+        metavar="DIR",
+        common=True,
+        needs=("page",),
+    )

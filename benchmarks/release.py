@@ -35,7 +35,9 @@ scratch, for one task of the recipe. A model that is made already is not trained
 interrupted goes on. The exit code is 0 if the bytes are the same or all figures lie within the deviations that the
 record states, and 1 if a figure does not."""
 
-RELEASES = Path(__file__).parent  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
+RELEASES = (
+    Path(__file__).parent.parent / "model_cards"
+)  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -43,7 +45,7 @@ CPUINFO = Path("/proc/cpuinfo")
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m d2l_bert.model_cards.release",
+        prog="python -m benchmarks.release",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

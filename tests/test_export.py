@@ -1,0 +1,234 @@
+"""`d2l-bert export`: its files under stock Transformers, ONNX Runtime and transformers.js; published and loaded."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from head_models import ours
+from publishing import published, run
+from transformers import AutoTokenizer, pipeline
+
+import d2l_bert
+from d2l_bert.cli import main
+from d2l_bert.folders import read_json
+from d2l_bert.modeling.export import TASKS
+
+
+FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
+TEXTS = ["Anna walked to the garden.", "The drum was old and small and heavy. Then Hugo left."]
+PROMPT = "Anna walked to the [MASK]."
+
+# Where `make browsers` installs transformers.js.
+NODE_MODULES = Path(__file__).parent.parent / "build/js/node_modules"
+needs_node = pytest.mark.skipif(
+    not (NODE_MODULES.is_dir() and shutil.which("node")), reason="transformers.js or node is missing: make browsers"
+)
+
+
+def run_onnx(file, encoded):
+    """The outputs of an ONNX file by plain ONNX Runtime, by name."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(file)
+    names = [output.name for output in session.get_outputs()]
+    values = session.run(names, {name: encoded[name].numpy() for name in [each.name for each in session.get_inputs()]})
+    return dict(zip(names, map(torch.from_numpy, values), strict=True))
+
+
+def export(source, target, *options):
+    pytest.importorskip("onnxscript")
+    assert main(["export", str(source), str(target), *options]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def book(books):
+    """A text for what int8 costs."""
+    return f"--corpus={books}"
+
+
+@pytest.fixture(scope="module")
+def filled(trained, tmp_path_factory, book):
+    """The export of a finished run for fill-mask."""
+    return export(trained, tmp_path_factory.mktemp("exported") / "stock", book)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.usefixtures("one_thread")
+def test_every_file_gives_the_outputs_of_the_model(task, trained, tmp_path, book):
+    head, names = TASKS[task]
+    source = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    sizes = {"embedding_layer_norm": True, "vocab_size": len(tokenizer), "max_position_embeddings": 48}
+    model = ours(head, **sizes)
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    folder = export(source, tmp_path / "stock", book, *(["--task", task] if task == "feature-extraction" else []))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures == [f"Bert{head}"]
+    stock = getattr(transformers, f"Bert{head}").from_pretrained(folder).eval()
+    encoded = tokenizer(TEXTS, TEXTS[::-1], padding=True, return_tensors="pt")
+    is_real = encoded["attention_mask"].bool()
+    with torch.no_grad():
+        expected, of_stock = model(**encoded), stock(**encoded)
+    in_float, in_int8 = run_onnx(folder / FLOAT, encoded), run_onnx(folder / INT8, encoded)
+    assert list(in_float) == list(in_int8) == names
+    for name in names:
+        place = is_real if expected[name].shape[:2] == is_real.shape else slice(None)
+        torch.testing.assert_close(of_stock[name][place], expected[name][place], atol=1e-5, rtol=0)
+        torch.testing.assert_close(in_float[name][place], expected[name][place], atol=1e-4, rtol=0)
+        spread = expected[name][place].std()
+        assert 0 < (in_int8[name][place] - expected[name][place]).abs().mean() < 0.2 * spread
+    assert (folder / INT8).stat().st_size < (folder / FLOAT).stat().st_size
+
+
+@pytest.mark.slow
+def test_int8_costs_what_the_card_says(trained, filled, books):
+    export = read_json(filled / "metrics.json")["export"]
+    assert export["int8"]["int8"] == pytest.approx(export["int8"]["float32"], rel=0.01)
+    assert main(["evaluate", str(trained), f"--corpus={books}", "--objective=none", f"--output={filled}.json"]) == 0
+    measured = read_json(Path(f"{filled}.json"))["models"][0]["text"]["mlm_loss"]
+    assert export["int8"]["float32"] == pytest.approx(measured, rel=1e-3)
+    card = (filled / "README.md").read_text()
+    assert f"MLM loss {export['int8']['int8']:.4f} ({export['int8']['float32']:.4f})" in card
+    assert f"{(filled / INT8).stat().st_size:,}" in card
+
+
+@pytest.mark.slow
+def test_one_head_of_a_pretrained_model_is_exported_alone(trained, tmp_path, book):
+    folder = export(trained, tmp_path / "nsp", "--task=next-sentence-prediction", book)
+    assert read_json(folder / "config.json")["id2label"] == {"0": "IsNext", "1": "NotNext"}
+    encoded = AutoTokenizer.from_pretrained(trained)(*TEXTS, return_tensors="pt")
+    model = d2l_bert.D2lBertForNextSentencePrediction.from_pretrained(trained).eval()
+    with torch.no_grad():
+        expected = model(**encoded).logits
+    torch.testing.assert_close(run_onnx(folder / FLOAT, encoded)["logits"], expected, atol=1e-4, rtol=0)
+    assert "widget" not in (folder / "README.md").read_text()  # the head that filled masks is not there
+
+
+@pytest.mark.slow
+def test_a_model_that_stock_bert_cannot_express_is_exported_as_onnx_alone(trained, tmp_path, book, fails):
+    source = tmp_path / "model"
+    model = ours("ForMaskedLM", vocab_size=len(tokenizer := AutoTokenizer.from_pretrained(trained)))
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    assert "embedding_layer_norm" in fails("export", source, tmp_path / "stock", book)
+    assert not (tmp_path / "stock").exists()
+    folder = export(source, tmp_path / "onnx", "--onnx_only", book)
+    encoded = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    is_real = encoded["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**encoded).logits[is_real]
+    torch.testing.assert_close(run_onnx(folder / FLOAT, encoded)["logits"][is_real], expected, atol=1e-4, rtol=0)
+    assert not list(folder.glob("*.safetensors"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stock BERT is an output like any other
+
+
+def test_a_model_converted_to_stock_bert_keeps_its_card_and_is_published(trained, tmp_path, capsys):
+    folder = tmp_path / "stock"
+    assert main(["convert", str(trained), str(folder), "--to", "bert"]) == 0
+    for file in ("run_config.json", "metrics.json", "training_curves.png"):
+        assert (folder / file).read_bytes() == (trained / file).read_bytes()
+    card = (folder / "README.md").read_text()
+    assert "license: apache-2.0" in card and "trust_remote_code" not in card and "import d2l_bert" not in card
+    block = card.split("```python\n")[1].split("```")[0]
+    assert "d2l_bert" not in block and f'model="{folder.name}"' in block
+    assert main(["publish", str(folder), "me/stock", "--dry_run"]) == 0
+    assert main(["fill-mask", str(folder), PROMPT]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+
+
+LOAD = """
+import json, sys
+sys.modules["d2l_bert"] = None  # importing it now fails
+from transformers import pipeline
+fill = pipeline("fill-mask", model="someone/stock")
+print(json.dumps([type(fill.model).__module__, fill("Anna walked to the [MASK].")[0]["score"]]))
+"""
+
+NODE = """
+import { env, pipeline } from "@huggingface/transformers";
+const [place, name, task, text, options, cache] = JSON.parse(process.argv[2]);
+if (place.startsWith("http")) env.remoteHost = place;
+else { env.allowRemoteModels = false; env.localModelPath = place; }
+env.cacheDir = cache;
+const predict = await pipeline(task, name, { dtype: "fp32" });
+const found = await predict(text, options);
+console.log(JSON.stringify(found.data ? Array.from(found.data) : found));
+"""
+
+
+def in_node(place, name, task, text, tmp_path, **options):
+    """What a pipeline of transformers.js returns, in Node; its requests can reach this machine alone."""
+    script = tmp_path / "script.mjs"
+    script.write_text(NODE)
+    (tmp_path / "node_modules").symlink_to(NODE_MODULES)
+    words = ["node", str(script), json.dumps([str(place), name, task, text, options, str(tmp_path / "cache")])]
+    unreachable = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, **unreachable})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_node
+@pytest.mark.slow
+def test_transformers_js_gives_pythons_tokens(filled, tmp_path):
+    expected = pipeline("fill-mask", model=str(filled))(PROMPT)
+    found = in_node(filled.parent, filled.name, "fill-mask", PROMPT, tmp_path)
+    assert [guess["token_str"] for guess in found] == [guess["token_str"] for guess in expected]
+    np.testing.assert_allclose([g["score"] for g in found], [g["score"] for g in expected], atol=1e-3)
+
+
+@needs_node
+@pytest.mark.slow
+def test_transformers_js_gives_pythons_vectors(trained, tmp_path, book):
+    folder = export(trained, tmp_path / "vectors", "--task=feature-extraction", book)
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = model(**AutoTokenizer.from_pretrained(folder)(TEXTS[0], return_tensors="pt")).last_hidden_state
+    found = in_node(tmp_path, "vectors", "feature-extraction", TEXTS[0], tmp_path, pooling="mean", normalize=False)
+    np.testing.assert_allclose(found, states[0].mean(0).numpy(), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_published_export_is_loaded_by_stock_transformers_alone(here, filled, tmp_path, capsys):
+    assert main(["publish", str(filled), "someone/stock", "--public", "--space", "try-stock"]) == 0
+    assert {FLOAT, INT8, "model.safetensors"} <= published(here, "someone/stock").keys()
+    card = published(here, "someone/stock")["README.md"].decode()
+    assert 'await pipeline("fill-mask", "someone/stock"' in card
+    done = run(LOAD, here, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    module, score = json.loads(done.stdout.splitlines()[-1])
+    assert module == "transformers.models.bert.modeling_bert"
+    assert score == pytest.approx(pipeline("fill-mask", model=str(filled))(PROMPT)[0]["score"], abs=1e-6)
+    space = here.files("someone/try-stock", kind="space")
+    assert 'make_demo(["someone/stock"])' in space["app.py"].decode()
+    assert not here.is_private("someone/try-stock", kind="space")
+
+
+@needs_node
+@pytest.mark.slow
+def test_a_published_export_is_loaded_by_transformers_js(here, filled, tmp_path):
+    assert main(["publish", str(filled), "someone/stock", "--public"]) == 0
+    found = in_node(here.endpoint, "someone/stock", "fill-mask", PROMPT, tmp_path)
+    expected = pipeline("fill-mask", model=str(filled))(PROMPT)
+    assert [guess["token_str"] for guess in found] == [guess["token_str"] for guess in expected]
+
+
+@pytest.mark.slow
+def test_onnx_files_of_other_weights_are_not_published(filled, trained, tmp_path, fails):
+    folder = Path(shutil.copytree(filled, tmp_path / "stock"))
+    model = transformers.BertForPreTraining.from_pretrained(folder)
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.mul_(1.1)
+    model.save_pretrained(folder)
+    assert FLOAT in fails("publish", folder, "me/stock", "--dry_run")

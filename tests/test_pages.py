@@ -1,0 +1,170 @@
+"""The page of `d2l-bert demo` and the page without a server, in a real browser that can reach this machine alone."""
+
+import functools
+import http.server
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from browser import chromium, hosts, needs_browser, wait_for
+from test_export import INT8, NODE_MODULES, PROMPT, export, run_onnx
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from d2l_bert.training.run_report import fill_mask
+
+
+MARKUP = "<img src=x onerror=\"document.title='run'\"> [MASK]"
+LONG = "word " * 10_000
+
+pytestmark = pytest.mark.slow
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def texts_of(driver, selector):
+    return driver.execute_script(f"return [...document.querySelectorAll('{selector}')].map(each => each.textContent)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a server
+
+
+@pytest.fixture(scope="module")
+def page(trained, books, tmp_path_factory):
+    """The address of the page, and the folder of the exported model."""
+    if not NODE_MODULES.is_dir():
+        pytest.skip("transformers.js is missing: make browsers")
+    place = tmp_path_factory.mktemp("page")
+    folder = export(
+        *(trained, place / "stock", f"--corpus={books}"),
+        *("--page", str(place / "page"), "--runtime", str(NODE_MODULES.parent)),
+    )
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=place / "page")
+    handler.log_message = lambda *_: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", folder
+    server.shutdown()
+
+
+@needs_browser
+def test_the_page_without_a_server_predicts_as_python_does(page):
+    address, folder = page
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = tokenizer(PROMPT, return_tensors="pt")
+    place = encoded["input_ids"][0].tolist().index(tokenizer.mask_token_id)
+    best = run_onnx(folder / INT8, encoded)["logits"][0, place].softmax(-1).topk(5)
+    with chromium() as driver:
+
+        def predict(text):
+            driver.execute_script("document.getElementById('text').value = arguments[0]", text)
+            driver.find_element("id", "go").click()
+            wait_for(lambda: texts_of(driver, ".token") or texts_of(driver, "#message")[0])
+            return texts_of(driver, ".token"), texts_of(driver, "#message")[0]
+
+        driver.get(address)
+        wait_for(lambda: driver.find_element("id", "go").is_enabled())
+        found, message = predict(PROMPT)
+        assert found[0] == tokenizer.decode(best.indices[:1]) and not message
+        shares = [float(share.rstrip(" %")) / 100 for share in texts_of(driver, ".share")]
+        assert shares == pytest.approx(best.values.tolist(), abs=0.02)
+        for text, reason in (("Anna walked.", "[MASK]"), (LONG, "tokens"), ("", "[MASK]")):
+            found, message = predict(text)
+            assert not found and reason in message
+        found, message = predict(f"{MARKUP} and [MASK]")
+        assert len(found) == 10 and not message and driver.title != "run"
+        assert hosts(driver) == {"127.0.0.1"}
+        assert not [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# d2l-bert demo
+
+
+@pytest.fixture(scope="module")
+def demo(trained):
+    """The address of a running `d2l-bert demo` of one model."""
+    pytest.importorskip("gradio")
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "d2l_bert", "demo", trained, "--port", str(port)])
+    address = f"http://127.0.0.1:{port}/"
+
+    def answers():
+        assert process.poll() is None
+        try:
+            return urllib.request.urlopen(address, timeout=5).status == 200
+        except OSError:
+            return False
+
+    wait_for(answers, 120)
+    yield address
+    process.terminate()
+    process.wait(30)
+
+
+def best_in_python(folder, text):
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return fill_mask(model, tokenizer, [text])[0][0]
+
+
+@needs_browser
+def test_the_page_of_demo_predicts_as_python_does(demo, trained):
+    expected = best_in_python(trained, PROMPT)
+    with chromium() as driver:
+
+        def tab(name, *values):
+            [each.click() for each in driver.find_elements("css selector", "[role=tab]") if each.text == name]
+            fields = [each for each in driver.find_elements("css selector", "textarea") if each.is_displayed()]
+            for field, value in zip(fields, values, strict=False):
+                field.clear()
+                driver.execute_script(
+                    "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))", field, value
+                )
+            (button,) = [each for each in driver.find_elements("tag name", "button") if each.text == "Show"]
+            button.click()
+
+        def shown(selector):
+            return [each for each in driver.find_elements("css selector", selector) if each.is_displayed()]
+
+        driver.get(demo)
+        wait_for(lambda: [each for each in driver.find_elements("tag name", "button") if each.text == "Show"])
+        tab("Fill masks", PROMPT)
+        wait_for(lambda: shown(".token"))
+        assert [each.text for each in shown(".token")] == [token for token, _ in expected]
+        shares = [float(each.text.rstrip("%")) / 100 for each in shown(".share")]
+        assert shares == pytest.approx([share for _, share in expected], abs=0.001)
+        for text, reason in (("Anna walked.", "[MASK]"), (LONG, "tokens"), ("<b>bold</b>", "<b>bold</b>")):
+            tab("Fill masks", text)
+            wait_for(lambda reason=reason: [each for each in shown("[role=alert]") if reason in each.text])
+        tab("Fill masks", MARKUP)
+        wait_for(lambda: len(shown(".token")) == 5)
+        tab("Does B follow A?")
+        wait_for(lambda: {"IsNext", "NotNext"} <= {each.text for each in shown(".token")})
+        tab("Attention")
+        wait_for(lambda: shown("img[alt='attention of each head']"))
+        tab("A word in two contexts", "walked", "Anna walked home.", "Hugo walked to the garden.")
+        wait_for(lambda: [each for each in shown("pre") if "layer 1" in each.text])
+        assert driver.title != "run" and hosts(driver) == {"127.0.0.1"}
+
+
+def test_two_users_at_once_get_their_own_answers(demo, trained):
+    client = pytest.importorskip("gradio_client")
+    texts = [f"{name} walked to the [MASK]." for name in ("Anna", "Hugo")]
+    expected = [best_in_python(trained, text)[0] for text in texts]
+
+    def ask(number):
+        page = client.Client(demo, verbose=False)
+        return [page.predict(str(trained), texts[number], api_name="/shown_masks") for _ in range(10)]
+
+    with ThreadPoolExecutor() as pool:
+        for (token, share), answers in zip(expected, pool.map(ask, (0, 1)), strict=True):
+            assert len(set(answers)) == 1
+            assert f">{token}</span>" in answers[0] and f"{share:.1%}" in answers[0]
