@@ -85,6 +85,17 @@ def test_the_page_without_a_server_predicts_as_python_does(page):
         assert not [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+@needs_browser
+def test_a_page_whose_model_is_not_there_says_so(page):
+    address, folder = page
+    (folder.parent / "page/model").rename(folder.parent / "moved")
+    with chromium() as driver:
+        driver.get(address)
+        wait_for(lambda: "cannot be loaded" in texts_of(driver, "#message")[0])
+        assert not driver.find_element("id", "go").is_enabled()
+    (folder.parent / "moved").rename(folder.parent / "page/model")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # d2l-bert demo
 

@@ -204,6 +204,8 @@ AT_ONCE = [
         for vocabulary in ("nowhere.json", "empty", "latin.txt", "words.json", "empty.vocab", "twice.json")
     ),
     ("publish nowhere me/x --dry_run", "nowhere"),
+    ("export nowhere out", "nowhere"),
+    ("demo nowhere", "nowhere"),
     ("publish tokens me/x --dry_run", "config.json"),
     ("publish bert me/x --dry_run", "bert"),
     ("publish cut me/x --dry_run", "cut"),

@@ -48,7 +48,7 @@ def cost_of_int8(folder: Path, config, task: str, corpus: list[str]) -> dict:
         losses = [evaluate_text(model, text, options, length, accelerator)["mlm_loss"] for model in models]
         figure = {"figure": "MLM loss", "float32": losses[0], "int8": losses[1]}
     else:
-        figure = _agreement(files, _batches(text, tokenizer, config, task), task)
+        figure = _agreement(files, _batches(text, tokenizer, config, task), task, config.problem_type)
     return {"text": text.name, **figure, "speed": _speed(*files)}
 
 
@@ -64,8 +64,8 @@ def _batches(text, tokenizer, config, task):
         yield tokenizer(*rows, truncation=True, max_length=length, padding=True, return_tensors="pt")
 
 
-def _agreement(files, batches, task):
-    """How often both files choose the same class, tag or span; for vectors the smallest and the mean cosine."""
+def _agreement(files, batches, task, problem_type):
+    """How often both files give the same class, labels, tag or span; of vectors and numbers how far apart they are."""
     values = []
     for batch in batches:
         one, other = (file(**batch) for file in files)
@@ -76,16 +76,21 @@ def _agreement(files, batches, task):
                 for states in (one.last_hidden_state, other.last_hidden_state)
             ]
             values.append(F.cosine_similarity(*means))
-        elif task == "question-answering":
-            same = [one[name].argmax(-1) == other[name].argmax(-1) for name in one]
-            values.append((same[0] & same[1]).double())
+        elif problem_type == "regression":
+            values.append((one.logits - other.logits).abs().flatten())
         else:
-            same = one.logits.argmax(-1) == other.logits.argmax(-1)
-            values.append((same[is_real] if same.dim() > 1 else same).double())
+            is_multi_label = problem_type == "multi_label_classification"
+            chosen = [
+                [logits > 0 if is_multi_label else logits.argmax(-1) for logits in of.values()] for of in (one, other)
+            ]
+            same = torch.stack([first == second for first, second in zip(*chosen, strict=True)]).all(0)
+            values.append((same[is_real] if task == "token-classification" else same.flatten()).double())
     values = torch.cat(values)
     if task == "feature-extraction":
-        return {"figure": "cosine with float32, smallest", "float32": 1.0, "int8": float(values.min())}
-    return {"figure": "same answer as float32", "float32": 1.0, "int8": float(values.mean())}
+        return {"figure": "smallest cosine with float32", "float32": 1.0, "int8": float(values.min())}
+    if problem_type == "regression":
+        return {"figure": "mean difference from float32", "float32": 0.0, "int8": float(values.mean())}
+    return {"figure": "share of answers as in float32", "float32": 1.0, "int8": float(values.mean())}
 
 
 def _speed(*files):

@@ -37,7 +37,7 @@ def draw_confusion(true, predicted, classes: list[str], rows_name: str, path: Pa
     size = max(5.0, 2.5 + 0.5 * min(len(classes), NUMBERED_CLASSES))
     figure, panel = one_panel(
         (size, size),
-        f"Confusion matrix on {rows_name}: {len(true):,} {unit}, accuracy {np.mean(true == predicted):.1%}",
+        f"Confusion matrix on {rows_name}\n{len(true):,} {unit}, accuracy {np.mean(true == predicted):.1%}",
     )
     ConfusionMatrixDisplay.from_predictions(
         true,
