@@ -83,8 +83,7 @@ notebooks: .venv/with-tests
 # transformers.js, for the tests of pages and of ONNX files; they also want node, Chromium and its driver.
 browsers: .venv/with-tests
 	npm install --ignore-scripts --no-audit --no-fund --prefix build/js \
-	    @huggingface/transformers@$$($(BIN)/python -c \
-	    'from d2l_bert.page import RUNTIME; print(RUNTIME["@huggingface/transformers"][0])')
+	    @huggingface/transformers@$$($(BIN)/python -c 'from d2l_bert.page import TRANSFORMERS_JS as it; print(it)')
 
 # An sdist and a wheel in dist/, with the version of the tag.
 dist: .venv/with-tests

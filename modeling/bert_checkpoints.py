@@ -76,7 +76,7 @@ def read_bert(name: str) -> tuple[PreTrainedModel, list[str]]:
     if not isinstance(config, BertConfig):
         way_out = "it needs no conversion" if isinstance(config, D2lBertConfig) else "give a stock BERT"
         raise ValueError(f"it is a {config.model_type} model, not a bert one; {way_out}")
-    _shared_fields(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
+    shared_fields(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
     model_class = getattr(transformers, (config.architectures or [""])[0], None)
     if _our_class(model_class) is None or model_class.__name__ in PRETRAINED:
         model_class = BertForPreTraining  # the weights that are missing after loading tell which heads there are
@@ -130,7 +130,7 @@ def from_bert(model: PreTrainedModel) -> D2lBertPreTrainedModel:
     if our_class is None:
         raise ValueError(f"d2l-bert has no class for {type(model).__name__}; {OTHER_BERT}")
     config = D2lBertConfig(
-        **{**_shared_fields(model.config), "tie_word_embeddings": is_tied(model)},
+        **{**shared_fields(model.config), "tie_word_embeddings": is_tied(model)},
         embedding_layer_norm=True,
         id2label=model.config.id2label,
         label2id=model.config.label2id,
@@ -177,7 +177,7 @@ def _our_class(bert_class):
     return getattr(modeling_d2l_bert, "D2l" + bert_class.__name__, None)
 
 
-def _shared_fields(config):
+def shared_fields(config):
     """
     The fields of a BertConfig that `D2lBertConfig` has too.
 

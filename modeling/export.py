@@ -44,8 +44,7 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
         task: one of `TASKS`; None for that of the class that was saved.
 
     Returns:
-        The model in float32 and in evaluation mode; the model to publish, which is all that was saved if the task is
-        that of the class that was saved, else the first; and the task.
+        The model with this one head, in float32 and in evaluation mode; the model as it was saved; and the task.
 
     Raises:
         ValueError: the model is no d2l-bert model and no BERT that d2l-bert can express, or has no such head.
@@ -54,13 +53,13 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
     is_stock = isinstance(AutoConfig.from_pretrained(name, trust_remote_code=False), BertConfig)
     saved = (from_bert(read_bert(name)[0]) if is_stock else read_ours(name)).float()
     head = type(saved).__name__.removeprefix("D2lBert")
-    task = task or TASK_OF.get(head)
+    task = task or task_of(saved)
     if task is None:
         raise ValueError(f"there is no task for D2lBert{head} in ONNX; give --task {' or '.join(TASKS)}")
     if head == TASKS[task][0]:
         return saved.eval(), saved, task
     if task == "feature-extraction":
-        return saved.base_model.eval(), saved.base_model, task
+        return saved.base_model.eval(), saved, task
     model = getattr(modeling_d2l_bert, f"D2lBert{TASKS[task][0]}")(saved.config)
     missing = model.load_state_dict(saved.state_dict(), strict=False).missing_keys
     if missing:
@@ -68,7 +67,12 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
             f"it was saved as D2lBert{head}, without weights for {missing[0]}, which {task} needs; give a model that "
             f"was trained for this task, or another --task"
         )
-    return model.eval(), saved if TASK_OF.get(head) == task else model, task
+    return model.eval(), saved, task
+
+
+def task_of(model: D2lBertPreTrainedModel) -> str | None:
+    """The task that the head of a model is for; of both pretraining heads, fill-mask. None for multiple choice."""
+    return TASK_OF.get(type(model).__name__.removeprefix("D2lBert"))
 
 
 def write_onnx(model: D2lBertPreTrainedModel, task: str, folder: Path) -> None:

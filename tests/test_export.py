@@ -110,6 +110,8 @@ def test_one_head_of_a_pretrained_model_is_exported_alone(trained, tmp_path, boo
         expected = model(**encoded).logits
     torch.testing.assert_close(run_onnx(folder / FLOAT, encoded)["logits"], expected, atol=1e-4, rtol=0)
     assert "widget" not in (folder / "README.md").read_text()  # the head that filled masks is not there
+    whole = export(trained, tmp_path / "mlm", "--task=fill-mask", book)
+    assert "widget" in (whole / "README.md").read_text()
 
 
 @pytest.mark.slow

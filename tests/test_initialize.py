@@ -136,6 +136,22 @@ def run_from(model, corpus, folder, *options):
 
 
 @pytest.mark.slow
+def test_a_run_starts_from_stock_bert_as_from_the_model_that_it_becomes(books, trained, tmp_path):
+    assert main(["convert", str(trained), str(tmp_path / "stock"), "--to", "bert"]) == 0
+    options = [
+        "--max_steps=1",
+        "--learning_rate=1e-12",
+        "--hidden_dropout_prob=0.0",
+        "--attention_probs_dropout_prob=0.0",
+    ]
+    weights = run_from(tmp_path / "stock", books, tmp_path / "out", *options)
+    before = load_file(trained / "model.safetensors")
+    assert weights.keys() == before.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-9, rtol=0)
+
+
+@pytest.mark.slow
 def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, spelling, tmp_path):
     """One step at a learning rate of almost 0 leaves the weights unchanged."""
     out = tmp_path / "out"

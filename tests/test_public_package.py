@@ -30,7 +30,8 @@ def test_every_public_name_is_listed_and_can_be_had():
 
 def test_every_package_that_the_code_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["finetune"]
+    extras = project["optional-dependencies"]
+    declared = project["dependencies"] + extras["finetune"] + extras["onnx"] + extras["demo"]
     declared = {re.match(r"[\w.-]+", line)[0].lower().replace("-", "_") for line in declared}
     names = {"yaml": "pyyaml", "sklearn": "scikit_learn"}
     imported = set()

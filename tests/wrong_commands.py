@@ -146,7 +146,7 @@ AT_ONCE = [
     ("prepare --tokenizer gpt2", "gpt2"),
     ("pretrain --init_from nowhere", "nowhere"),
     ("pretrain --init_from tokens", "tokens"),
-    ("pretrain --init_from bert", "--from bert"),
+    ("pretrain --init_from loud", "silu"),
     ("pretrain --init_from cut --dry_run", "cut"),
     ("pretrain --init_from wider", "wider"),
     ("fill-mask nowhere 'a [MASK]'", "nowhere"),

@@ -105,7 +105,7 @@ class PretrainConfig(TextConfig):
 
     init_from: str | None = option(
         None,
-        "d2l-bert model to start from, a folder or Hub id: its weights, architecture and tokenizer",
+        "model to start from, a d2l-bert model or stock BERT: its weights, architecture and tokenizer",
         OPTIMIZER,
         metavar="MODEL",
         common=True,

@@ -2,13 +2,15 @@
 
 import copy
 import logging
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, BertTokenizer, PreTrainedModel
+from transformers import AutoConfig, BertConfig, BertTokenizer, PreTrainedModel
 
 from d2l_bert.errors import UserError, explained, reading_model, refuse_first
-from d2l_bert.modeling import conversion
+from d2l_bert.modeling import bert_checkpoints, conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
@@ -80,7 +82,7 @@ def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
 
 def read_architecture(name: str) -> D2lBertConfig:
     """
-    The architecture of a saved d2l-bert model.
+    The architecture of a saved d2l-bert model, or of a stock BERT as one.
 
     Args:
         name: a folder or an id on the Hub.
@@ -90,11 +92,10 @@ def read_architecture(name: str) -> D2lBertConfig:
     """
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if isinstance(config, BertConfig):
+            return D2lBertConfig(**bert_checkpoints.shared_fields(config), embedding_layer_norm=True)
         if not isinstance(config, D2lBertConfig):
-            way_out = (
-                f"first d2l-bert convert {name} DST --from bert" if config.model_type == "bert" else "give another"
-            )
-            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one; {way_out}")
+            raise UserError(f"it is a {config.model_type} model, not a d2l-bert one or a stock BERT; give another")
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
@@ -166,9 +167,13 @@ def start_from(
     refuse_first(cases, f"init_from {name}: ")
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
-    with reading_model(name, "init_from "):
+    with reading_model(name, "init_from "), tempfile.TemporaryDirectory() as converted:
+        is_stock = isinstance(AutoConfig.from_pretrained(name, trust_remote_code=False), BertConfig)
+        if is_stock:
+            conversion.save_model(bert_checkpoints.from_bert(bert_checkpoints.read_bert(name)[0]), Path(converted))
+        place = converted if is_stock else name
         model, missing, _ = conversion.load_and_compare(
-            model_class, name, config=config, dtype=torch.float32, attn_implementation=attn_implementation
+            model_class, place, config=config, dtype=torch.float32, attn_implementation=attn_implementation
         )
         fresh = [head for head in HEADS if conversion.lacks(model, missing, head)]
         others = sorted(key for key in missing if not key.startswith(tuple(f"{head}." for head in fresh)))

@@ -20,7 +20,7 @@ from d2l_bert.model_cards.publish import publish
 from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints, export
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.page import TASKS as PAGE_TASKS
-from d2l_bert.page import write_page
+from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.prepare import prepare
@@ -266,7 +266,7 @@ def export_command(arguments) -> None:
         folder = stack.enter_context(new_folder(Path(arguments.target)))
         page = stack.enter_context(new_folder(Path(config.page))) if config.page else None
         with reading_model(source):
-            model, whole, task = export.read_for_task(source, config.task)
+            model, saved, task = export.read_for_task(source, config.task)
             tokenizer = read_tokenizer(source, model.config)
         refuse_first(
             {
@@ -276,14 +276,18 @@ def export_command(arguments) -> None:
                 "--onnx_only writes no card and no page; leave it or --page out": page and config.onnx_only,
             }
         )
+        if page:  # first, as it may need the network
+            copy_runtime(page, config.runtime)
+        is_whole = export.task_of(saved) == task
+        published = saved if is_whole else model
         compared = {}
         if config.onnx_only:
             (folder / "config.json").write_text(model.config.to_json_string())
         else:
-            stock = bert_checkpoints.to_bert(whole)
+            stock = bert_checkpoints.to_bert(published)
             conversion.save_model(stock, folder)
             bert_checkpoints.copy_sentence_transformer(source, folder)
-            compared["model.safetensors"] = export.largest_difference(whole, stock)
+            compared["model.safetensors"] = export.largest_difference(published, stock)
         save_tokenizer(tokenizer, folder)
         export.write_onnx(model, task, folder)
         for file in (export.FLOAT, export.INT8):
@@ -295,9 +299,9 @@ def export_command(arguments) -> None:
         cost = cost_of_int8(folder, model.config, task, config.corpus)
         if not config.onnx_only:
             name, measured = Path(arguments.target).resolve().name, {"task": task, "files": compared, "int8": cost}
-            carry_card(source, folder, name, whole is not model or config.task is None, measured)
+            carry_card(source, folder, name, is_whole, measured)
         if page:
-            write_page(folder, page, name, task, config.runtime)
+            write_page(folder, page, name, task)
     print(f"{arguments.target}: {type(model).__name__} of {model.num_parameters():,} parameters, for {task}")
     for file, found in compared.items():
         print(f"  {file:<26} {found['bytes']:>13,} bytes  outputs differ by at most {found['difference']:.1e}")
@@ -306,7 +310,7 @@ def export_command(arguments) -> None:
         f"{cost['speed']:.2f} times as fast"
     )
     if page:
-        print(f"the page: python -m http.server --directory {config.page}")
+        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
 def demo_command(arguments) -> None:
