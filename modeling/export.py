@@ -64,7 +64,7 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
     missing = model.load_state_dict(saved.state_dict(), strict=False).missing_keys
     if missing:
         raise ValueError(
-            f"it was saved as D2lBert{head}, without weights for {missing[0]}, which {task} needs; give a model that "
+            f"it was saved as D2lBert{head}, without weights for {missing[-1]}, which {task} needs; give a model that "
             f"was trained for this task, or another --task"
         )
     return model.eval(), saved, task

@@ -206,6 +206,7 @@ AT_ONCE = [
     ("publish nowhere me/x --dry_run", "nowhere"),
     ("export nowhere out", "nowhere"),
     ("demo nowhere", "nowhere"),
+    ("demo run --port 70000", "70000"),
     ("publish tokens me/x --dry_run", "config.json"),
     ("publish bert me/x --dry_run", "bert"),
     ("publish cut me/x --dry_run", "cut"),

@@ -316,7 +316,7 @@ def export_command(arguments) -> None:
 def demo_command(arguments) -> None:
     """Serve a page on which one tries models, until Ctrl-C."""
     page = make_demo(arguments.model)
-    with explained(f"port {arguments.port}", "give another --port", OSError):
+    with explained(f"port {arguments.port}: cannot be used", "give another --port", OSError, OverflowError):
         page.launch(server_name="127.0.0.1", server_port=arguments.port, share=False)
 
 
