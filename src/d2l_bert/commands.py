@@ -273,6 +273,8 @@ def export_command(arguments) -> None:
                 "the model has no tokenizer; put its tokenizer.json beside it": tokenizer is None,
                 f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": page
                 and task not in PAGE_TASKS,
+                "a page shows one class of several, not numbers or several labels; leave --page out": page
+                and model.config.problem_type in ("regression", "multi_label_classification"),
                 "--onnx_only writes no card and no page; leave it or --page out": page and config.onnx_only,
             }
         )

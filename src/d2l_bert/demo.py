@@ -45,8 +45,9 @@ def shown_order(model: str, first: str, second: str) -> str:
     """Whether the second text follows the first."""
     loaded, tokenizer, _ = load(AutoModelForNextSentencePrediction, model)
     predict = NextSentencePredictionPipeline(model=loaded, tokenizer=tokenizer)
-    answer = predict({"text": first, "text_pair": second})
-    return bars([(label, abs((label != answer["label"]) - answer["score"])) for label in predict.labels])
+    found = predict({"text": first, "text_pair": second})
+    likeliest, share = found["label"], found["score"]
+    return bars([(label, share if label == likeliest else 1 - share) for label in predict.labels])
 
 
 def shown_attention(model: str, first: str, second: str, layer: float | None, head: float | None) -> str:
@@ -82,7 +83,7 @@ def make_demo(models: Sequence[str]):
     Raises:
         UserError: Gradio is not installed, or there is no such model.
     """
-    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False"}
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio
     except ImportError:
@@ -106,7 +107,7 @@ def make_demo(models: Sequence[str]):
             [("Word", "crane"), ("Text", "A crane is flying."), ("Another text", "A crane driver came.")],
         ),
     }
-    with gradio.Blocks(title="d2l-bert", analytics_enabled=False) as page:
+    with gradio.Blocks(title="d2l-bert") as page:
         model = gradio.Dropdown(list(models), value=models[0], label="Model", visible=len(models) > 1)
         for title, (show, fields) in tabs.items():
             with gradio.Tab(title):

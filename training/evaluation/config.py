@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.folders import check_new_file
+from d2l_bert.modeling.export import TASKS
 from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training.config import PretrainConfig
@@ -158,17 +159,9 @@ class ExportConfig(Options):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    task: (
-        Literal[
-            "fill-mask",
-            "next-sentence-prediction",
-            "text-classification",
-            "token-classification",
-            "question-answering",
-            "feature-extraction",
-        ]
-        | None
-    ) = option(None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True)
+    task: Literal[*TASKS] | None = option(
+        None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True
+    )
     corpus: list[str] = option(
         ["python-docs"],
         "text to measure on what int8 costs: text files and folders of text files, or python-docs",
