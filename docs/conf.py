@@ -23,22 +23,24 @@ myst_heading_anchors = 3
 autodoc_member_order, autodoc_typehints = "bysource", "none"
 default_role = "code"  # of `names` in docstrings
 html_theme, html_title = "furo", "d2l-bert"
+html_static_path, html_css_files = ["site.css"], ["site.css"]
 
 # The sidebar: a toctree below the front page, which is the README.
+GUIDES = ("data", "training", "distributed", "loading", "evaluate", "finetune", "embed", "publishing", "serving")
 SIDEBAR = {
-    "Guides": ("data", "training", "distributed", "loading", "evaluate", "finetune", "embed", "publishing", "serving"),
-    "The book": ("d2l", "notebooks/README", "notebooks/[0-9]*"),
-    "Reference": ("commands", "api"),
-    "Measured": ("quality", "performance", "alternatives"),
+    "Guides": [f"docs/{page}" for page in GUIDES],
+    "The book": ["docs/d2l", "docs/notebooks/README", "docs/notebooks/[0-9]*"],
+    "Reference": ["docs/commands", "docs/api"],
+    "Released models": ["model_cards/*/README"],
+    "Measured": ["docs/quality", "docs/performance", "docs/alternatives"],
+    "Project": ["CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/LOG"],
 }
-OTHERS = ("CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/LOG", "model_cards/*/README")
 
 
 def add_sidebar(app, name, content):
     """Add the toctrees to the README, and the texts of `--help-all` to the page of the commands."""
     if name == root_doc:
-        trees = {caption: [f"docs/{page}" for page in pages] for caption, pages in SIDEBAR.items()}
-        for caption, pages in {**trees, "Project": OTHERS}.items():
+        for caption, pages in SIDEBAR.items():
             entries = "\n".join(pages)
             content[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n{entries}\n```\n"
     if name == "docs/commands":
