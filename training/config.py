@@ -218,7 +218,12 @@ class PretrainConfig(TextConfig):
     )
     overwrite_output_dir: bool = option(False, "replace the run in the output folder", OUTPUT, identity=False)
     resume_from_checkpoint: str | None = option(
-        None, "checkpoint folder to resume from, or latest", OUTPUT, identity=False, metavar="PATH", common=True
+        None,
+        "checkpoint folder to resume from, or latest, which starts a run where there is no checkpoint yet",
+        OUTPUT,
+        identity=False,
+        metavar="PATH",
+        common=True,
     )
     save_steps: int | None = option(
         None, "steps between checkpoints; the default saves ten in the run", OUTPUT, identity=False, within="[1, inf)"
