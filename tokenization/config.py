@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, option
+from d2l_bert.tokenization.rules import PRE_TOKENIZER
 
 
 @dataclass(kw_only=True)
@@ -50,10 +51,10 @@ class SourceConfig(Options):
     max_documents: int | None = option(
         None, "most text files and rows to read from each path and dataset", TEXT, within="[1, inf)"
     )
-    language: str = option(
-        "en",
-        "language of the text (ISO 639 code, lower case), for finding the ends of sentences; sentencex splits a "
-        "language that it has no rules for like a related language, or like English",
+    language: str | None = option(
+        None,
+        "language of the text (ISO 639 code, lower case), for finding the ends of sentences, and for the card; "
+        "sentencex splits a language without rules of its own like a related one; the default splits like English",
         TEXT,
         metavar="CODE",
     )
@@ -72,7 +73,7 @@ class SourceConfig(Options):
                 self.dataset_config is not None and len(self.dataset) != 1
             ),
             f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
-                not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
+                self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
             ),
         }
 
@@ -116,15 +117,40 @@ class TextConfig(SourceConfig):
         8192, "most entries in the WordPiece vocabulary", TOKENIZER, within="[6, 16777216]", common=True
     )
     lowercase: bool = option(True, "convert text to lower case", TOKENIZER)
-    strip_accents: bool | None = option(None, "remove accents; the default is the value of lowercase", TOKENIZER)
+    strip_accents: bool | Literal["auto"] = option(
+        "auto",
+        "remove accents and all other nonspacing marks; auto keeps them in text that has more than a few, or Hangul, "
+        "and where case is kept",
+        TOKENIZER,
+    )
+    pre_tokenizer: str = option(
+        "bert",
+        "what a word is before WordPiece: bert, characters (each by itself), or kmers:6 (pieces of six characters "
+        "that do not overlap)",
+        TOKENIZER,
+        metavar="bert|characters|kmers:N",
+    )
+    individual_digits: bool = option(
+        False, "make every digit a word, so that numbers do not fill the vocabulary", TOKENIZER
+    )
     min_frequency: int = option(
         2,
         "how often two pieces must occur side by side to be merged, or a word to be added",
         TOKENIZER,
         within="[1, inf)",
     )
-    limit_alphabet: int = option(
-        1000, "most characters in the vocabulary; rarer ones become [UNK]", TOKENIZER, within="[2, inf)"
+    limit_alphabet: int | None = option(
+        None,
+        "most characters in the vocabulary, rarer ones become [UNK]; the default keeps what 99.9 % of the text needs",
+        TOKENIZER,
+        within="[2, inf)",
+    )
+    max_unknown_share: float = option(
+        0.05,
+        "end before training where a larger share of the characters stands in [UNK]",
+        TOKENIZER,
+        identity=False,
+        within="[0, 1]",
     )
     extend_vocab: int = option(
         0,
@@ -140,6 +166,9 @@ class TextConfig(SourceConfig):
             "corpus names no text; give files, folders or python-docs": not self.text_paths() and not self.dataset,
             "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one": (
                 self.extend_vocab and self.existing_tokenizer() is None
+            ),
+            f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 99, got {self.pre_tokenizer!r}": (
+                not PRE_TOKENIZER.fullmatch(self.pre_tokenizer)
             ),
         }
 
@@ -174,4 +203,7 @@ def dataset_and_config(dataset: str, default: str | None = None) -> tuple[str, s
 
 
 # Options for training a tokenizer: refused together with an existing tokenizer.
-TOKENIZER_TRAINING_OPTIONS = ("vocab_size", "lowercase", "strip_accents", "min_frequency", "limit_alphabet")
+TOKENIZER_TRAINING_OPTIONS = (
+    *("vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "individual_digits"),
+    *("min_frequency", "limit_alphabet"),
+)

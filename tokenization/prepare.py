@@ -1,29 +1,40 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
-import hashlib
+import functools
 import importlib.metadata
 import itertools
 import json
 import logging
 import time
-from collections.abc import Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import BertTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
 from d2l_bert.tokenization import prepared_folder, wordpiece
+from d2l_bert.tokenization.account import (
+    account_line,
+    account_of,
+    case_and_marks,
+    describe,
+    entries_with_digits,
+    remarks,
+)
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
-from d2l_bert.tokenization.config import TextConfig, dataset_and_config
-from d2l_bert.tokenization.encoding import prepare_tokens
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
+from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens
 from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
+from d2l_bert.tokenization.rules import Contents, Rules, choose_rules, count_words
 from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus, held_out_documents
-from d2l_bert.tokenization.wordpiece import load_tokenizer
+from d2l_bert.tokenization.wordpiece import load_tokenizer, make_tokenizer, train_on_words
 
 
 logger = logging.getLogger(__name__)
@@ -34,7 +45,10 @@ DESCRIBED_SENTENCES = 20_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary: cached tokenizers
 # are then trained again. `tests/test_formats.py` fails until it is raised.
-TOKENIZER_FORMAT = 1
+TOKENIZER_FORMAT = 2
+
+# Raise ACCOUNT_FORMAT by 1 when the same text with the same tokenizer would give another account.
+ACCOUNT_FORMAT = 1
 
 
 def prepare(run: TextConfig) -> PreparedText:
@@ -61,6 +75,8 @@ def prepare(run: TextConfig) -> PreparedText:
     if prepared_folder.corpus_is_prepared(run):
         prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
         prepared.held_out = prepared.held_out[: 0 if validation else None]
+        with explained(prepared.corpus_name, "", UserError):
+            check_unknown_share(prepared.account, run)
     else:
         prepared = _from_text(run, bool(validation))
     if validation:
@@ -82,30 +98,60 @@ def _from_text(run, has_validation):
             fraction, most = run.validation_fraction, run.max_validation_characters
             held_out = held_out_documents(text.document_characters, fraction, most)
         sample = SentenceSample(text, held_out, leave_out=True)
+        words = functools.cache(lambda: count_words(sample))
         if tokenizer is None:
-            tokenizer = train_or_load_tokenizer(run, sample, cache)
+            tokenizer = train_or_load_tokenizer(run, sample, words, cache)
         elif run.extend_vocab:
             tokenizer = extend_tokenizer(tokenizer, sample, run)
-    folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes())
+        account, contents = take_account(tokenizer, sample, words, cache)
+        logger.info(account_line(account))
+        for line in remarks(account, contents, tokenizer, existing is not None, run.language):
+            logger.warning(line)
+        check_unknown_share(account, run)
+    word_unit = "white space" if contents.has_white_space_words() else "tokenizer"
+    folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes(), word_unit)
     tokens = TokenizedCorpus(folder)
-    report = describe_tokenizer(tokenizer, SentenceSample(text, held_out)) if not has_validation else {}
+    facts = {
+        "class": type(tokenizer).__name__,
+        **case_and_marks(tokenizer),
+        "word_unit": word_unit,
+        "entries_with_digits": entries_with_digits(tokenizer),
+    }
+    if not has_validation:
+        facts |= describe_tokenizer(tokenizer, SentenceSample(text, held_out), word_unit)
     held_out = documents_with_tokens(held_out, tokens)
     source_ends = np.array(text.source_ends) - np.searchsorted(tokens.stores[0].empty_documents, text.source_ends)
     if len(tokens) - len(held_out) < 2 or (len(held_out) < 2 and not has_validation):
         raise UserError(f"{corpus_name}: too few documents hold a token that the tokenizer knows; give more text")
+    options = run.token_options()
+    if existing is None:
+        options["strip_accents"] = facts["strip_accents"]
     return PreparedText(
-        token_options=run.token_options(),
+        token_options=options,
         corpus_name=corpus_name,
         hub_datasets=list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
         source_fingerprints=[fingerprint(source.identity) for source in sources],
         reading=text.reading,
+        account=account,
         tokenizer=tokenizer,
-        tokenizer_report=report,
+        tokenizer_report=facts,
         tokens=tokens,
         source_ends=source_ends.tolist(),
         held_out=held_out,
         text_hashes=[text.text_hashes],
     )
+
+
+def check_unknown_share(account: dict, run: TextConfig) -> None:
+    """Raise `UserError` if more of the text stands in `[UNK]` than `max_unknown_share`."""
+    share = account["unknown_characters"] / max(account["characters"], 1)
+    if share > run.max_unknown_share:
+        given = run.existing_tokenizer()
+        way_out = "raise vocab_size" if given is None else f"leave {given} out, to train a tokenizer on this text"
+        raise UserError(
+            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; {way_out}, or allow it with "
+            f"max_unknown_share"
+        )
 
 
 def documents_with_tokens(documents: np.ndarray, tokens: TokenizedCorpus) -> np.ndarray:
@@ -128,16 +174,17 @@ def _add_validation(prepared, sources, run):
     name, text = read_sources(sources, options["language"], Cleaning.of(options))
     processes = run.preprocessing_num_workers or default_processes()
     with explained(f"validation text {name}", "", UserError):
-        tokens = TokenizedCorpus(prepare_tokens(text, prepared.tokenizer, cache, processes))
+        word_unit = prepared.tokenizer_report["word_unit"]
+        tokens = TokenizedCorpus(prepare_tokens(text, prepared.tokenizer, cache, processes, word_unit))
     if len(tokens) < 2:
         raise UserError(
             f"validation text {name}: too few documents hold a token that the tokenizer knows; give more text"
         )
     in_both = int(np.any([np.isin(text.text_hashes, hashes) for hashes in prepared.text_hashes], axis=0).sum())
     prepared.validation = ValidationText(name, tokens, len(text.text_hashes), in_both)
-    if not prepared.tokenizer_report:
-        prepared.tokenizer_report = describe_tokenizer(
-            prepared.tokenizer, SentenceSample(text, np.arange(min(len(text), DESCRIBED_SENTENCES)))
+    if "words" not in prepared.tokenizer_report:
+        prepared.tokenizer_report |= describe_tokenizer(
+            prepared.tokenizer, SentenceSample(text, np.arange(min(len(text), DESCRIBED_SENTENCES))), word_unit
         )
     if in_both:
         logger.warning(
@@ -146,12 +193,12 @@ def _add_validation(prepared, sources, run):
         )
 
 
-def describe_tokenizer(tokenizer: BertTokenizer, sentences: SentenceSample) -> dict:
-    """The statistics of `wordpiece.describe`, logged in one line."""
-    report = wordpiece.describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES))
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: SentenceSample, word_unit: WordUnit) -> dict:
+    """The statistics of `account.describe`, logged in one line."""
+    report = describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES), word_unit)
     logger.info(
         f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
-        f"{report['unknown_share']:.2%} [UNK]"
+        f"{report['unknown_share']:.2%} of the characters in [UNK]"
     )
     return report
 
@@ -213,40 +260,65 @@ def read_sources(sources: Sequence[Source], language: str, cleaning: Cleaning) -
     Logs which files and rows reading passed over, how many sentences it cut, and what cleaning did.
     """
     name = ", ".join(source.name for source in sources)
-    store = TextStore(prepare_text(sources, language, cleaning, cache_folder()))
+    store = TextStore(prepare_text(sources, language or "en", cleaning, cache_folder()))
     if shown := [f"{store.reading[key]:,} {words}" for key, words in COUNTS_SHOWN.items() if store.reading.get(key)]:
         logger.info(f"{name}: {'; '.join(shown)}")
     return name, store
 
 
-def train_or_load_tokenizer(run: TextConfig, sample: SentenceSample, cache: Path) -> BertTokenizer:
-    """Train a tokenizer on the sample, or read the cached tokenizer of the same sample and options."""
-    training_options = (run.vocab_size, run.lowercase, run.strip_accents, run.min_frequency, run.limit_alphabet)
-    blocks = hashlib.sha256(np.ascontiguousarray(sample.blocks, dtype="<i8")).hexdigest()
-    inputs = (
-        [TOKENIZER_FORMAT, [importlib.metadata.version("tokenizers")]],
-        sample.text.folder.name,
-        blocks,
-        training_options,
-    )
+def train_or_load_tokenizer(
+    run: TextConfig, sample: SentenceSample, words: Callable[[], Counter], cache: Path
+) -> PreTrainedTokenizerBase:
+    """
+    Train a tokenizer on the sample, or read the cached tokenizer of the same sample and options.
+
+    Args:
+        words: gives the words of the sample (`count_words`).
+    """
+    options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
+    inputs = [TOKENIZER_FORMAT, importlib.metadata.version("tokenizers"), sample.identity(), options]
     path = cache / f"tokenizer-{fingerprint(inputs)}"
 
     def write(partial):
         share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
         start = time.monotonic()
-        tokenizer = wordpiece.train_wordpiece(sample, *training_options)
+        of_rules = (run.lowercase, run.strip_accents, run.pre_tokenizer, run.individual_digits)
+        rules = choose_rules(Contents.of(words()), *of_rules)
+        tokenizer = train_on_words(words(), rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
         logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
-        (partial / "pieces.json").write_text(json.dumps(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
+        content = {"rules": vars(rules), "pieces": tokenizer.convert_ids_to_tokens(range(len(tokenizer)))}
+        (partial / "tokenizer.json").write_text(json.dumps(content))
 
     if not path.exists():
         write_once(path, "training a tokenizer", write)
     with reading_cache(path):
-        pieces = json.loads((path / "pieces.json").read_text())
-    return wordpiece.make_tokenizer(pieces, run.lowercase, run.strip_accents)
+        content = json.loads((path / "tokenizer.json").read_text())
+        rules = Rules(**content["rules"])
+    logger.info(f"tokenizer: {rules}; {len(content['pieces']):,} entries")
+    return make_tokenizer(content["pieces"], rules)
 
 
-def extend_tokenizer(tokenizer: BertTokenizer, sample, run: TextConfig) -> BertTokenizer:
+def take_account(
+    tokenizer: PreTrainedTokenizerBase, sample: SentenceSample, words: Callable[[], Counter], cache: Path
+) -> tuple[dict, Contents]:
+    """The account of the sample (`account_of`), and what the sample is made of; from the cache if they are there."""
+    backend = tokenizer.backend_tokenizer.to_str()
+    versions = [importlib.metadata.version("tokenizers"), unicodedata.unidata_version]
+    path = cache / f"account-{fingerprint(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
+
+    def write(partial):
+        content = {"account": account_of(words(), tokenizer), "contents": vars(Contents.of(words()))}
+        (partial / "account.json").write_text(json.dumps(content))
+
+    if not path.exists():
+        write_once(path, "taking account of the text", write)
+    with reading_cache(path):
+        content = json.loads((path / "account.json").read_text())
+        return content["account"], Contents(**content["contents"])
+
+
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, sample, run: TextConfig) -> PreTrainedTokenizerBase:
     """
     A copy of the tokenizer with at most `extend_vocab` words of the sample added: those that save the most tokens.
 

@@ -11,13 +11,12 @@ import json
 import os
 import shutil
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import BertTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.progress import counted
@@ -30,7 +29,7 @@ from d2l_bert.tokenization.wordpiece import load_tokenizer
 
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
-PREPARED_FORMAT = 2
+PREPARED_FORMAT = 3
 
 TOKENS_FOLDER = "tokens"
 HELD_OUT_FILE = "held_out_documents.npy"
@@ -81,7 +80,8 @@ class PreparedText:
         hub_datasets: the names of the sources that are datasets on the Hub.
         source_fingerprints: a hash of each source's identity.
         reading: counts of paragraphs, and of files, rows and sentences that were left out or cut (`TextStore`).
-        tokenizer_report: the tokenizer's statistics on held-out text (`wordpiece.describe`).
+        account: what the tokenizer makes of the training text, or of a sample of it (`account.account_of`).
+        tokenizer_report: facts about the tokenizer, and its statistics on held-out text (`account.describe`).
         tokens: the token ids of all documents, memory-mapped.
         source_ends: documents up to the end of each source.
         held_out: the numbers of the documents not to train on, ascending; empty with a validation text.
@@ -94,7 +94,8 @@ class PreparedText:
     hub_datasets: list[str]
     source_fingerprints: list[str]
     reading: dict[str, int]
-    tokenizer: BertTokenizer
+    account: dict
+    tokenizer: PreTrainedTokenizerBase
     tokenizer_report: dict
     tokens: TokenizedCorpus
     source_ends: list[int]
@@ -136,6 +137,7 @@ class PreparedText:
             "corpus_fingerprint": self.tokens.fingerprint(),
             "hub_datasets": self.hub_datasets,
             "reading": self.reading,
+            "account": self.account,
             "train_documents": train[0],
             "train_tokens": train[1],
             "train_words": int(words.at(ends).sum() - held_out_words.sum()),
@@ -189,6 +191,7 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
         "fingerprint": text.tokens.fingerprint(),
         "hub_datasets": text.hub_datasets,
         "reading": text.reading,
+        "account": text.account,
         "source_ends": text.source_ends,
         "counts": text.counts(),
         "files": {
@@ -239,23 +242,31 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     tokens = TokenizedCorpus(*(folder / TOKENS_FOLDER for folder in folders))
     first_documents = tokens.document_ends.starts.tolist()
     held_out = [number + part.held_out for part, number in zip(parts, first_documents, strict=False)]
-    reading = Counter()
-    for part in parts:
-        reading.update(part.reading)
-    languages = dict.fromkeys(part.token_options["language"] for part in parts)
+    reading = _added(part.reading for part in parts)
+    languages = filter(None, dict.fromkeys(part.token_options["language"] for part in parts))
     names = ", ".join(part.corpus_name for part in parts)
     return dataclasses.replace(
         first,
-        token_options={**first.token_options, "language": ", ".join(languages)},
+        token_options={**first.token_options, "language": ", ".join(languages) or None},
         corpus_name=textwrap.shorten(names, 100, placeholder=" ..."),
         hub_datasets=list(dict.fromkeys(name for part in parts for name in part.hub_datasets)),
         source_fingerprints=[part.tokens.fingerprint() for part in parts],
-        reading=dict(reading),
+        reading=reading,
+        account=_added(part.account for part in parts),
         tokens=tokens,
         source_ends=tokens.document_ends.starts[1:].tolist(),
         held_out=np.concatenate(held_out),
         text_hashes=[hashes for part in parts for hashes in part.text_hashes],
     )
+
+
+def _added(counts):
+    """Dicts of numbers, added up; lists are joined."""
+    total = {}
+    for each in counts:
+        for name, value in each.items():
+            total[name] = total[name] + value if name in total else value
+    return total
 
 
 def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedText:
@@ -285,7 +296,9 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
             if (check_large or not is_large(name)) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
         held_out, hashes = (np.load(folder / name, mmap_mode="r") for name in (HELD_OUT_FILE, HASHES_FILE))
-        entries = {name: record[name] for name in ("token_options", "corpus_name", "hub_datasets", "reading")}
+        entries = {
+            name: record[name] for name in ("token_options", "corpus_name", "hub_datasets", "reading", "account")
+        }
         entries |= {"source_fingerprints": [record["fingerprint"]], "source_ends": record["source_ends"]}
         entries |= {"tokenizer": load_tokenizer(str(folder)), "tokenizer_report": record["counts"]["tokenizer"]}
     tokens = TokenizedCorpus(folder / TOKENS_FOLDER)

@@ -5,6 +5,7 @@ The sentences are in an Arrow file. Each of its rows is a block: some consecutiv
 """
 
 import array
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -176,6 +177,11 @@ class SentenceSample:
         blocks = np.flatnonzero(np.repeat(is_taken, rows))
         self.share = min(1.0, most_characters / max(int(characters[is_taken].sum()), 1))
         self.blocks = blocks[np.unique((np.arange(int(len(blocks) * self.share)) / self.share).astype(int))]
+
+    def identity(self) -> list[str]:
+        """Changes whenever the sentences do."""
+        blocks = np.ascontiguousarray(self.blocks, dtype="<i8")
+        return [self.text.folder.name, hashlib.sha256(blocks).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
         sentences = self.text.rows().select_columns("sentences")

@@ -1,104 +1,229 @@
 """Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3): a `BertTokenizer`."""
 
+import contextlib
 import copy
 import hashlib
 import itertools
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from d2l_bert.errors import UserError, reading_model
+from d2l_bert.tokenization.rules import LONGEST_WORD, Contents, Rules, choose_rules, count_characters, count_words
 
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
 
 
+# Characters that need at most this share of the vocabulary are all kept, however rare they are.
+CHEAP_ALPHABET = 1 / 8
+
+# More characters are kept until this share of the text stands in words that the alphabet spells, ...
+SPELLED = 0.999
+
+# ... at the price of at most this share of the vocabulary, ...
+MOST_OF_VOCABULARY = 1 / 2
+
+# ... or of more, where a larger share of the text would still be `[UNK]`.
+MOST_UNKNOWN = 0.01
+
+
+# Words in a text for the trainer: in longer ones it becomes slow.
+REPEATED_AT_ONCE = 500
+
+
 def train_wordpiece(
     texts: Iterable[str],
     vocab_size: int = 8192,
     lowercase: bool = True,
-    strip_accents: bool | None = None,
+    strip_accents: bool | Literal["auto"] = "auto",
     min_frequency: int = 2,
-    limit_alphabet: int = 1000,
+    limit_alphabet: int | None = None,
     model_max_length: int = 512,
-) -> BertTokenizer:
+    pre_tokenizer: str = "bert",
+    individual_digits: bool = False,
+) -> BertTokenizer | PreTrainedTokenizerFast:
     """
     Train a tokenizer. The same texts and options give the same files, byte for byte.
 
     Args:
-        texts: strings. They are read three times, so an iterator is first copied into memory; a list or another
-            iterable is not. The memory for training grows with the number of distinct words.
+        texts: strings, read once. The memory for training grows with the number of distinct words.
         vocab_size: most entries of the vocabulary, the five special tokens included. A small text gives fewer.
         lowercase: convert text to lower case, as `bert-base-uncased` does.
-        strip_accents: remove accents; None means the value of `lowercase`, as in BERT.
+        strip_accents: remove accents and all other nonspacing marks; `auto` follows the text (`choose_rules`).
         min_frequency: how often two pieces must occur side by side to be merged.
-        limit_alphabet: most characters in the vocabulary; the most frequent are kept, the others become `[UNK]`.
+        limit_alphabet: most characters in the vocabulary; words with others become `[UNK]`. None follows the text
+            (`choose_alphabet`).
         model_max_length: number of tokens that the tokenizer truncates to with `truncation=True`.
+        pre_tokenizer: `bert`, `characters`, or `kmers:6` for pieces of six characters (`Rules`).
+        individual_digits: make every digit a word.
 
     Returns:
-        A `BertTokenizer` with `[PAD] [UNK] [CLS] [SEP] [MASK]` at ids 0 to 4.
+        A tokenizer with `[PAD] [UNK] [CLS] [SEP] [MASK]` at ids 0 to 4: a `BertTokenizer`, or, where the text or the
+        options need more than BERT's rules, a `PreTrainedTokenizerFast`.
 
     Raises:
         UserError: the texts are empty, or `vocab_size` is below the size of the alphabet.
     """
-    if isinstance(texts, Iterator):
-        texts = list(texts)
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    characters = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
-    ranked = sorted((-count, character) for character, count in characters.items() if not character.isspace())
-    alphabet = sorted(character for _, character in ranked[:limit_alphabet])
-    if not alphabet:
+    words = count_words(texts)
+    rules = choose_rules(Contents.of(words), lowercase, strip_accents, pre_tokenizer, individual_digits)
+    return train_on_words(words, rules, vocab_size, min_frequency, limit_alphabet, model_max_length)
+
+
+def train_on_words(
+    words: Counter,
+    rules: Rules,
+    vocab_size: int = 8192,
+    min_frequency: int = 2,
+    limit_alphabet: int | None = None,
+    model_max_length: int = 512,
+) -> BertTokenizer | PreTrainedTokenizerFast:
+    """As `train_wordpiece`, on words that are separated by white space (`count_words`), with given rules."""
+    words = _split(words, rules)
+    alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
+    # A word with another character will be [UNK]: what it is made of teaches nothing.
+    words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
+    # WordPiece finds any word in pieces if the vocabulary has each character, and has it as a continuation if it goes
+    # on a word.
+    continuations = sorted(CONTINUATION + character for character in set().union(*(word[1:] for word in words)))
+    characters = sorted([*alphabet, *continuations], key=lambda piece: (len(piece), piece))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        # The trainer gives these pieces the first ids, in order, and breaks ties between merges by id. Otherwise the
+        # ##-characters would get ids in the order of a randomly seeded hash map, and no two runs would agree.
+        special_tokens=[*SPECIAL_TOKENS, *continuations],
+        initial_alphabet=sorted(alphabet),
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=CONTINUATION,
+        show_progress=False,
+    )
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with one_thread():
+        trained.train_from_iterator(_repeated(words), trainer)
+    vocabulary, first = trained.get_vocab(), {*SPECIAL_TOKENS, *characters}
+    merges = sorted(vocabulary.keys() - first, key=vocabulary.get)
+    return make_tokenizer([*SPECIAL_TOKENS, *characters, *merges], rules, model_max_length)
+
+
+def _repeated(words):
+    """Each word as often as it occurs, separated by spaces: the trainer takes texts, not counts."""
+    for word, count in words.items():
+        for first in range(0, count, REPEATED_AT_ONCE):
+            yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
+
+
+def _split(words: Counter, rules: Rules) -> Counter:
+    """The words that the rules make of words between spaces, without those that WordPiece cannot take."""
+    normalize, split = rules.normalizer().normalize_str, rules.splitter().pre_tokenize_str
+    pieces = Counter()
+    for word, count in words.items():
+        for piece, _ in split(normalize(word)):
+            if len(piece) <= LONGEST_WORD:
+                pieces[piece] += count
+    return pieces
+
+
+def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -> set[str]:
+    """
+    The characters that the vocabulary spells all words with: the most frequent ones.
+
+    All characters are kept where they need few entries (`CHEAP_ALPHABET`). Of more, the fewest are kept that spell
+    `SPELLED` of the text, in at most `MOST_OF_VOCABULARY`; if that leaves more than `MOST_UNKNOWN` of the text in
+    words with other characters, the fewest that do not. A character needs a second entry if it goes on a word.
+
+    Args:
+        words: how often each word occurs.
+        limit: most characters; None for no other limit.
+
+    Raises:
+        UserError: there is no word, or the vocabulary is too small for the characters.
+    """
+    counts, inside = count_characters(words), set().union(*(word[1:] for word in words))
+    if not counts:
         raise UserError("no text to train a tokenizer on: the texts hold no character but white space")
+    ranked = sorted(counts, key=lambda character: (-counts[character], character))
+    rank = {character: number for number, character in enumerate(ranked, 1)}
+    # For each number of characters: the entries that they need, and the share of the text in words with others.
+    entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)]) + len(SPECIAL_TOKENS)
+    needed_by = np.zeros(len(ranked) + 1)
+    for word, count in words.items():
+        needed_by[max(map(rank.get, word))] += count * len(word)
+    unknown = 1 - np.cumsum(needed_by) / needed_by.sum()
 
-    def train(size, known_pieces):
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=size,
-            min_frequency=min_frequency,
-            # The trainer gives these pieces the first ids, in order, and breaks ties between merges by id. Otherwise
-            # the ##-characters would get ids in the order of a randomly seeded hash map, and no two runs would agree.
-            special_tokens=[*SPECIAL_TOKENS, *known_pieces],
-            initial_alphabet=alphabet,
-            limit_alphabet=len(alphabet),
-            continuing_subword_prefix=CONTINUATION,
-            show_progress=False,
-        )
-        trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        trained.normalizer = normalizer
-        trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trained.train_from_iterator(texts, trainer)
-        vocabulary = trained.get_vocab()
-        return sorted(vocabulary, key=vocabulary.get)
+    def most(share):
+        return int(np.searchsorted(entries - len(SPECIAL_TOKENS), share * vocab_size, side="right")) - 1
 
-    characters = sorted(set(train(0, ())) - set(SPECIAL_TOKENS), key=lambda piece: (len(piece), piece))
-    least = len(SPECIAL_TOKENS) + len(characters)
-    if vocab_size < least:
+    def fewest(share):
+        return int((unknown > share + 1e-12).sum())
+
+    size = max(min(max(most(CHEAP_ALPHABET), fewest(1 - SPELLED)), most(MOST_OF_VOCABULARY)), fewest(MOST_UNKNOWN))
+    size = min(size, limit or len(ranked))
+    if entries[size] > vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is below the alphabet: the special tokens and the single characters of this "
-            f"text need {least} entries; raise vocab_size or lower limit_alphabet ({limit_alphabet})"
+            f"text need {entries[size]} entries; raise vocab_size, or give a lower limit_alphabet than {size}"
         )
-    continuations = [piece for piece in characters if piece.startswith(CONTINUATION)]
-    merged = set(SPECIAL_TOKENS) | set(characters)
-    merges = [piece for piece in train(vocab_size, continuations) if piece not in merged]
-    return make_tokenizer([*SPECIAL_TOKENS, *characters, *merges], lowercase, strip_accents, model_max_length)
+    return set(ranked[:size])
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Within the block `tokenizers` uses one thread: handing words to several costs more than counting them."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def make_tokenizer(
-    pieces: Sequence[str], lowercase: bool, strip_accents: bool | None = None, model_max_length: int = 512
-) -> BertTokenizer:
-    """A tokenizer with these pieces as vocabulary, in the order of ids; other arguments as in `train_wordpiece`."""
-    return BertTokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)},
-        do_lower_case=lowercase,
-        strip_accents=strip_accents,
+    pieces: Sequence[str], rules: Rules, model_max_length: int = 512
+) -> BertTokenizer | PreTrainedTokenizerFast:
+    """
+    A tokenizer with these pieces as vocabulary, in the order of ids.
+
+    Transformers' `BertTokenizer` makes its rules anew from the vocabulary and two settings, so that other rules need
+    the general class, which reads them from tokenizer.json.
+    """
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    if rules.are_bert():
+        return BertTokenizer(
+            vocab=vocabulary,
+            do_lower_case=rules.lowercase,
+            strip_accents=rules.strip_accents,
+            model_max_length=model_max_length,
+        )
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+    backend.normalizer, backend.pre_tokenizer = rules.normalizer(), rules.splitter()
+    backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
         model_max_length=model_max_length,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **names,
     )
 
 
@@ -108,7 +233,7 @@ def extend_wordpiece(
     """
     Add words of a text to the vocabulary of a tokenizer: the words that save the most tokens.
 
-    Candidates are the words of `count_words` that `tokenizer` splits into two or more pieces. Adding a word saves
+    Candidates are the words of `words_as_split` that `tokenizer` splits into two or more pieces. Adding a word saves
     occurrences * (pieces - 1) tokens. The words that save most become ordinary entries of the WordPiece vocabulary,
     with the ids after the old ones; of equal savings the first word in sorted order wins.
 
@@ -137,7 +262,7 @@ def extend_wordpiece(
         )
     savings = {
         word: occurrences * (len(backend.model.tokenize(word)) - 1)
-        for word, occurrences in count_words(tokenizer, texts).items()
+        for word, occurrences in words_as_split(tokenizer, texts).items()
         if occurrences >= min_frequency
     }
     best = sorted((word for word in savings if savings[word]), key=lambda word: (-savings[word], word))[:count]
@@ -168,45 +293,20 @@ def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
     return after[len(before) :]
 
 
-def count_words(tokenizer: BertTokenizer, texts: Iterable[str]) -> Counter:
+def words_as_split(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Counter:
     """
-    How often each word occurs in the texts.
+    How often each word occurs in the texts, as the tokenizer's normalizer and pre-tokenizer define words.
 
-    The tokenizer's normaliser and pre-tokenizer define words. In BERT's, a word is one punctuation mark, one Chinese
-    character, or a run of other characters without white space: "[MASK]" in a text is three words.
+    In BERT's, a word is one punctuation mark, one Chinese character, or a run of other characters without white space:
+    "[MASK]" in a text is three words.
     """
-    normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
-    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    backend = tokenizer.backend_tokenizer
+    normalize = backend.normalizer.normalize_str if backend.normalizer else str
     words = Counter()
-    for text in texts:
-        words.update(word for word, _ in split(normalize(text)))
+    for word, count in count_words(texts).items():
+        for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normalize(word)):
+            words[piece] += count
     return words
-
-
-def describe(tokenizer: BertTokenizer, sentences: Iterable[str]) -> dict:
-    """
-    Statistics of a tokenizer on a text.
-
-    Args:
-        sentences: text that the tokenizer was not trained on.
-
-    Returns:
-        `words`: number of words in the sentences, as in `count_words`.
-        `pieces_per_word`: mean number of tokens in a word; 0 without words.
-        `unknown_share`: share of `[UNK]` among the tokens; 0 without words.
-    """
-    model = tokenizer.backend_tokenizer.model
-    words = tokens = unknown = 0
-    for word, occurrences in count_words(tokenizer, sentences).items():
-        pieces = model.tokenize(word)
-        words += occurrences
-        tokens += occurrences * len(pieces)
-        unknown += occurrences * (pieces[0].id == tokenizer.unk_token_id)
-    return {
-        "words": words,
-        "pieces_per_word": tokens / words if words else 0.0,
-        "unknown_share": unknown / tokens if words else 0.0,
-    }
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:

@@ -454,14 +454,16 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     """
     options = {"default": argparse.SUPPRESS, "metavar": metavar}
     members = [member for member in members_of(kind) if member is not types.NoneType]
-    if len(members) > 1:  # a number or a word: `PretrainConfig` tells them apart
+    if bool in members:  # perhaps a word, too
+        words = typing.get_args(members[-1])
+        options |= {"type": functools.partial(_true_or_false, words=words), "nargs": "?", "const": True}
+        options["metavar"] = "|".join(["true", "false", *words])
+    elif len(members) > 1:  # a number or a word: `PretrainConfig` tells them apart
         options["type"] = str
     elif typing.get_origin(members[0]) is list:
         options["nargs"] = "+"
     elif choices := typing.get_args(members[0]):
         options |= {"choices": choices, "metavar": "|".join(choices)}
-    elif members[0] is bool:
-        options |= {"type": _true_or_false, "nargs": "?", "const": True, "metavar": "true|false"}
     else:
         options |= {"type": members[0], "metavar": metavar or {int: "N", float: "X", str: "NAME"}[members[0]]}
     shown = " ".join(default) if isinstance(default, list) else str(default).lower() if default is not None else ""
@@ -469,9 +471,11 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     group.add_argument(f"--{name}", help=argparse.SUPPRESS if help is None else line.replace("%", "%%"), **options)
 
 
-def _true_or_false(text):
+def _true_or_false(text, words):
+    if text.lower() in words:
+        return text.lower()
     if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"true or false, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{' or '.join(['true', 'false', *words])}, not {text!r}")
     return text.lower() == "true"
 
 
