@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
+from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sentences import Cleaning
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
@@ -100,7 +101,9 @@ def measured(name: str, folder: Path) -> dict[str, str]:
     tables |= {"source_ends": text.source_ends, "reading": text.reading}
     # Every sentence but those of two documents, in the order of the text.
     vocabulary = train_wordpiece(SentenceSample(text, np.array([1, 3]), leave_out=True), vocab_size=300)
-    tokens = TokenizedCorpus(encoding.prepare_tokens(text, make_tokenizer(PIECES, lowercase=False), folder / "cache"))
+    tokens = TokenizedCorpus(
+        encoding.prepare_tokens(text, make_tokenizer(PIECES, Rules(lowercase=False)), folder / "cache")
+    )
     return {
         "rows": sha256([[row[key] for key in sorted(row)] for row in text.rows()]),
         "tables": sha256(tables),
@@ -119,6 +122,7 @@ def formats() -> dict[str, int]:
         "STORE_FORMAT": token_store.STORE_FORMAT,
         "ENCODING_FORMAT": encoding.ENCODING_FORMAT,
         "TOKENIZER_FORMAT": prepare.TOKENIZER_FORMAT,
+        "ACCOUNT_FORMAT": prepare.ACCOUNT_FORMAT,
     }
 
 

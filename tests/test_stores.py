@@ -17,6 +17,7 @@ from d2l_bert.random_numbers import random_keys, random_numbers
 from d2l_bert.tokenization import prepare, token_store, wordpiece
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
+from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sentences import Cleaning
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
@@ -118,11 +119,21 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
             assert set(ends_inside) <= set(tokens.paragraph_ends.at(np.arange(len(tokens.paragraph_ends))))
 
 
-@given(st.lists(st.text(), max_size=5), st.booleans())
-def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, lowercase):
+RULES = [
+    {},
+    {"lowercase": False},
+    {"strip_accents": True, "individual_digits": True},
+    {"zero_width_spaces": True, "keep_joiners": True, "cut_long_words": True, "individual_digits": True},
+    {"zero_width_spaces": True, "pre_tokenizer": "kmers:3"},
+]
+
+
+@given(st.lists(st.text(), max_size=5), st.sampled_from(RULES))
+def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc[]é你.,0", *(f"##{piece}" for piece in "abcé0")]
-    tokenizer = wordpiece.make_tokenizer(pieces, lowercase)
-    sentences = [" ".join(text.split()) for text in (*sentences, "Abc, b\u0301 [MASK] caab.", "你a你 \u0301b\x07c")]
+    tokenizer = wordpiece.make_tokenizer(pieces, Rules(**rules))
+    given = (*sentences, "Abc, b\u0301 [MASK] caab.", "你a你 \u0301b\x07c", "a\u200bb a\u200cb" + "ab0" * 50)
+    sentences = [" ".join(text.split()) for text in given]
     encode = SentenceEncoder(tokenizer.backend_tokenizer.to_str())
     assert encode.by_word
     encode.by_word = False

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.progress import counted
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.cache import content_hash
+from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import AllBut, Only, TokenizedCorpus
@@ -199,6 +199,7 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
             for path in files
         },
     }
+    record["fingerprint_of_record"] = fingerprint(record)
     (folder / PREPARED_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -290,6 +291,8 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         record = json.loads((folder / PREPARED_FILE).read_text())
         if record["format"] != PREPARED_FORMAT:
             raise ValueError(f"its format is {record['format']}, and this version reads {PREPARED_FORMAT}")
+        if record.pop("fingerprint_of_record") != fingerprint(record):
+            raise ValueError(f"{PREPARED_FILE} has changed since it was written")
         for name, file in record["files"].items():
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")

@@ -33,6 +33,9 @@ MOST_MIXED_CASE, MOST_CASE_PAIRS = 0.03, 0.1
 ZERO_WIDTH_SPACE = "\u200b"
 JOINERS = "\u200c\u200d"
 
+# Control characters that BERT's cleaning deletes, and `str.split` splits at.
+DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
+
 PRE_TOKENIZER = re.compile(r"bert|characters|kmers:([1-9][0-9]?)")
 
 
@@ -115,7 +118,7 @@ def count_words(texts: Iterable[str]) -> Counter:
     """How often each word, separated by white space, occurs in the texts."""
     words = Counter()
     for text in texts:
-        words.update(text.split())
+        words.update((DELETED.sub("", text) if DELETED.search(text) else text).split())
     return words
 
 
