@@ -30,6 +30,7 @@ from d2l_bert.model_cards.figures import (
 )
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.progress import counted
+from d2l_bert.tokenization.account import account_line
 
 
 CARD_FILE = "README.md"
@@ -157,6 +158,7 @@ def card_of(
         about=(release or {}).get("recipe", {}).get("about", "").strip(),
         cell=cell,
         counted=counted,
+        account=account_line(data["account"]) if "account" in data else None,
         shown={metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)},
         cleaning=[f"`{name}={run[name]}`" for name in CLEANING if run.get(name, 0) not in ("none", 0, False)],
         masked_units=MASKED,

@@ -196,8 +196,9 @@ def _add_validation(prepared, sources, run):
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: SentenceSample, word_unit: WordUnit) -> dict:
     """The statistics of `account.describe`, logged in one line."""
     report = describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES), word_unit)
+    unit = " (as the tokenizer splits them)" if word_unit == "tokenizer" else ""
     logger.info(
-        f"tokenizer, on {report['words']:,} held-out words: {report['pieces_per_word']:.2f} pieces a word, "
+        f"tokenizer, on {report['words']:,} held-out words{unit}: {report['pieces_per_word']:.2f} pieces a word, "
         f"{report['unknown_share']:.2%} of the characters in [UNK]"
     )
     return report

@@ -173,8 +173,8 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     size = min(size, limit or len(ranked))
     if entries[size] > vocab_size:
         raise UserError(
-            f"vocab_size {vocab_size} is below the alphabet: the special tokens and the single characters of this "
-            f"text need {entries[size]} entries; raise vocab_size, or give a lower limit_alphabet than {size}"
+            f"vocab_size {vocab_size} is below the alphabet: the special tokens and the {size:,} characters that this "
+            f"text is written in need {entries[size]} entries; raise vocab_size, or give a lower limit_alphabet"
         )
     return set(ranked[:size])
 

@@ -94,7 +94,7 @@ def resolve_pretrain(arguments) -> tuple:
     }
     cases |= {
         f"{field.name} is fixed by the prepared folder {prepared}; leave {field.name} out, or prepare the text "
-        f"again": prepared and field.name in given and field.name != "corpus"
+        f"again": prepared and field.name in given and field.name not in ("corpus", "max_unknown_share")
         for field in dataclasses.fields(TextConfig)
     }
     refuse_first(cases)

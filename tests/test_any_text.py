@@ -1,0 +1,224 @@
+"""Text of any kind: with the default options a tokenizer keeps what tells words apart, and what is lost is counted.
+
+The judge is Transformers alone: the tokenizer is saved, loaded as a user loads it, and asked about each word.
+"""
+
+import random
+import unicodedata
+
+import pytest
+from transformers import AutoTokenizer
+
+from d2l_bert.tokenization.account import account_of, case_and_marks, entries_with_digits, remarks, unknown_share
+from d2l_bert.tokenization.rules import Contents, count_words
+from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
+
+
+RNG = random.Random(0)
+ENGLISH = "The old man went down to the sea. He saw a ship and it was far away; so he sat there until evening came."
+
+
+def noise(letters, words, shortest, longest, separator=" "):
+    """Random words."""
+    return separator.join("".join(RNG.choices(letters, k=RNG.randint(shortest, longest))) for _ in range(words))
+
+
+def syllables(first, last, words):
+    return noise([chr(code) for code in range(ord(first), ord(last) + 1)], words, 1, 3)
+
+
+# A text of each kind: sentences with what BERT's rules would lose. Written for this test, or made up of random words.
+TEXTS = {
+    "german": "Der schöne Vogel war schon da. Die Bären fuhren früh über die Brücke; fördern ist nicht fordern.",
+    "vietnamese": "Ma má mà mả mã mạ. Bàn này bán rồi, bạn bán bàn. Dừa và dứa và dưa. Một người đã đến từ Hà Nội.",
+    "vietnamese, decomposed": unicodedata.normalize("NFD", "Ma má mà mả mã mạ. Bàn này bán rồi, bạn bán bàn."),
+    "greek, polytonic": "Ἐν ἀρχῇ ἦν ὁ λόγος, καὶ ὁ λόγος ἦν πρὸς τὸν θεόν. ὃ ἦν ὅ, ἡ ἢ ἤ, οὗ οὐ οὔ.",
+    "russian": "Мой дом стоит у реки. Его и ее мы знаем; все ещё всё, чей-то край и крайний, й не и.",
+    "turkish": "Işık ısık değil, çok güzel bir gün. Kuş uçtu, kus dedi; oldu öldü, acı açı.",
+    "arabic with vowel points": "عَلِمَ عُلِمَ عِلْم عَلَّمَ. كَتَبَ كُتِبَ كُتُب. ذَهَبَ الوَلَدُ إِلَى المَدْرَسَةِ.",
+    "hebrew with points": "סֵפֶר סַפָּר סִפֵּר. דָּבָר דִּבֵּר דֶּבֶר.",
+    "persian": "می\u200cخواهم کتاب\u200cها را ببینم. نمی\u200cدانم چه می\u200cشود. خانه\u200cای بزرگ داشتیم.",
+    "hindi": "कूल हवा आई। कुल दस लोग थे। कल आना। दिन में काम है। दीन को दान दो। मैं में नहीं।",
+    "bengali": "আমি কাল কালী কলা কালা কিল কুল দেখি। বাড়ি বাড়ী বড়ো। সে দিন দীন দান করে।",
+    "telugu": "కల కాల కిల కీల కులం కూల కెల కోల. నేను పాట పాటు పోట పుట పిట చూశాను.",
+    "thai": "ม้า หมา มา แม่ แม้ ใกล้ไกล ข้าวขาวข่าว เสือเสื้อเสื่อ ผมไปบ้านแล้วกลับมาอีกครั้ง",
+    "khmer": "ខ្ញុំ\u200bទៅ\u200bផ្សារ\u200bហើយ\u200bទិញ\u200bបន្លែ\u200bនិង\u200bត្រី។ គាត់\u200bចូលចិត្ត\u200bអាន\u200bសៀវភៅ។",
+    "burmese": "ကျွန်တော်စာအုပ်ဖတ်နေပါတယ်။ ကား ကာ ကိ ကီ ကု ကူ ကေ ကဲ ကို ကြ ကျ ကွ ကှ။",
+    "japanese": "パンダがかぎを見た。ハンダはかきを見た。ばはぱ、ぶふぷ。学校で本を読んだ。",
+    "chinese": "".join(chr(0x4E00 + 7 * n) + ("。" if n % 20 == 19 else "") for n in range(1500)),
+    "korean": syllables("가", "깋", 900) + ". 나는 학교에 간다. 책을 읽었다.",
+    "amharic": "ሰላም ለዓለም። እኔ ወደ ገበያ ሄድኩ። መጽሐፍ አነበብኩ።",
+    "yoruba": "Ọkọ̀ ọkọ ọkọ́ ọ̀kọ̀. Igba igbá ìgbà ìgbá. Mo ti jẹun tán.",
+    "dna, long lines": noise("ACGT", 40, 300, 500),
+    "proteins": noise("ACDEFGHIKLMNPQRSTVWY", 60, 150, 400),
+    "c": "int main(void) { for (int i = 0; i < n; i++) { buf[i] = *p++; } return getValue(&ctx->lock, MAX_LEN); }",
+    "base64": noise("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 30, 60, 300),
+    "emoji": "I ❤️ this 👩‍👩‍👧 so much 🤣🤣 #winning @ann café 🇩🇪 👍🏽 lol!!",
+    "english": ENGLISH,
+}
+
+
+def judged(tokenizer, text, folder):
+    """Of a text, by a tokenizer loaded anew: the shares of characters in [UNK], of marks lost, and of merged types."""
+    save_tokenizer(tokenizer, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    types, of_ids, unknown, lost = sorted(set(text.split())), {}, 0, 0
+    for word in types:
+        encoded = tokenizer(word, add_special_tokens=False, return_offsets_mapping=True)
+        spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        unknown += sum(end - start for id, (start, end) in spans if id == tokenizer.unk_token_id)
+        made = "".join(tokenizer.convert_ids_to_tokens(encoded["input_ids"])).replace("##", "")
+        lost += max(0, marks(word) - marks(made))
+        of_ids.setdefault(tuple(encoded["input_ids"]), set()).add(word.casefold())
+    merged = sum(len(same) for same in of_ids.values() if len(same) > 1)
+    characters = sum(map(len, types))
+    return unknown / characters, lost / characters, merged / len(types)
+
+
+def marks(text):
+    return sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_nothing_that_tells_words_apart_is_lost(kind, tmp_path):
+    text = TEXTS[kind]
+    unknown, lost, merged = judged(train_wordpiece([text] * 5), text, tmp_path)
+    assert unknown <= 0.01 and lost <= 0.005 and merged <= 0.01, (unknown, lost, merged)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_the_account_is_what_the_loaded_tokenizer_does(kind, tmp_path):
+    """Also where the options lose something: accents are stripped, and the alphabet is cut."""
+    text = TEXTS[kind]
+    tokenizer = train_wordpiece([text] * 5, strip_accents=True, limit_alphabet=20)
+    unknown, lost, merged = judged(tokenizer, text, tmp_path)
+    words = count_words([" ".join(sorted(set(text.split())))])  # each word once, as the judge counts
+    account = account_of(words, tokenizer)
+    assert account["unknown_characters"] / account["characters"] == pytest.approx(unknown)
+    assert unknown_share(tokenizer, [" ".join(words)]) == pytest.approx(unknown)
+    assert account["merged_types"] / account["word_types"] >= merged  # which counts pairs that differ in case once
+    if not unknown:
+        assert account["dropped_marks"] / account["characters"] == pytest.approx(lost)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the text decides
+
+
+def rules_of(text, **options):
+    """The class and the file of a tokenizer trained on a text."""
+    tokenizer = train_wordpiece([text] * 3, **options)
+    return type(tokenizer).__name__ == "BertTokenizer", tokenizer.backend_tokenizer.to_str()
+
+
+def strips(text, **options):
+    return case_and_marks(train_wordpiece([text] * 3, **options))["strip_accents"]
+
+
+def test_accents_are_stripped_only_where_hardly_a_word_has_one():
+    english = (ENGLISH + " ") * 30
+    assert strips(english) and strips(english + "café")
+    assert not strips(english + "Bạn bán bàn này rồi, má mà mả mã mạ. " * 2)
+    assert not strips(english + "한")
+    assert not strips(english, lowercase=False)
+    assert strips(TEXTS["german"], strip_accents=True) and not strips(english, strip_accents=False)
+
+
+def test_a_class_of_its_own_only_where_the_text_needs_it():
+    english = (ENGLISH + " ") * 500
+    blob, family, gap = noise("abcdef0123456789", 1, 300, 300), "👩\u200d👩\u200d👧", "a\u200bb"
+    for text in (english, english + family, english + gap + "a\u200cb", english * 10 + blob):
+        assert rules_of(text)[0]
+    assert not rules_of(TEXTS["dna, long lines"])[0]
+    assert not rules_of(TEXTS["khmer"])[0]
+    assert not rules_of(TEXTS["persian"])[0]
+
+
+def test_a_zero_width_space_ends_a_word_and_a_joiner_goes_on():
+    khmer = train_wordpiece([TEXTS["khmer"]] * 3, vocab_size=400)
+    assert khmer.tokenize("ផ្សារ\u200bហើយ") == khmer.tokenize("ផ្សារ ហើយ")
+    persian = train_wordpiece([TEXTS["persian"]] * 3, vocab_size=400)
+    assert persian.tokenize("می\u200cشود") != persian.tokenize("میشود")
+    assert "".join(persian.tokenize("می\u200cشود")).replace("##", "") == "می\u200cشود"
+    assert persian.tokenize("a\x07b\u200eb\ufffd") == persian.tokenize("abb")  # BERT's cleaning, but for the joiners
+
+
+def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_it():
+    def of_hangul(tokenizer):
+        return sum("가" <= entry[-1] <= "힣" for entry in tokenizer.get_vocab())
+
+    english = noise([noise("abcdefghijklmnopqrstuvwxyz", 1, 2, 7) for _ in range(3000)], 30_000, 1, 1)
+    rare = noise("".join(map(chr, range(0xAC00, 0xAC00 + 6000))), 3000, 2, 2)
+    below, beyond = [*[english] * 60, rare], [*[english] * 8, rare]  # 0.1 % of the characters
+    assert 0 < of_hangul(train_wordpiece(below, vocab_size=4096)) < 4096 / 8
+    assert 4096 / 8 < of_hangul(train_wordpiece(beyond, vocab_size=4096)) < 4096 / 2
+    chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
+    assert unknown_share(train_wordpiece([chinese]), [chinese]) < 0.001
+    assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
+
+
+def test_other_words_than_those_between_spaces():
+    dna = noise("ACGT", 30, 60, 90)
+    kmers = train_wordpiece([dna], pre_tokenizer="kmers:6")
+    word = dna.split()[0]
+    words = [word[first : first + 6].lower() for first in range(0, len(word), 6)]
+    assert [group for group, _ in kmers.backend_tokenizer.pre_tokenizer.pre_tokenize_str(word.lower())] == words
+    assert "".join(kmers.tokenize(word)).replace("##", "") == word.lower()
+    characters = train_wordpiece([ENGLISH], pre_tokenizer="characters")
+    assert characters.tokenize("the sea") == list("thesea")
+    digits = train_wordpiece(["host 10.0.0.1 took 123 ms at 1234567"] * 3, individual_digits=True)
+    assert digits.tokenize("123 host") == ["1", "2", "3", "host"]
+    assert entries_with_digits(digits) <= 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said
+
+
+def said(text, tokenizer=None, is_given=False, language=None, **options):
+    words = count_words([text] * 3)
+    tokenizer = tokenizer or train_wordpiece([text] * 3, **options)
+    return " | ".join(remarks(account_of(words, tokenizer), Contents.of(words), tokenizer, is_given, language))
+
+
+SMILES = "C1CCCCC1 c1ccccc1 Cc1ccccc1 CC1CCCCC1 [Co] [CO] C1CCNCC1 c1ccncc1 CC(=O)Oc1ccccc1C(=O)O"
+LOG = " ".join(f"10.{n}.7.{3 * n} GET /{n:04x} {n * 7919}" for n in range(300))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "option"),
+    [
+        (SMILES, {}, "--lowercase false"),
+        (TEXTS["base64"], {}, "--lowercase false"),
+        (TEXTS["turkish"], {"language": "tr"}, "--lowercase false"),
+        (TEXTS["turkish"], {}, "--lowercase false"),
+        (TEXTS["german"], {"strip_accents": True}, "--strip_accents false"),
+        (TEXTS["chinese"], {"limit_alphabet": 500}, "--limit_alphabet"),
+        (LOG, {}, "--individual_digits true"),
+        (f"{TEXTS['vietnamese']} {TEXTS['vietnamese, decomposed']}", {}, "--unicode_normalization NFC"),
+        (TEXTS["russian"], {}, "--language"),
+        (TEXTS["russian"], {"language": "el"}, "--language"),
+        (ENGLISH, {"language": "ru"}, "--language"),
+    ],
+)
+def test_what_is_lost_is_said_with_the_option(text, options, option):
+    assert option in said(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (ENGLISH, {}),
+        (TEXTS["german"], {"language": "de"}),
+        (TEXTS["russian"], {"language": "ru"}),
+        (TEXTS["japanese"], {"language": "ja"}),
+        (SMILES, {"lowercase": False, "individual_digits": True}),
+        (LOG, {"individual_digits": True}),
+    ],
+)
+def test_nothing_is_said_of_a_text_that_is_kept(text, options):
+    assert said(text, **options) == ""
+
+
+def test_a_tokenizer_that_was_given_is_named_as_the_cause():
+    assert "--tokenizer" in said(TEXTS["german"], train_wordpiece([ENGLISH] * 3), is_given=True)
