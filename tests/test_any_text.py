@@ -153,7 +153,7 @@ def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_i
     assert 0 < of_hangul(train_wordpiece(below, vocab_size=4096)) < 4096 / 8
     assert 4096 / 8 < of_hangul(train_wordpiece(beyond, vocab_size=4096)) < 4096 / 2
     chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
-    assert unknown_share(train_wordpiece([chinese]), [chinese]) < 0.001
+    assert unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
     assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
 
 
