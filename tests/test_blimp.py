@@ -34,7 +34,7 @@ def plain_scores(folder, sentences, score):
         encoding = tokenizer(sentence)
         ids, words, total = encoding["input_ids"], encoding.word_ids(), 0.0
         for position, word in enumerate(words):
-            if word is None:  # a special token
+            if word is None or ids[position] == tokenizer.unk_token_id:  # a special token, or one that is not scored
                 continue
             masked = list(ids)
             masked[position] = tokenizer.mask_token_id

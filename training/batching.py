@@ -95,7 +95,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
     stage before: no pair is repeated and no pair is skipped.
 
     Raises:
-        UserError: the training text has no pair of segments.
+        UserError: the training text has no pair of segments, or no token to predict.
     """
     selection = Selection(text.tokens, text.train_documents(), text.source_ends, make_passes(run, text))
     phases = []
@@ -106,7 +106,8 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
         else:
             pairs = EpochPairs(selection, pairing_arguments(run, length), run.seed, text.corpus_name)
             first_pair, make_batch = 0, make_batch_maker(run, text.tokens, text.tokenizer, length)
-            pairs.place_of(0)  # raises if the text has no pair
+            epoch = pairs.place_of(0).epoch  # raises if the text has no pair
+            data.first_with_target(make_batch, pairs.parts(epoch), pairs.name)  # raises if there is none
         pairs_a_step = batch_size * (run.max_seq_length // length)
         phases.append(
             data.Phase(first_step, first_pair, pairs, make_batch, pairs_a_step, most_tokens(run), run.packing)
@@ -167,10 +168,11 @@ def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = 
     The held-out pairs at the run's full length, as micro-batches.
 
     Raises:
-        UserError: the held-out text has no pair of segments.
+        UserError: the held-out text has no pair of segments, or no token to predict.
     """
     tokens, documents = text.evaluation()
     make_batch = make_batch_maker(run, tokens, text.tokenizer, run.max_seq_length)
+    name = f"{text.corpus_name}, held out" if text.validation is None else text.validation.name
     # Evaluation holds all logits of a micro-batch in memory, training does not: evaluation may need smaller ones.
     token_limit = min(most_tokens(run), int(LOGITS_AT_ONCE / len(text.tokenizer) / make_batch.mlm_probability))
     selection = Selection(tokens, documents, [len(tokens)], is_one_stretch=isinstance(documents, Only))
@@ -181,10 +183,11 @@ def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = 
         token_limit,
         run.max_eval_pairs,
         sharding,
+        name,
     )
-    if held_out.one() is None:
-        name = text.corpus_name if text.validation is None else text.validation.name
-        raise UserError(f"{name}: no pair of segments in the held-out text; give more text")
+    if next(held_out.parts(), None) is None:
+        raise UserError(f"{name}: no pair of segments in this text; give more text")
+    held_out.one()  # raises if there is no token to predict
     return held_out
 
 

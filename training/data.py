@@ -8,13 +8,13 @@ and S are the largest of all rows in the micro-batch.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
@@ -48,6 +48,8 @@ class BatchMaker:
     """
     Turns pairs into the model's arguments: reads their tokens, adds special tokens, masks, and pads or packs rows.
 
+    `[UNK]` stays in the input and is never predicted: it says of no word which one it is, and is easy to guess.
+
     Args:
         tokens: the corpus of the pairs.
         mlm_probability: the share of tokens to predict.
@@ -71,6 +73,7 @@ class BatchMaker:
         self.tokens = tokens
         self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
         self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
         self.first_ordinary_id, self.ordinary_end = ordinary_ids(tokenizer)
         self.mlm_probability = mlm_probability
         self.max_seq_length = max_seq_length
@@ -111,7 +114,8 @@ class BatchMaker:
             row, starts, token_arguments, row_arguments = self._packed(pairs, token_arguments, list(map(len, rows)))
         predicted = np.bincount(row, chosen.sum(1)).astype(int)  # the number of masked positions in each row
         pair, column = chosen.nonzero()
-        slots, slot = (len(predicted), predicted.max()), (row[pair], _concatenated_ranges(predicted))
+        # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
+        slots, slot = (len(predicted), max(1, predicted.max())), (row[pair], _concatenated_ranges(predicted))
         slot_arguments = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
         slot_arguments["masked_positions"][slot], slot_arguments["labels"][slot] = starts[pair] + column, ids[chosen]
         if not self.has_labels:
@@ -154,7 +158,8 @@ class BatchMaker:
         ids[:, 0] = self.cls
         ids[ordinary] = self.tokens.ids.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.masking_kind, self.is_continuation)
-        masked, chosen = masking.mask_tokens(ids, ordinary, keys, *rules, *self.replace_probs)
+        candidates = ordinary & (ids != self.unknown)
+        masked, chosen = masking.mask_tokens(ids, candidates, keys, *rules, *self.replace_probs)
         token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
         return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen
 
@@ -327,6 +332,7 @@ class HeldOutPairs:
         most_tokens: the most tokens in a micro-batch, padding included.
         most: the most pairs to evaluate on; None for all.
         sharding: as in `PretrainingSteps`.
+        name: as in `EpochPairs`.
     """
 
     def __init__(
@@ -337,26 +343,49 @@ class HeldOutPairs:
         most_tokens: int,
         most: int | None = None,
         sharding: Sharding = ALONE,
+        name: str = "the corpus",
     ):
-        self.pairs, self.make_batch = EpochPairs(selection, pairing, HELD_OUT_SEED), make_batch
+        self.pairs, self.make_batch = EpochPairs(selection, pairing, HELD_OUT_SEED, name), make_batch
         self.most_tokens, self.most, self.sharding = most_tokens, most, sharding
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the pairs and the keys of their masks, one window at a time."""
-        remaining = self.most or sys.maxsize
-        for window in range(self.pairs.windows(0)):
-            pairs = self.pairs.window(0, window)[:remaining]
-            if len(pairs):
-                yield pairs, self.pairs.keys(0, window, 0, len(pairs))
-            remaining -= len(pairs)
-            if not remaining:
-                return
+        return self.pairs.parts(0, self.most)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for pairs, keys in self.parts():
             yield from batches(self.make_batch, pairs, keys, self.most_tokens, sharding=self.sharding)
 
-    def one(self) -> dict[str, torch.Tensor] | None:
-        """A batch of the first pair alone; None if there are no pairs."""
-        pairs, keys = next(self.parts(), ((), ()))
-        return self.make_batch(pairs[:1], keys[:1]) if len(pairs) else None
+    def one(self) -> dict[str, torch.Tensor]:
+        """As `first_with_target`, of the pairs to evaluate on."""
+        return first_with_target(self.make_batch, self.parts(), self.pairs.name)
+
+
+# Pairs that `first_with_target` masks in one call.
+PAIRS_AT_ONCE = 64
+
+
+def first_with_target(
+    make_batch: BatchMaker, parts: Iterable[tuple[np.ndarray, np.ndarray]], name: str
+) -> dict[str, torch.Tensor]:
+    """
+    A batch of the first pair that has a token to predict, alone.
+
+    Args:
+        parts: arrays of pairs, and the keys of their masks (`EpochPairs.parts`).
+        name: the name of the text.
+
+    Raises:
+        UserError: every token of all pairs is `[UNK]`.
+    """
+    for pairs, keys in parts:
+        for first in range(0, len(pairs), PAIRS_AT_ONCE):
+            some = slice(first, first + PAIRS_AT_ONCE)
+            found = (make_batch(pairs[some], keys[some])["labels"] != -100).any(1).nonzero()
+            if len(found):
+                one = slice(first + int(found[0]), first + int(found[0]) + 1)
+                return make_batch(pairs[one], keys[one])
+    raise UserError(
+        f"{name}: every token is [UNK] to the tokenizer, and [UNK] is never predicted; take a tokenizer that "
+        f"was trained on such text"
+    )

@@ -10,7 +10,8 @@ no pair is stored on disk.
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from d2l_bert.training.pairs import Pieces, lay_out
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
 # by 1 when the same run would train on other pairs, with other masks or in another order.
-DATA_ORDER = 4
+DATA_ORDER = 5
 
 # Tokens in a stretch. Stretches are short, so that a window has text from 1,024 places: a step of 512 pairs then has
 # text from 400 different books, against 500 if a large epoch is shuffled as a whole. Only documents with more tokens
@@ -254,6 +255,22 @@ class EpochPairs:
             pairs = pairs[rng.permutation(len(pairs))]
             self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
         return self._open[epoch, number]
+
+    def parts(self, epoch: int, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """
+        Yield the pairs of an epoch and the keys of their masks, one window at a time.
+
+        Args:
+            most: the most pairs in all; None for all.
+        """
+        remaining = most or sys.maxsize
+        for window in range(self.windows(epoch)):
+            pairs = self.window(epoch, window)[:remaining]
+            if len(pairs):
+                yield pairs, self.keys(epoch, window, 0, len(pairs))
+            remaining -= len(pairs)
+            if not remaining:
+                return
 
     def draw_documents(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Random documents for random Bs (count,), each as probable as it is frequent in an epoch."""

@@ -61,7 +61,9 @@ def _loss_correct_count(logits, labels):
 
 def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """
-    The number of pairs in a batch; of sequences if the batch has no `next_sentence_label`; padding rows do not count.
+    The number of pairs in a batch; of sequences if the batch has no `next_sentence_label`.
+
+    Padding rows do not count, nor do rows of sequences without a token to predict.
 
     Args:
         batch: the model's arguments; its rows (B, T) may be packed.

@@ -15,7 +15,7 @@ from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.cache import fingerprint
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.held_out import count_examples, held_out_counts, held_out_metrics
+from d2l_bert.training.held_out import SUMS, count_examples, held_out_counts, held_out_metrics
 from d2l_bert.training.meter import StepStats
 from d2l_bert.training.optim import MovingAverage, make_optimizers
 
@@ -114,13 +114,15 @@ class Learner:
             batches: this process's held-out batches; every process must have the same number.
 
         Returns:
-            Results over the batches of all processes, by their names in `metrics.json`; None if there was no batch.
+            Results over the batches of all processes, by their names in `metrics.json`; None without a token to
+            predict, as where a signal has stopped the run.
         """
         with self.accelerator.autocast(), self.average.in_place() if self.average else contextlib.nullcontext():
             counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
             distributed.reshard(self.wrapped_model)
         counts = self.accelerator.reduce(counts, "sum")
-        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if counts.any() else None
+        is_measured = counts[SUMS.index("masked_tokens")] > 0
+        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if is_measured else None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Save and load
@@ -244,7 +246,8 @@ def train_step(
     device = accelerator.device
     counts = accelerator.reduce(torch.stack([counts_of(batch) for batch in micro_batches]).sum(0).to(device), "sum")
     masked_tokens, examples = counts[:2]
-    divisors = {"num_items_in_batch": masked_tokens}
+    # A step of nothing but `[UNK]` has no token to predict: its MLM loss is 0 / 1.
+    divisors = {"num_items_in_batch": masked_tokens.clamp(min=1)}
     if "next_sentence_label" in micro_batches[0]:
         divisors["num_pairs_in_batch"] = examples
     losses = torch.zeros(2, device=device)

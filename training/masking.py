@@ -51,7 +51,7 @@ def mask_tokens(
 
     Args:
         tokens: token ids (B, T), T below 2^18; not changed in place.
-        candidates: whether a token may be chosen (B, T): true for tokens that are not special.
+        candidates: whether a token may be chosen (B, T): true for tokens that are not special; `[UNK]` is special.
         keys: from `random_keys` (B,); the only source of randomness.
         mask_token_id: id of `[MASK]`.
         first_ordinary_id, vocab_size: random tokens are drawn from first_ordinary_id to vocab_size - 1, which leaves

@@ -89,11 +89,12 @@ class Meter:
         A row of the training log over the steps since the last row; adds these steps to the totals of the run.
 
         Returns:
-            Finite numbers. Means over the steps that were not skipped, absent if all were skipped: `loss`, `mlm_loss`,
-            with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all steps: `tokens_per_second` without
-            padding; `padding_share`, the padding as a share of the tokens including padding; `data_wait_share`, the
-            share of the time that training waited for batches; `mfu`, the operations on real tokens as a share of the
-            peak; `memory_mb`, from `used_memory` on this process; `seconds_left`; `skipped_steps`, only if above 0.
+            Finite numbers. Means over the steps that were not skipped and had a token to predict, absent if there was
+            no such step: `loss`, `mlm_loss`, with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all
+            steps: `tokens_per_second` without padding; `padding_share`, the padding as a share of the tokens including
+            padding; `data_wait_share`, the share of the time that training waited for batches; `mfu`, the operations
+            on real tokens as a share of the peak; `memory_mb`, from `used_memory` on this process; `seconds_left`;
+            `skipped_steps`, only if above 0.
             And `learning_rate`.
         """
         seconds = time.monotonic() - self.clock_start
@@ -123,7 +124,7 @@ class Meter:
         return row
 
     def _losses(self):
-        counted = [step for step in self.steps if not step.skipped]
+        counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
         if not counted:
             return {}
         mlm_loss, pair_loss, norm = (

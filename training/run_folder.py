@@ -198,7 +198,7 @@ def finish_folder(job: Job, model, metrics: dict, log: TrainingLog, held_out) ->
         ]
         folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": examples})
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-    return report(folder, published, text.tokenizer, metrics, held_out, predictions, job.record["data"]["train_words"])
+    return report(folder, published, text.tokenizer, metrics, held_out, predictions, job.record["data"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,10 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
         ]
         is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
         ids = ids[: max_length - 4]
-        maskable = [position for position in whole_words if position < len(ids)] or range(len(ids))
+        known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
+        if not known:
+            continue
+        maskable = [position for position in whole_words if position < len(ids)] or known
         ids[int(rng.choice(maskable))] = tokenizer.mask_token_id
         (preferred if is_preferred else others).append(tokenizer.decode(ids))
         if len(preferred) == count:
@@ -167,12 +170,15 @@ def token_entropy(text) -> float:
     """
     The entropy of the held-out tokens in nats: the MLM loss of a model that only knows how frequent each token is.
 
+    `[UNK]` is left out, as it is never predicted.
+
     Args:
         text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
     """
     corpus, documents = text.evaluation()
     documents = documents.nth(np.arange(min(len(documents), MAX_ENTROPY_DOCUMENTS)))
     counts = sum(np.bincount(corpus.tokens(document), minlength=len(text.tokenizer)) for document in documents)
+    counts[text.tokenizer.unk_token_id] = 0
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -199,7 +205,7 @@ def advice(metrics: dict, train_words: int) -> str:
     return ""
 
 
-def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, train_words: int) -> str:
+def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, data: dict) -> str:
     """
     The text that a run prints at its end: metrics, a held-out example, filled masks, and how to load the model.
 
@@ -208,7 +214,7 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
         metrics: the content of metrics.json.
         example: the batch for `show_example`.
         predictions: for each sample sentence, the sentence and the (token, probability) of the most likely tokens.
-        train_words: the number of words in the training text.
+        data: the entry of that name in run_config.json.
     """
     task = pair_task(metrics)
     units = unit(task)
@@ -219,13 +225,14 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
         pair_line = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
     skipped = metrics["train_skipped_steps"]
     skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
-    note = f"Note: {line}\n\n" if (line := advice(metrics, train_words)) else ""
+    note = f"Note: {line}\n\n" if (line := advice(metrics, data["train_words"])) else ""
     filled_masks = "\n".join(
         f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
         for sentence, tokens in predictions
     )
     return f"""
-What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens:
+What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
+({data["tokenizer"]["unknown_share"]:.1%} of the text is [UNK]):
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
 accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_line}
   trained in {metrics["train_seconds"]:.0f} s at {speed}, \

@@ -309,8 +309,8 @@ def export_command(arguments) -> None:
     for file, found in compared.items():
         print(f"  {file:<26} {found['bytes']:>13,} bytes  outputs differ by at most {found['difference']:.1e}")
     print(
-        f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
-        f"{cost['speed']:.2f} times as fast"
+        f"  int8 beside float32, on {cost['text']} ({cost['unknown_share']:.1%} of its characters in [UNK]): "
+        f"{cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), {cost['speed']:.2f} times as fast"
     )
     if page:
         print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")

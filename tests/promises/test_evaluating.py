@@ -146,12 +146,17 @@ def stock(model, tmp_path_factory):
     return folder
 
 
-def pseudo_likelihood(folder, sentence, by_word=False):
-    """The sum of log p of each token with it alone masked, or with the tokens behind it in its word masked, too."""
+def pseudo_likelihood(folder, sentence, by_word=False, left_out=()):
+    """
+    The sum of log p of each token with it alone masked, or with the tokens behind it in its word masked, too.
+
+    Args:
+        left_out: places that are neither masked nor summed.
+    """
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForMaskedLM.from_pretrained(folder).eval()
     encoded = tokenizer(sentence, return_tensors="pt")
     ids, words, total = encoded["input_ids"][0], encoded.word_ids(), 0.0
-    for place in range(1, len(ids) - 1):
+    for place in sorted({*range(1, len(ids) - 1)} - {*left_out}):
         masked = ids.clone()
         masked[place] = tokenizer.mask_token_id
         later = [n for n in range(place + 1, len(ids) - 1) if by_word and words[n] == words[place]]
@@ -189,6 +194,51 @@ def test_the_pseudo_perplexity_is_that_of_its_words(model, tmp_path, score, by_w
     total = sum(pseudo_likelihood(model, sentence, by_word) for sentence in SENTENCES)
     words = sum(len(sentence.split()) for sentence in SENTENCES)
     assert found["text"]["pseudo_perplexity"] == pytest.approx(math.exp(-total / words), rel=1e-3)
+
+
+MIXED = ["Anna walked to the κηπος with the apple.", "They left the candle in the πυργος.", "Nobody saw μηλον again."]
+
+
+@pytest.mark.parametrize("score, by_word", [("pll", False), ("within_word_l2r", True)])
+def test_an_unknown_word_is_not_scored_and_its_share_of_the_characters_is_told(model, tmp_path, score, by_word):
+    """What stands between white space is left out whole, with the full stop that has the same word."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "blimp").mkdir()
+    for number, sentence in enumerate(MIXED):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{sentence}\n")
+    rows = [{"sentence_good": sentence, "sentence_bad": sentence.replace("the", "a")} for sentence in MIXED]
+    (tmp_path / "blimp" / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--corpus", tmp_path / "text", "--blimp", tmp_path / "blimp", "--pppl_sentences=3", "--score", score]
+    (found,) = evaluate(tmp_path, model, *options, "--objective=none")
+    tokenizer, total, words, tokens = AutoTokenizer.from_pretrained(model), 0.0, 0, 0
+    for sentence in MIXED:
+        place, left_out = 1, []
+        for word in sentence.split():
+            ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+            if tokenizer.unk_token_id in ids:
+                left_out += range(place, place + len(ids))
+            else:
+                words, tokens = words + 1, tokens + len(ids)
+            place += len(ids)
+        assert left_out
+        total += pseudo_likelihood(model, sentence, by_word, left_out)
+    text = found["text"]
+    assert (text["pppl_words"], text["pppl_tokens"]) == (words, tokens) and words == len(" ".join(MIXED).split()) - 3
+    assert text["pseudo_perplexity"] == pytest.approx(math.exp(-total / words), rel=1e-3)
+
+    def share(sentences):
+        letters = "".join(sentences).replace(" ", "")
+        return sum(letter >= "α" for letter in letters) / len(letters)
+
+    assert text["unknown_share"] == pytest.approx(share(MIXED))
+    pairs = [sentence for row in rows for sentence in row.values()]
+    assert found["blimp"]["unknown_share"] == pytest.approx(share(pairs))
+
+
+def test_embed_tells_the_share_of_unknown_characters(model, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("anna met boris\nκηπος in the πυργος\n" * 3 + "\n")
+    assert command("embed", model, tmp_path / "lines.txt", "--output", tmp_path / "vectors.npy") == 0
+    assert f"{11 / (12 + 16):.1%}" in capsys.readouterr().err
 
 
 def test_evaluate_changes_nothing_unless_it_is_told_to_update_the_card(model, tmp_path):

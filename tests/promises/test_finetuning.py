@@ -119,6 +119,28 @@ def test_a_task_is_learnt_and_its_predictions_are_those_of_its_figures(model, tm
     assert (tmp_path / "out" / "README.md").exists()
 
 
+TEXTS = {"classification": ["text"], "tags": ["tokens"], "answers": ["question", "context"]}
+TEXTS["multiple_choice"] = ["context", "choices"]
+
+
+@pytest.mark.parametrize("task", TEXTS)
+def test_the_share_of_characters_that_the_tokenizer_does_not_know_stands_beside_the_figures(
+    model, tmp_path, task, capsys
+):
+    options, expected = files_for(task, tmp_path / "rows", (24, 8, 8)), {}
+    for split in ("validation", "test"):
+        path = tmp_path / "rows" / f"{split}.jsonl"
+        rows = [json.loads(row) for row in path.read_text().replace("walked", "πηγαιν").splitlines()]
+        write(path, rows)
+        cells = [row[column] for row in rows for column in TEXTS[task]]
+        letters = "".join(cell if isinstance(cell, str) else "".join(cell) for cell in cells).replace(" ", "")
+        expected[split] = sum(letter in "πηγαιν?" for letter in letters) / len(letters)
+    options += [f"--task={task}", "--max_steps=1", "--max_seq_length=40"]
+    assert command("finetune", model, "--output_dir", tmp_path / "out", *options) == 0
+    assert read_json(tmp_path / "out" / "metrics.json")["unknown_share"] == pytest.approx(expected)
+    assert f"{expected['test']:.1%}" in capsys.readouterr().out
+
+
 def test_the_folder_of_a_classifier_predicts_as_a_pipeline(model, tmp_path):
     options = ["--task=classification", *files_for("classification", tmp_path / "rows"), *FAST, "--num_train_epochs=2"]
     assert command("finetune", model, "--output_dir", tmp_path / "out", *options) == 0

@@ -21,6 +21,8 @@ def place(texts, model, tmp_path_factory):
     GPT2Model(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(folder / "gpt2")
     for file in (folder / "model").glob("tokenizer*"):
         shutil.copy(file, folder / "gpt2")
+    for path in shutil.copytree(texts, folder / "greek").iterdir():
+        path.write_text("".join("λ" if letter.isalpha() else " " for letter in path.read_text()))
     (folder / "empty").mkdir()
     (folder / "empty.txt").write_text("")
     (folder / "latin.txt").write_bytes("Café au lait. ".encode("latin-1") * 50)
@@ -34,6 +36,7 @@ def place(texts, model, tmp_path_factory):
 
 
 PRETRAIN = f"pretrain --output_dir out --max_steps 1 {' '.join(SMALL)} "
+GO_ON = "pretrain --output_dir out --max_steps 1 --max_seq_length 48 --length_schedule none --init_from model "
 FINETUNE = "finetune model --task classification --output_dir out "
 MISTAKES = [
     # options: unknown, misspelt, of another type, out of range, contradicting each other
@@ -56,6 +59,11 @@ MISTAKES = [
     (PRETRAIN + "--corpus rows.jsonl", "rows.jsonl"),
     (PRETRAIN + "--corpus rows.jsonl --text_column words", "rows.jsonl"),
     ("evaluate model --corpus tokens", "tokens"),
+    # a text of nothing but [UNK]
+    (GO_ON + "--corpus greek", "greek"),
+    (GO_ON + "--corpus greek --validation_corpus books", "greek"),
+    (GO_ON + "--corpus books --validation_corpus greek", "greek"),
+    ("evaluate model --corpus greek", "greek"),
     ("prepare --check books", "books"),
     # models: not there, damaged, of another kind, without what the command needs
     ("fill-mask nowhere 'a [MASK]'", "nowhere"),

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import math
+import shutil
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 
@@ -69,6 +71,39 @@ def test_a_step_has_the_same_gradient_however_it_is_split(texts, tmp_path):
     for _, gradient, _ in results[1:]:
         for name, tensor in whole.items():
             assert (gradient[name] - tensor).norm() < 1e-5 * norm, name
+
+
+def test_rows_of_unknown_words_alone_are_trained_on_by_the_pair_task(model, texts, tmp_path):
+    """Micro-batches without a token to predict split a step as any others do; a step of nothing else is no error."""
+    for number, path in enumerate(sorted(shutil.copytree(texts, tmp_path / "texts").iterdir())):
+        if number % 3:
+            path.write_text(
+                "".join("λ" if letter.isalpha() else letter for letter in path.read_text().replace(".", ""))
+            )
+    sizes = [option for option in SMALL if "vocab" not in option and "batch" not in option]
+    options = ["--corpus", tmp_path / "texts", "--tokenizer", model, *sizes, *NO_NOISE, "--pairing=sentences"]
+    options += ["--validation_corpus", texts]
+    splits = (["--micro_batch_size=16"], ["--micro_batch_size=1"], ["--packing=true"])
+    (_, whole, _), (_, by_row, rows), (_, packed, _) = (
+        gradient_of_first_step(
+            *options, "--max_steps=1", "--global_batch_size=16", *split, f"--output_dir={tmp_path / str(number)}"
+        )
+        for number, split in enumerate(splits)
+    )
+    without = [batch for batch in rows if (batch["labels"] == -100).all()]
+    assert 3 < len(without) < len(rows)
+    norm = torch.cat([tensor.flatten() for tensor in whole.values()]).norm()
+    for name, tensor in whole.items():
+        for gradient in (by_row, packed):
+            assert (gradient[name] - tensor).norm() < 1e-5 * norm, name
+    options += ["--max_steps=12", "--global_batch_size=1", "--logging_steps=1", f"--output_dir={tmp_path / 'single'}"]
+    with watched(D2lBertForPreTraining) as (trained, _):
+        assert command("pretrain", *options) == 0
+    has_target = [bool((batch["labels"] != -100).any()) for batch in trained]
+    log = [json.loads(line) for line in (tmp_path / "single" / "training_log.jsonl").read_text().splitlines()]
+    assert 0 < sum(has_target) < len(has_target) == 12
+    assert ["loss" in row for row in log if "learning_rate" in row] == has_target
+    assert read_json(tmp_path / "single" / "metrics.json")["train_skipped_steps"] == 0
 
 
 def test_the_gradient_is_that_of_the_summed_losses_divided_once(texts, tmp_path):
@@ -256,6 +291,50 @@ def test_whole_words_are_masked_whole(texts, tmp_path):
                 words += 1
                 following += 1
     assert words > 50
+
+
+@pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
+def test_an_unknown_word_is_seen_and_never_predicted_or_counted(tmp_path, masking):
+    """Every third word is unknown, and stands where the words around it say; of the others, all are predicted."""
+    words = write_numbered(tmp_path / "text", documents=30, seed=6)
+    pieces = [*SPECIALS, *(f"w{number}" for number in range(words) if number % 3), "."]
+    tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    text = (tmp_path / "text", tmp_path / "tokenizer", None)
+    options = ["--mlm_probability=1", f"--masking={masking}", "--max_steps=3", "--eval_steps=3", "--packing=true"]
+    options += ["--validation_corpus", tmp_path / "text"]
+    trained, evaluated = batches_of(text, tmp_path / "out", "--global_batch_size=16", *options)
+    evaluated = [batch for batch in evaluated if "labels" in batch][:-1]  # the last one is the example of the report
+    counts, all_unknown, unknown = [], 0, tokenizer.unk_token_id
+    for batch in [*trained, *evaluated]:
+        whole = whole_ids(batch)
+        predicted = torch.zeros_like(whole, dtype=torch.bool)
+        rows, slots = (batch["labels"] != -100).nonzero(as_tuple=True)
+        predicted[rows, batch["masked_positions"][rows, slots]] = True
+        assert torch.equal(predicted, whole >= len(SPECIALS))
+        assert (batch["input_ids"][whole == unknown] == unknown).all()
+        assert not (batch["input_ids"][whole != unknown] == unknown).any(), "no random token is [UNK]"
+        counts.append(int((whole >= len(SPECIALS)).sum()))
+        all_unknown += int((whole == unknown).sum())
+        for ids in whole.tolist():
+            segment = []
+            for piece in [*(pieces[number] for number in ids), "[SEP]"]:
+                if piece in ("[UNK]", *pieces[len(SPECIALS) : -1]):
+                    segment.append(None if piece == "[UNK]" else int(piece[1:]))
+                elif piece != ".":  # the end of a segment, in which one word follows the other
+                    known = [(place, number) for place, number in enumerate(segment) if number is not None]
+                    first = known[0][1] - known[0][0] if known else 0
+                    if known:
+                        assert segment == [n if n % 3 else None for n in range(first, first + len(segment))]
+                    segment = []
+    assert all_unknown / (all_unknown + sum(counts)) == pytest.approx(0.3, abs=0.05)
+    metrics = read_json(tmp_path / "out" / "metrics.json")
+    assert metrics["eval_masked_tokens"] == sum(counts[len(trained) :])
+    assert math.log(2) < metrics["eval_mlm_loss"] and metrics["eval_mlm_accuracy"] < 0.5, "[UNK] would be easy"
+    stops = sum(path.read_text().count(".") for path in (tmp_path / "text").iterdir())
+    known = torch.tensor([stops, *[1] * sum(number % 3 != 0 for number in range(words))])
+    entropy = torch.distributions.Categorical(known / known.sum()).entropy().item()
+    assert metrics["eval_token_entropy"] == pytest.approx(entropy, rel=1e-4)
 
 
 def test_a_random_token_is_an_ordinary_one(texts, tmp_path):

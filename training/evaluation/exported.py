@@ -4,14 +4,13 @@ import statistics
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from d2l_bert.modeling.export import FLOAT, INT8, OnnxModel, example_inputs
+from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.tokenization.sources import PYTHON_DOCS
-from d2l_bert.tokenization.text_store import SentenceSample
 from d2l_bert.training.distributed import make_accelerator
 from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths
@@ -32,8 +31,9 @@ def cost_of_int8(folder: Path, config, task: str, corpus: list[str]) -> dict:
         corpus: files and folders of text, or `python-docs`, of which the part is taken that `pretrain` holds out.
 
     Returns:
-        `text`, its name; `figure`, what is compared, and its values `float32` and `int8`; `speed`, the seconds of
-        float32 divided by those of int8, the median of paired runs.
+        `text`, its name; `unknown_share`, the share of its characters in `[UNK]`; `figure`, what is compared, and its
+        values `float32` and `int8`; `speed`, the seconds of float32 divided by those of int8, the median of paired
+        runs.
 
     Raises:
         UserError: the text cannot be read, or there is too little of it.
@@ -49,14 +49,14 @@ def cost_of_int8(folder: Path, config, task: str, corpus: list[str]) -> dict:
         figure = {"figure": "MLM loss", "float32": losses[0], "int8": losses[1]}
     else:
         figure = _agreement(files, _batches(text, tokenizer, config, task), task, config.problem_type)
-    return {"text": text.name, **figure, "speed": _speed(*files)}
+    share = unknown_share(tokenizer, text.sample())
+    return {"text": text.name, "unknown_share": share, **figure, "speed": _speed(*files)}
 
 
 def _batches(text, tokenizer, config, task):
     """Rows of sentences of a text; for a task on pairs, of one sentence and the next."""
     length = min(DEFAULT_LENGTH, config.max_position_embeddings)
-    documents = np.arange(len(text.store)) if text.documents is None else text.documents
-    sentences = list(SentenceSample(text.store, documents, most_characters=CHARACTERS))
+    sentences = list(text.sample(CHARACTERS))
     is_paired = task in ("next-sentence-prediction", "question-answering")
     columns = [sentences[:-1], sentences[1:]] if is_paired else [sentences]
     for first in range(0, len(columns[0]), 32):

@@ -1,5 +1,7 @@
 """Pseudo-log-likelihoods of sentences: the sum of each token's log-probability with the token masked.
 
+`[UNK]` is not scored: it stands for any word that the tokenizer does not know, and is easy to guess.
+
 Salazar et al., 2020 (*Masked Language Model Scoring*), section 2; the score `within_word_l2r` is that of Kauf and
 Ivanova, 2023 (*A Better Way to Do Masked Language Model Scoring*).
 
@@ -38,12 +40,14 @@ class EncodedSentences:
         numbers: for each sentence that was given, the index of its ids in the lists below (sentences,). Sentences
             that the tokenizer does not tell apart have the same index, and so the same score.
         ids: token ids with special tokens, one array (T,) for each sequence.
-        words: for each token the number of its word, -1 for special tokens, which are not scored; as `ids`.
+        words: for each token the number of its word, -1 if it is not scored, as special tokens and `[UNK]`; as `ids`.
+        known_words: how many words, separated by white space, of each given sentence have no `[UNK]` (sentences,).
     """
 
     numbers: np.ndarray
     ids: list[np.ndarray]
     words: list[np.ndarray]
+    known_words: np.ndarray
 
     def scored_tokens(self) -> np.ndarray:
         """How many tokens of each given sentence are scored (sentences,)."""
@@ -55,20 +59,35 @@ class EncodedSentences:
         return np.array(list(map(len, self.ids)), dtype=np.int64)[self.numbers]
 
 
-def encode(model: MaskedModel, sentences: Sequence[str], score: Score = "pll") -> EncodedSentences:
-    """Encode sentences by the model's own tokenizer, with its special tokens around each."""
-    known, numbers, ids, words = {}, [], [], []
+def encode(
+    model: MaskedModel, sentences: Sequence[str], score: Score = "pll", whole_words: bool = False
+) -> EncodedSentences:
+    """
+    Encode sentences by the model's own tokenizer, with its special tokens around each.
+
+    Args:
+        whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
+    """
+    known, numbers, ids, words, known_words = {}, [], [], [], []
     backend = copy.deepcopy(model.tokenizer.backend_tokenizer)
     backend.encode_special_tokens = True  # a "[MASK]" in a text is text
     backend.no_truncation()
     backend.no_padding()
-    for encoding in backend.encode_batch(list(sentences)):
-        is_special, length = encoding.special_tokens_mask, len(encoding.ids)
+    for sentence, encoding in zip(sentences, backend.encode_batch(list(sentences)), strict=True):
+        length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
+        white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character
+        covered = [set(white_space_word[start:end].tolist()) for start, end in encoding.offsets]  # by each token
+        with_unknown = set().union(*itertools.compress(covered, unknown))
+        known_words.append(len(set().union(*covered) - with_unknown))
+        is_left_out = [
+            bool(special or is_unknown or (whole_words and covers & with_unknown))
+            for special, is_unknown, covers in zip(encoding.special_tokens_mask, unknown, covered, strict=True)
+        ]
         # For `pll` every token is a word; so is a token outside of all words, numbered after the others.
         of_words = encoding.word_ids if score == "within_word_l2r" else [None] * length
         its_words = tuple(
-            -1 if special else length + position if word is None else word
-            for position, (special, word) in enumerate(zip(is_special, of_words, strict=True))
+            -1 if left_out else length + position if word is None else word
+            for position, (left_out, word) in enumerate(zip(is_left_out, of_words, strict=True))
         )
         key = (tuple(encoding.ids), its_words)
         if key not in known:
@@ -76,7 +95,7 @@ def encode(model: MaskedModel, sentences: Sequence[str], score: Score = "pll") -
             ids.append(np.array(encoding.ids, dtype=np.int64))
             words.append(np.array(its_words, dtype=np.int64))
         numbers.append(known[key])
-    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words)
+    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, np.array(known_words, dtype=np.int64))
 
 
 @dataclass

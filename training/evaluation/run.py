@@ -1,5 +1,6 @@
 """`d2l-bert evaluate`: figures of masked language models on a text and on minimal pairs, side by side."""
 
+import functools
 import importlib.metadata
 import logging
 import textwrap
@@ -17,6 +18,7 @@ from d2l_bert.model_cards.evaluations import check_updatable, update_folder
 from d2l_bert.model_cards.figures import SCORES
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import report
+from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.training import distributed
 from d2l_bert.training.distributed import on_main, restore_host_settings
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
@@ -47,7 +49,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     Returns:
         The content of the file `config.output`: `versions`, `options`, `text` (the text's name) and `models`. Each
         model has its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`
-        (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`blimp.blimp_results`, with `score`).
+        (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`blimp.blimp_results`, with `score`), each with
+        `unknown_share`, the share of its characters in `[UNK]` (of a text, in the sample `EvaluationText.sample`).
         None in all processes but the main one.
 
     Raises:
@@ -75,7 +78,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
         if config.pppl_sentences and not sentences:
             logger.warning(
-                f"no pseudo-perplexity: each sentence of {text.name} has no token, or more tokens than "
+                f"no pseudo-perplexity: each sentence of {text.name} has no word without [UNK], or more tokens than "
                 f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
             )
     results = []
@@ -90,11 +93,16 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         if text is not None:
             with distributed.report_errors_once():
                 figures["text"] = evaluate_text(model, text, config, length, accelerator)
+            figures["text"]["unknown_share"] = unknown_share(model.tokenizer, text.sample())
             if sentences:
                 figures["text"] |= pseudo_perplexity(model, sentences, config, accelerator)
         if paradigms:
             scores = scores_of_all(model, encoded_pairs[number], config, accelerator, f"{model.name} on BLiMP")
-            figures["blimp"] = {"score": config.score, **blimp_results(paradigms, scores.numpy())}
+            figures["blimp"] = {
+                "score": config.score,
+                "unknown_share": unknown_share(model.tokenizer, sentences_of(paradigms)),
+                **blimp_results(paradigms, scores.numpy()),
+            }
         results.append(figures)
         model.to("cpu")
         logger.info(f"{model.name}: evaluated in {time.monotonic() - start:.0f} s")
@@ -118,7 +126,7 @@ def _encode_pairs(model: MaskedModel, paradigms: Sequence[Paradigm], config: Eva
     if len(unfit):
         raise UserError(
             f"{model.name} has {model.most_positions} positions, and {encoded.lengths()[unfit[0]]} tokens, or none "
-            f"beside special ones, in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
+            f"beside special ones and [UNK], in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
         )
     return encoded
 
@@ -165,6 +173,7 @@ def evaluation_table(content: dict) -> str:
         results = [model["blimp"] for model in models]
         pairs, paradigms = results[0]["pairs"], results[0]["paradigm_count"]
         rows += [None, (f"BLiMP, score {results[0]['score']}: {pairs:,} pairs in {paradigms} of 67 paradigms", [])]
+        rows.append(_row(results, "  characters in [UNK]", "unknown_share", ".1%"))
         figures = {"  accuracy": results}
         for name in results[0]["phenomena"]:
             figures[f"    {name.replace('_', ' ')}"] = [blimp["phenomena"][name] for blimp in results]
@@ -186,11 +195,14 @@ def short_names(names: list[str]) -> list[str]:
     return short if len(set(short)) == len(short) else names
 
 
-def _text_rows(texts):
-    def row(label, key, form):
-        return label, [format(text[key], form) if text.get(key) is not None else NOTHING for text in texts]
+def _row(figures, label, key, form):
+    return label, [format(of[key], form) if of.get(key) is not None else NOTHING for of in figures]
 
+
+def _text_rows(texts):
+    row = functools.partial(_row, texts)
     rows = [
+        row("  characters in [UNK]", "unknown_share", ".1%"),
         row("  MLM loss (nats a token)", "mlm_loss", ".3f"),
         row("  MLM perplexity", "perplexity", ",.1f"),
         row("  MLM accuracy", "mlm_accuracy", ".1%"),
@@ -204,8 +216,8 @@ def _text_rows(texts):
     if "pseudo_perplexity" in texts[0]:
         rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ",.1f"))
         rows.append(row("    its sentences", "pppl_sentences", ",d"))
-        rows.append(row("    their tokens", "pppl_tokens", ",d"))
-        rows.append(row("    of them unknown to the tokenizer", "pppl_unknown_tokens", ",d"))
+        rows.append(row("    their words without [UNK]", "pppl_words", ",d"))
+        rows.append(row("    the tokens of these words", "pppl_tokens", ",d"))
     return rows
 
 

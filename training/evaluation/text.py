@@ -36,7 +36,7 @@ from d2l_bert.training.packing import Sharding
 
 logger = logging.getLogger(__name__)
 
-# The sample for pseudo-perplexity is drawn from evenly spread stretches of the text of this many characters in all.
+# What is sampled of a text, for pseudo-perplexity and the share of `[UNK]`: stretches of this many characters in all.
 SAMPLED_CHARACTERS = 2_000_000
 
 
@@ -55,21 +55,25 @@ class EvaluationText:
     store: TextStore
     documents: np.ndarray | None = None
 
+    def sample(self, most_characters: int = SAMPLED_CHARACTERS) -> SentenceSample:
+        """The sentences, or those of evenly spread stretches of about this many characters in all."""
+        documents = np.arange(len(self.store)) if self.documents is None else self.documents
+        return SentenceSample(self.store, documents, most_characters=most_characters)
+
     def sentences(self, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
         """
         A sample of sentences, the same for all models, drawn by `HELD_OUT_SEED`.
 
-        A sentence that has no token, or more tokens than `max_seq_length`, for one of the models is left out.
+        A sentence that has no word to score, or more tokens than `max_seq_length`, for one of the models is left out.
         """
-        documents = np.arange(len(self.store)) if self.documents is None else self.documents
-        sample = list(SentenceSample(self.store, documents, most_characters=SAMPLED_CHARACTERS))
+        sample = list(self.sample())
         order = np.random.default_rng(HELD_OUT_SEED).permutation(len(sample)).tolist()
         chosen = []
         for first in range(0, len(order), most):
             tried = [sample[number] for number in order[first : first + most]]
             fits = np.ones(len(tried), dtype=bool)
             for model in models:
-                encoded = encode(model, tried)
+                encoded = encode(model, tried, whole_words=True)
                 fits &= (encoded.scored_tokens() > 0) & (encoded.lengths() <= max_seq_length)
             chosen += [sentence for sentence, fit in zip(tried, fits, strict=True) if fit]
             if len(chosen) >= most:
@@ -133,7 +137,7 @@ def evaluate_text(
         `tokens` and `documents` of the text. Every process gets the same figures.
 
     Raises:
-        UserError: the text has no pair of segments for this model.
+        UserError: the text has no pair of segments, or no token to predict, for this model.
     """
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     tokens, documents = _tokens(model, text, config, accelerator)
@@ -158,10 +162,13 @@ def evaluate_text(
         max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / config.mlm_probability))),
         config.max_eval_pairs,
         Sharding(accelerator.num_processes, accelerator.process_index),
+        text.name,
     )
     pairs = sum(len(pairs) for pairs, _ in held_out.parts())
     if not pairs:
         raise UserError(f"{text.name}: no {'pair of segments' if task else 'segment'} in this text; give more text")
+    with explained(model.name, "", UserError):
+        held_out.one()  # raises if there is no token to predict
 
     def shown(bar):
         for batch in held_out:
@@ -205,15 +212,15 @@ def pseudo_perplexity(
     The pseudo-perplexity of a word: exp(-sum of the sentences' pseudo-log-likelihoods / number of words).
 
     Salazar et al. (2020, section 2.3) divide by tokens; words, separated by white space, are the same for every
-    tokenizer.
+    tokenizer. A word that has an `[UNK]` is left out of both the sum and the count: nothing that it is made of is
+    scored, but the model sees it.
 
     Returns:
-        `pseudo_perplexity` (of a word), `pppl_log_likelihood` (nats), and the counts `pppl_sentences`, `pppl_words`,
-        `pppl_tokens` and `pppl_unknown_tokens`, those of the unknown token. Every process gets the same figures.
+        `pseudo_perplexity` (of a word), `pppl_log_likelihood` (nats), and the counts of what is scored:
+        `pppl_sentences`, `pppl_words` and `pppl_tokens`. Every process gets the same figures.
     """
-    encoded = encode(model, sentences, config.score)
-    tokens, words = int(encoded.scored_tokens().sum()), sum(len(sentence.split()) for sentence in sentences)
-    unknown = sum(int((encoded.ids[n] == model.tokenizer.unk_token_id).sum()) for n in encoded.numbers)
+    encoded = encode(model, sentences, config.score, whole_words=True)
+    tokens, words = int(encoded.scored_tokens().sum()), int(encoded.known_words.sum())
     total = float(scores_of_all(model, encoded, config, accelerator, f"{model.name}: pseudo-perplexity").sum())
     return {
         "pseudo_perplexity": math.exp(-total / words) if -total / words < MAX_LOSS else math.inf,
@@ -221,5 +228,4 @@ def pseudo_perplexity(
         "pppl_sentences": len(sentences),
         "pppl_words": words,
         "pppl_tokens": tokens,
-        "pppl_unknown_tokens": unknown,
     }

@@ -1,6 +1,7 @@
 """`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its tables."""
 
 import contextlib
+import itertools
 import logging
 import math
 import shutil
@@ -23,6 +24,7 @@ from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.conversion import save_model, save_with_code
 from d2l_bert.progress import counted, report
+from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import (
     PROCESS_TIMEOUT,
@@ -175,6 +177,11 @@ def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: li
             outputs = saved_outputs(source, split)
             pictures |= kind.pictures(data.splits()[split], work.features[split], outputs, partial)
         metrics = make_metrics(kind, work.metric, data, tried, seeds, kept) | {
+            "unknown_share": {
+                split: unknown_share(work.start.tokenizer, itertools.chain.from_iterable(kind.texts(table)))
+                for split, table in data.splits().items()
+                if split != "train"
+            },
             "lost_to_length": {split: made.note for split, made in work.features.items()},
             "shared_with_training": data.shared,
             "diverged_rates": sorted(set(record["learning_rates"]) - {result["learning_rate"] for result in tried}),
@@ -241,7 +248,8 @@ def results_text(folder: Path, metrics: dict, data: Data) -> str:
         rows = {f"seed {result['seed']}": result[split] for result in metrics["seeds"]}
         if len(rows) > 1:
             rows |= {"mean": metrics["mean"][split], "sd": metrics["sd"][split]}
-        lines.append(f"{split}: {counted(len(table), 'row')} of {table.name}")
+        unknown = f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
+        lines.append(f"{split}: {counted(len(table), 'row')} of {table.name}; {unknown}")
         lines.append("".join([f"  {'':>8}", *(f"{name:>{max(9, len(name)) + 2}}" for name in names)]))
         for label, row in rows.items():
             cells = (f"{shown_metric(name, row[name]):>{max(9, len(name)) + 2}}" for name in names)

@@ -18,6 +18,7 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
+from d2l_bert.tokenization.account import count_words, unknown_characters
 from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
 from d2l_bert.tokenization.token_store import NumberFile
 from d2l_bert.training.load_models import load_encoder
@@ -46,11 +47,13 @@ class Encoded:
         ids: the ids of all lines, one line after the other, special tokens included (tokens,).
         lengths: the number of tokens of each line (n,).
         cut: how many of the lines had more tokens than the encoder takes.
+        unknown: how many characters stand in `[UNK]`.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     cut: int
+    unknown: int
 
 
 class Embedder:
@@ -84,7 +87,10 @@ class Embedder:
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         flat = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=int(lengths.sum()))
         full = np.flatnonzero(lengths == self.limit) if self.limit else ()
-        return Encoded(flat, lengths, sum(bool(encodings[line].overflowing) for line in full))
+        unknown = 0
+        if self.tokenizer.unk_token_id in flat:
+            unknown, _ = unknown_characters(self.tokenizer, count_words(texts))
+        return Encoded(flat, lengths, sum(bool(encodings[line].overflowing) for line in full), unknown)
 
     @torch.inference_mode()
     def vectors(self, encoded: Encoded) -> np.ndarray:
@@ -219,7 +225,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     Compute a vector for each line of a file; write the vectors, or find the lines nearest to a text, or both.
 
     Line i of the file is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP].
-    Lines with more tokens than `max_seq_length` are cut. Empty and cut lines are counted and logged.
+    Lines with more tokens than `max_seq_length` are cut. Cut and empty lines are counted and logged, and the share of
+    the characters in `[UNK]`.
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
@@ -246,7 +253,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         if query.cut:
             logger.warning(f"nearest: the text is cut off after {embedder.limit:,} tokens")
         vector = embedder.vectors(query)[0]
-    lines = cut = empty = 0
+    lines = cut = empty = unknown = characters = 0
     with vector_file(output, embedder.size) if output else contextlib.nullcontext() as append:
         shown = "standard input" if file == STDIN else file
         parts = embedded(embedder, text_lines(file, config.text_column))
@@ -260,12 +267,16 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
                 nearest = sorted(nearest, key=lambda line: (-line[0], line[1]))[: config.top_k]
             lines += len(texts)
             cut += encoded.cut
+            unknown += encoded.unknown
+            characters += len("".join("".join(texts).split()))
             empty += sum(not text.strip() for text in texts)
         if lines == empty:
             what = f"{counted(empty, 'empty line')} and no text" if lines else "no line"
             raise UserError(f"{shown}: {what}; give texts")
     if cut:
         logger.warning(f"cut off: what is beyond {embedder.limit:,} tokens, in {cut:,} of {counted(lines, 'line')}")
+    if unknown:
+        logger.warning(f"{unknown / characters:.1%} of the characters are unknown to the tokenizer: they are [UNK]")
     if empty:
         left_out = ", and is none of the nearest lines" if config.nearest else ""
         logger.warning(f"empty lines: {empty:,}; each has the vector of a text without words{left_out}")
