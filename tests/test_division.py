@@ -49,7 +49,7 @@ def chinese_sentence():
 
 
 def hindi_sentence():
-    return f"{' '.join(rng.choices('नदी घर पेड़ और था में पुराना'.split(), k=9))}।"
+    return f"{' '.join(rng.choices('नदी घर पेड़ और था में पुराना बड़ा देखा पास सर्दी पक्षी गाते खेत फिर आदमी शहर दिन रात'.split(), k=9))}।"
 
 
 def log(number):
@@ -130,6 +130,11 @@ KINDS = {
     ),
     "log": (repeated(log), "line", "sentences"),
     "log with stack traces": (repeated(trace), "line", "sentences"),
+    "log of lines of the same length": (
+        repeated(lambda n: f"node7 cron of c. acme. Inc. started job {n:03d}"),
+        "line",
+        "paragraphs",
+    ),
     "tweets": (repeated(lambda n: words(3, 20) if n % 2 else f"{sentence()} {words(2, 5)}!"), "line", "paragraphs"),
     "tweets without full stops": (repeated(lambda n: words(3, 20)), "line", "sentences"),
     "SMILES": (repeated(lambda n: f"CC(=O)Oc1ccccc1C(=O)O{'C' * n}"), "line", "sentences"),

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -94,18 +95,21 @@ def _are_wrapped(lines):
 
     A line goes on if the next begins with a letter that is no capital. In wrapped prose 30 % of the lines without a
     full stop at their end do, the others are headings, lists and names. Half of those that go on are full: with the
-    next word, such a line would be longer than nearly all. Lines of logs and code go on as often, but have any length.
+    next word, such a line would be longer than nearly all. Lines of logs and code go on as often, but have any length,
+    or begin with the same word.
     """
     unfinished = [pair for pair in itertools.pairwise(lines) if all(pair) and not _stops(pair[0])[0]]
     going_on = [
-        (len(line), len(_FIRST_WORD.match(following)[0]))
+        (len(line), _FIRST_WORD.match(following)[0])
         for line, following in unfinished
         if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper()
     ]
     if len(going_on) <= 0.3 * len(unfinished):
         return False
     width = 0.95 * sorted(going_on)[int(0.98 * (len(going_on) - 1))][0]
-    return sum(length + 1 + word > width for length, word in going_on) >= 0.5 * len(going_on)
+    full = sum(length + 1 + len(word) > width for length, word in going_on)
+    _, times = Counter(word for _, word in going_on).most_common(1)[0]
+    return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
 
 
 def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
