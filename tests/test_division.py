@@ -33,6 +33,7 @@ def repeated(make, count=40, separator="\n"):
 
 
 THAI = "ผมไปตลาด เขามาบ้าน ฝนตกหนัก นกร้องเพลง แม่น้ำกว้าง ต้นไม้สูง".split()
+HINDI = "नदी घर पेड़ और था में पुराना बड़ा देखा पास सर्दी पक्षी गाते खेत फिर आदमी शहर दिन रात".split()
 CHINESE = "山川河流春夏秋冬风花雪月人来去看听说话在有的是"
 
 
@@ -49,7 +50,7 @@ def chinese_sentence():
 
 
 def hindi_sentence():
-    return f"{' '.join(rng.choices('नदी घर पेड़ और था में पुराना बड़ा देखा पास सर्दी पक्षी गाते खेत फिर आदमी शहर दिन रात'.split(), k=9))}।"
+    return f"{' '.join(rng.choices(HINDI, k=9))}।"
 
 
 def log(number):
