@@ -9,8 +9,8 @@ from d2l_bert.tokenization.sources import (
 )
 
 
-def test_files_and_folders_are_read_in_order_with_blank_lines_between_paragraphs(tmp_path):
-    (tmp_path / "b.txt").write_text("One line\nand the next.\n \nSecond   paragraph.\n")
+def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):
+    (tmp_path / "b.txt").write_text("One line.\nAnd the next.\n \nThird   paragraph.\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.md").write_text("\ufeff# Title\r\n\r\nText.\r\n")
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress("Gezippt – naïve.".encode()))
@@ -18,7 +18,7 @@ def test_files_and_folders_are_read_in_order_with_blank_lines_between_paragraphs
     (tmp_path / ".hidden.txt").write_text("Not this.")
     (tmp_path / "picture.png").write_text("nor this")
     assert texts(file_source(tmp_path)) == [
-        ("b.txt", ["One line and the next.", "Second paragraph."]),
+        ("b.txt", ["One line.", "And the next.", "Third paragraph."]),
         ("c.txt.gz", ["Gezippt – naïve."]),
         ("d.gz", ["No name for what it holds."]),
         ("a.md", ["# Title", "Text."]),

@@ -1,6 +1,7 @@
 """Datasets as a source of text, downloaded and streamed."""
 
 import json
+from collections import Counter
 
 import datasets
 import pytest
@@ -13,15 +14,17 @@ from d2l_bert.tokenization.sources import (
 )
 
 
-def test_dataset_rows_of_single_lines_become_paragraphs_of_larger_documents(tmp_path):
+def test_rows_of_single_lines_become_paragraphs_of_larger_documents_where_that_is_asked_for(tmp_path):
     rows = ["", " = Title = ", "A paragraph.", "", "Another one."]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    source = dataset_source(str(tmp_path))
+    source = dataset_source(str(tmp_path), documents="file")
     assert [paragraphs for _, paragraphs in texts(source)] == [["= Title =", "A paragraph.", "Another one."]]
-    assert source.counts == {"rows_without_text": 2}
-    blocks = list(row_documents("rows", (f"Line {number}." for number in range(5000))))
-    assert [len(block.paragraphs) for block in blocks] == [BLOCK_ROWS] * 78 + [8]
-    assert [line for block in blocks for line in block.paragraphs] == [f"Line {number}." for number in range(5000)]
+    assert source.counts["rows_without_text"] == 2
+    rows = [f"Line {number}." for number in range(5000)]
+    blocks = [list(block.paragraphs) for block in row_documents("rows", rows, Counter(), "file")]
+    assert [len(block) for block in blocks] == [BLOCK_ROWS] * 78 + [8]
+    assert [line for block in blocks for line in block] == rows
+    assert [list(row.paragraphs) for row in row_documents("rows", rows, Counter())] == [[row] for row in rows]
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "stream"])
@@ -38,7 +41,7 @@ def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_p
     source = dataset_source(str(tmp_path), streaming=streaming)
     found = [paragraphs for _, paragraphs in texts(source)]
     assert found == [[f"Row {n}.", "Its end."] for n in range(3000) if n % 3]
-    assert source.counts == {"rows_without_text": 1000} and source.name == tmp_path.name and not source.is_on_hub
+    assert source.counts["rows_without_text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
     few = dataset_source(str(tmp_path), streaming=streaming, max_documents=5)
     assert len(texts(few)) == 5 and few.identity != source.identity
 

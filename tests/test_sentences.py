@@ -2,9 +2,6 @@
 
 from collections import Counter
 
-import pytest
-
-from d2l_bert.tokenization import sources as readers
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
     LONGEST_SENTENCE,
@@ -12,32 +9,25 @@ from d2l_bert.tokenization.sentences import (
     Document,
     clean,
     enough_blocks,
-    split_paragraphs,
     split_sentences,
-)
-from d2l_bert.tokenization.sources import (
-    text_paragraphs,
 )
 
 
 def test_each_cleaning_rule_changes_only_its_own_paragraphs_and_counts_them():
     ligature, composed = "The \ufb01rst cafe\u0301.", "The first caf\xe9."
-    documents = [
-        Document("a", [ligature, "Short.", "Twice the same."]),
-        Document("b", ["Twice the same."]),
-    ]
+    texts = [[ligature, "Short.", "Twice the same."], ["Twice the same."]]
+    read = {"documents": 2, "paragraphs": 4, "characters": sum(len(line) for text in texts for line in text)}
 
     def cleaned(**rules):
         counts = Counter()
-        found = clean(documents, Cleaning(**rules), counts)
+        found = clean([Document("a", text) for text in texts], Cleaning(**rules), counts)
         return [list(document.paragraphs) for document in found], dict(+counts)
 
-    untouched = [document.paragraphs for document in documents]
-    assert cleaned() == (untouched, {"paragraphs": 4})
+    assert cleaned() == (texts, read)
     assert cleaned(unicode_normalization="NFC")[0][0][0] == "The \ufb01rst caf\xe9."
     assert cleaned(unicode_normalization="NFKC", min_paragraph_characters=8, drop_duplicate_paragraphs=True) == (
         [[composed, "Twice the same."], []],
-        {"paragraphs": 4, "normalized": 1, "too_short": 1, "duplicates": 1},
+        {**read, "normalized": 1, "too_short": 1, "duplicates": 1, "characters_cleaned": len("Short.Twice the same.")},
     )
 
 
@@ -51,6 +41,11 @@ def test_sentences_are_split_and_paragraphs_counted():
 def test_chinese_sentences_are_split():
     (split,) = split_sentences([Document("d", ["你好。我是学生。"])], "zh")
     assert split.sentences == ["你好。", "我是学生。"]
+
+
+def test_sentences_of_an_unknown_language_end_as_in_english():
+    (split,) = split_sentences([Document("d", ["Mr. Smith came. He sat down!"])], None)
+    assert split.sentences == ["Mr. Smith came.", "He sat down!"]
 
 
 def test_nul_characters_pass_through():
@@ -93,16 +88,4 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
     assert " ".join(sentences[:-4]).split() == words and "".join(sentences[-4:-1]) == "x" * 2500
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-5])) > LONGEST_SENTENCE - 10
-    assert counts == {"long_sentences": 2}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64])
-def test_a_text_read_in_small_pieces_is_not_changed(size, tmp_path, monkeypatch):
-    text = "\ufeffOne\r\nline – naïve.\r\n\r\n \n\nNext\n \t\nparagraph 😀 here.\r\n\n\nالعربية.\n"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    expected = split_paragraphs(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    monkeypatch.setattr(readers, "READ_CHARACTERS", size)
-    found = list(text_paragraphs(tmp_path / "a.txt"))
-    if size < 16:  # with such small pieces, long paragraphs are cut
-        found, expected = "".join(found).replace(" ", ""), "".join(expected).replace(" ", "")
-    assert found == expected
+    assert counts == {"long_sentences": 2, "sentences": len(sentences)}

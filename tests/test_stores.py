@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert import train_wordpiece
 from d2l_bert.random_numbers import random_keys, random_numbers
-from d2l_bert.tokenization import prepare, token_store, wordpiece
+from d2l_bert.tokenization import prepare, text_store, token_store, wordpiece
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
 from d2l_bert.tokenization.rules import Rules
@@ -100,6 +100,26 @@ def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(st
 # From text to token ids
 
 
+@pytest.mark.parametrize("characters", [1, 300, 1 << 20])
+def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_store, "BATCH_CHARACTERS", characters)
+    lines = [f"line {number} of the log" for number in range(1000)]
+    (tmp_path / "app.log").write_text("\n".join(lines))
+    found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, Cleaning(), tmp_path))
+    assert len(found) == len(found.text_hashes) == len(set(found.text_hashes.tolist())) == 1000
+    assert [row["sentences"] for row in found.rows()] == [[line] for line in lines]
+    assert found.reading["characters"] == found.document_characters[-1] == sum(map(len, lines))
+    assert found.reading["documents"] == found.reading["sentences"] == 1000
+    left_out = np.array([0, 7, 500, 999])
+    kept = [line for number, line in enumerate(lines) if number not in left_out]
+    assert list(SentenceSample(found, left_out)) == [lines[number] for number in left_out]
+    assert list(SentenceSample(found, left_out, leave_out=True)) == kept
+    sample = list(SentenceSample(found, left_out, leave_out=True, most_characters=3000))
+    assert 2900 < sum(map(len, sample)) < 3100 and sample == [line for line in kept if line in sample]
+    gaps = np.diff([kept.index(line) for line in sample])
+    assert gaps.min() >= 0.9 * gaps.max() - 1
+
+
 def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
     found = TextStore(prepare_text([file_source(books)], "en", Cleaning(), cache_folder()))
     rows, ends = found.rows(), found.document_ends
@@ -107,7 +127,6 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
     assert several.fingerprint() == text.tokens.fingerprint()
     for document in (0, 5, len(text.tokens) - 1):
         blocks = rows[int(ends[document - 1]) if document else 0 : int(ends[document])]
-        assert len(set(blocks["name"])) == 1
         expected = ids_of(text.tokenizer, [sentence for block in blocks["sentences"] for sentence in block])
         for tokens in (text.tokens, several):
             sentences, first = tokens.sentences(document), int(tokens.first_tokens(document))

@@ -12,7 +12,7 @@ from d2l_bert.tokenization.sources import (
 )
 
 
-TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nIn two lines."]
+TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nOf two lines."]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.zst", "a.tsv", "a.parquet"])
@@ -25,7 +25,7 @@ def test_a_table_row_is_a_document(name, column, tmp_path):
         found = texts(file_source(path, column))
         assert [paragraphs for _, paragraphs in found] == [
             ["First, with a comma.", "Second – naïve."],
-            ["Another document. In two lines."],
+            ["Another document.", "Of two lines."],
         ]
 
 
@@ -83,5 +83,5 @@ def test_rows_and_files_without_text_are_counted_and_skipped(tmp_path):
 
     write_table(tmp_path / "some.jsonl", [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "A text."}])
     source = file_source(tmp_path)
-    assert texts(source) == [("some.jsonl block 0", ["A text."])]
-    assert source.counts == {"files_without_text": 9, "rows_without_text": 3}
+    assert texts(source) == [("some.jsonl row 0", ["A text."])]
+    assert source.counts == {"files_without_text": 9, "rows_without_text": 3, "rows_file_paragraphs": 1}

@@ -49,7 +49,13 @@ class SourceConfig(Options):
         "text", "column that holds the text in datasets and tables", TEXT, identity=False, metavar="NAME"
     )
     max_documents: int | None = option(
-        None, "most text files and rows to read from each path and dataset", TEXT, within="[1, inf)"
+        None, "most documents to read from each path and dataset", TEXT, within="[1, inf)"
+    )
+    documents: Literal["auto", "file", "blank_line", "line"] = option(
+        "auto",
+        "where documents end in text files and in rows: at the end of the file, at blank lines, or at the end of each "
+        "line; auto finds out from the lines, and takes rows whole; file makes a document of 64 rows",
+        TEXT,
     )
     language: str | None = option(
         None,

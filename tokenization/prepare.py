@@ -31,7 +31,7 @@ from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens
 from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
 from d2l_bert.tokenization.rules import Contents, Rules, choose_rules, count_words
 from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
-from d2l_bert.tokenization.sources import Source, dataset_source, file_source
+from d2l_bert.tokenization.sources import READ_AS, Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus, held_out_documents
 from d2l_bert.tokenization.wordpiece import load_tokenizer, make_tokenizer, train_on_words
@@ -227,8 +227,8 @@ def open_sources(
         UserError: a source does not exist or cannot be opened.
     """
     processes = run.preprocessing_num_workers or default_processes()
-    files = [file_source(path, run.text_column, max_documents, processes) for path in paths]
-    reading = (split, run.text_column, run.streaming, max_documents, options)
+    files = [file_source(path, run.text_column, max_documents, processes, run.documents) for path in paths]
+    reading = (split, run.text_column, run.streaming, max_documents, options, run.documents)
     sources = files + [dataset_source(name, config, *reading) for name, config in datasets]
     identities = [source.identity for source in sources]
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
@@ -243,6 +243,8 @@ def default_processes() -> int:
 
 # What reading a text counts (`TextStore.reading`), as far as the user should know of it.
 COUNTS_SHOWN = {
+    "documents": "documents",
+    **READ_AS,
     "files_without_text": "files without text",
     "rows_without_text": "rows without text",
     "files_of_other_kinds": "files of other kinds",

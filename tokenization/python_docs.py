@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from d2l_bert.tokenization.processes import in_order
-from d2l_bert.tokenization.sentences import BLANK_LINE, Document
+from d2l_bert.tokenization.sentences import Document
 
 
 # Files that a process parses in one call: some 50 ms of work, so that sending names and paragraphs costs little.
@@ -87,7 +87,7 @@ def prose(text: str) -> list[str]:
     text = _FENCED_CODE.sub("", inspect.cleandoc(text))
     paragraphs = []
     code_depth = None  # indentation of the last paragraph if "::" ends it: more deeply indented paragraphs are code
-    for block in BLANK_LINE.split(text):
+    for block in _BLANK_LINE.split(text):
         indented = block.strip("\n").splitlines()
         lines = [line.lstrip() for line in indented]
         underlines = {n for n, line in enumerate(lines) if _UNDERLINE.match(line)}
@@ -136,6 +136,7 @@ def _are_prose(words):
     return len(symbols) <= 0.15 * len(paragraph) and any(mark in paragraph for mark in ".?!")
 
 
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 _FENCED_CODE = re.compile(r"```.*?(```|\Z)", re.DOTALL)
 _LETTERS_AND_SPACE = (string.ascii_letters + " ").encode()
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,48 +18,38 @@ class Document:
 
     Args:
         name: names the origin of the text, such as a file.
-        paragraphs: strings without blank lines. May be an iterator: read the paragraphs only once.
+        paragraphs: strings of one line each, or of one line a sentence. May be an iterator: read the paragraphs only
+            once.
         source: the number of the document's source in the list of the run's sources, from 0.
         is_rows: whether each paragraph is a row of a table, and so a separate text.
+        are_sentences: whether each line of a paragraph is a sentence.
     """
 
     name: str
     paragraphs: Iterable[str]
     source: int = 0
     is_rows: bool = False
-
-
-BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
-
-
-def split_paragraphs(text: str) -> list[str]:
-    """The paragraphs of a text, which blank lines separate, each on one line (see `join_lines`)."""
-    return join_lines(BLANK_LINE.split(text))
-
-
-def join_lines(paragraphs: Iterable[str]) -> list[str]:
-    """Each paragraph on one line, with single spaces as white space. Empty paragraphs are left out."""
-    lines = (" ".join(paragraph.split()) for paragraph in paragraphs)
-    return [line for line in lines if line]
+    are_sentences: bool = False
 
 
 def hashed(documents: Iterable[Document], write: Callable[[np.ndarray], object]) -> Iterator[Document]:
     """
     Yield the same documents, and hash each text while the caller reads the text's paragraphs.
 
-    A text is a file, or a row of a table. Texts with equal paragraphs have equal hashes.
+    A text is a document, or a row of a table in a block of them. Texts with equal paragraphs have equal hashes.
 
     Args:
         write: called with the hash of each text, an int64 array (1,).
     """
     for document in documents:
-        yield dataclasses.replace(document, paragraphs=_hashed(document, write))
+        document.paragraphs = _hashed(document.paragraphs, document.is_rows, write)
+        yield document
 
 
-def _hashed(document, write):
+def _hashed(paragraphs, are_rows, write):
     digest = None  # of the text so far
-    for paragraph in itertools.chain(document.paragraphs, [None]):
-        if digest is not None and (document.is_rows or paragraph is None):
+    for paragraph in itertools.chain(paragraphs, [None]):
+        if digest is not None and (are_rows or paragraph is None):
             write(np.frombuffer(digest.digest(), dtype="<i8"))
             digest = None
         if paragraph is not None:
@@ -100,35 +89,42 @@ class Cleaning:
 
 def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
     """
-    The documents with cleaned paragraphs. Paragraphs are cleaned one by one, when the caller reads them.
+    The same documents with cleaned paragraphs. Paragraphs are cleaned one by one, when the caller reads them.
 
     Of equal paragraphs the first is kept. They are recognised by a hash of 8 bytes, which takes some 70 bytes of
     memory for each paragraph.
 
     Args:
-        counts: increased by the number of `paragraphs`, and by the numbers that each rule changed or dropped:
-            `normalized`, `too_short`, `duplicates`.
+        counts: increased by the numbers of `documents`, `paragraphs` and their `characters` before cleaning; by the
+            numbers that each rule changed or dropped: `normalized`, `too_short`, `duplicates`; and by the
+            `characters_cleaned`, those of the paragraphs that were dropped.
     """
     seen = set()
     for document in documents:
-        yield dataclasses.replace(document, paragraphs=_cleaned(document.paragraphs, cleaning, counts, seen))
+        counts["documents"] += 1
+        document.paragraphs = _cleaned(document.paragraphs, cleaning, counts, seen)
+        yield document
 
 
 def _cleaned(paragraphs, cleaning, counts, seen):
     for paragraph in paragraphs:
         counts["paragraphs"] += 1
+        length = len(paragraph)
+        counts["characters"] += length
         if cleaning.unicode_normalization != "none":
             normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
             counts["normalized"] += normal != paragraph
             paragraph = normal
         if len(paragraph) < cleaning.min_paragraph_characters:
             counts["too_short"] += 1
+            counts["characters_cleaned"] += length
             continue
         if cleaning.drop_duplicate_paragraphs:
             digest = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
             key = int.from_bytes(digest, "big")
             if key in seen:
                 counts["duplicates"] += 1
+                counts["characters_cleaned"] += length
                 continue
             seen.add(key)
         yield paragraph
@@ -142,45 +138,46 @@ class Block:
     Args:
         document: number of the document, from 0.
         source: number of the document's source, from 0.
-        name: name of the document.
         paragraph_ends: for each paragraph that ends in this block, the number of sentences from the start of the
             block to the end of the paragraph.
     """
 
     document: int
     source: int
-    name: str
     sentences: list[str]
     paragraph_ends: list[int]
 
 
 def split_sentences(
-    documents: Iterable[Document], language: str = "en", counts: Counter | None = None
+    documents: Iterable[Document], language: str | None = "en", counts: Counter | None = None
 ) -> Iterator[Block]:
     """
-    Split documents into sentences with `sentencex`, and yield them in blocks.
+    Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks.
 
     A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
     Sentences longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
 
     Args:
-        language: ISO 639 code of the language whose rules `sentencex` applies.
-        counts: its entry `long_sentences` is increased by the number of sentences that were cut.
+        language: ISO 639 code of the language whose rules `sentencex` applies; None for English.
+        counts: its entry `sentences` is increased by the number of sentences, and `long_sentences` by the number of
+            those that were cut.
     """
     counts = Counter() if counts is None else counts
+    language = language or "en"
     number = 0
     for document in documents:
         has_sentences = False
-        for sentences, paragraph_ends in _blocks(document.paragraphs, language, counts):
-            yield Block(number, document.source, document.name, sentences, paragraph_ends)
+        for sentences, paragraph_ends in _blocks(document, language, counts):
+            counts["sentences"] += len(sentences)
+            yield Block(number, document.source, sentences, paragraph_ends)
             has_sentences = True
         number += has_sentences
 
 
-def _blocks(paragraphs, language, counts):
+def _blocks(document, language, counts):
     sentences, paragraph_ends = [], []
-    for paragraph in paragraphs:
-        for sentence in sentencex.segment(language, paragraph):
+    for paragraph in document.paragraphs:
+        for sentence in paragraph.split("\n") if document.are_sentences else sentencex.segment(language, paragraph):
             counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
             for piece in _cut(sentence.strip()):
                 if len(sentences) == 2 * BLOCK_SENTENCES:
@@ -225,5 +222,5 @@ def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
             size = end - start
             if end == len(block.sentences) or size == 2 * smallest or (size >= smallest and end in paragraph_ends):
                 ends = [old_end - start for old_end in block.paragraph_ends if start < old_end <= end]
-                yield Block(block.document, block.source, block.name, block.sentences[start:end], ends)
+                yield Block(block.document, block.source, block.sentences[start:end], ends)
                 start = end

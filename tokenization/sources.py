@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import operator
+import math
 import os
 import platform
 import sys
@@ -17,8 +17,9 @@ from d2l_bert.errors import UserError, explained
 from d2l_bert.folders import base_name
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.cache import content_hash
+from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
-from d2l_bert.tokenization.sentences import BLANK_LINE, Document, join_lines, split_paragraphs
+from d2l_bert.tokenization.sentences import Document
 from d2l_bert.tokenization.tables import TABLE_SUFFIXES, suffix_unpacked, text_rows
 
 
@@ -26,11 +27,29 @@ PYTHON_DOCS = "python-docs"
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
 READ_SUFFIXES = (".txt", ".md", *tables.TABLE_SUFFIXES)
 
-# A text file is read in pieces of at most this many characters, so a file may be larger than the memory.
+# A text file is read in pieces of at most this many characters, so a file may be larger than the memory. How its lines
+# divide it is found from the first piece; how those of rows do, from the first rows with as many characters.
 READ_CHARACTERS = 1 << 20
 
-# If the rows of a table or a dataset are single lines, this many rows make one document.
+# With `--documents file`, this many rows of a table or a dataset make one document.
 BLOCK_ROWS = 64
+
+# How files and rows were read: the keys of `Source.counts`, and in words.
+READ_AS = {
+    f"{unit}_{documents}_{lines}": f"{unit} {in_documents}, {in_words}"
+    for unit in ("files", "rows")
+    for documents, in_documents in {
+        "file": "read as a document each",
+        "blank_line": "with a document between empty lines",
+        "line": "with a document a line",
+        "block": f"in documents of {BLOCK_ROWS}",
+    }.items()
+    for lines, in_words in {
+        "wrapped": "their lines joined",
+        "paragraphs": "a paragraph a line",
+        "sentences": "a sentence a line",
+    }.items()
+}
 
 
 @dataclasses.dataclass
@@ -43,8 +62,9 @@ class Source:
         identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
-        counts: increased while the documents are read: `rows_without_text` of tables and datasets, and
-            `files_without_text`. A folder's `files_of_other_kinds` are counted at the start.
+        counts: increased while the documents are read: `rows_without_text` of tables and datasets,
+            `files_without_text`, and how the others were read (`READ_AS`). A folder's `files_of_other_kinds` are
+            counted at the start.
         is_on_hub: whether the source is a dataset on the Hub.
     """
 
@@ -65,25 +85,31 @@ def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
     for number, source in enumerate(sources):
         with explained(f"{source.name}: cannot be read", "put it back or leave it out", OSError):
             for document in source.documents:
-                yield dataclasses.replace(document, source=number)
+                document.source = number
+                yield document
 
 
 def file_source(
-    path: str | Path, text_column: str = "text", max_documents: int | None = None, processes: int = 1
+    path: str | Path,
+    text_column: str = "text",
+    max_documents: int | None = None,
+    processes: int = 1,
+    documents: str = "auto",
 ) -> Source:
     """
     The source for a text file, a table, a folder of them in sorted order, or `python-docs`.
 
-    A text file is one document; blank lines separate its paragraphs. In a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`)
-    each row is a document, or `BLOCK_ROWS` rows are one if they are single lines (`row_documents`). Text files and
-    tables other than Parquet may be packed (`.gz`, `.zst`). A file with another suffix is read as text if `path` is
-    this file. A folder is searched for files with known suffixes and packed files; hidden files and folders are
+    The first `READ_CHARACTERS` characters of a text file show whether it is one document or several, and what its
+    lines are (`find_division`). In a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each row is a document. Text files
+    and tables other than Parquet may be packed (`.gz`, `.zst`). A file with another suffix is read as text if `path`
+    is this file. A folder is searched for files with known suffixes and packed files; hidden files and folders are
     skipped.
 
     Args:
         text_column: column of text in the tables.
-        max_documents: most text files and rows to read; files and rows without text do not count.
+        max_documents: most documents to read; files and rows without text do not count.
         processes: how many processes read `python-docs`. Files and folders are read in this process.
+        documents: where documents end in files (`SourceConfig`). `python-docs` has its own documents.
 
     Raises:
         UserError: as in `text_files`, or a file cannot be read. While documents are read: a file is damaged or not
@@ -97,36 +123,29 @@ def file_source(
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     files = text_files(path, counts)
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents]
-    return Source(base_name(path), identity, _documents(files, text_column, max_documents, counts), counts)
+    found = itertools.islice(_of_files(files, text_column, documents, counts), max_documents)
+    return Source(base_name(path), [*identity, *_unless_auto(documents)], found, counts)
 
 
-def _documents(files, text_column, max_documents, counts):
-    texts = itertools.islice(_texts(files, text_column, counts), max_documents)
-    for file, group in itertools.groupby(texts, key=operator.itemgetter(0)):
-        if tables.suffix_unpacked(file) in tables.TABLE_SUFFIXES:
-            yield from row_documents(base_name(file), (text for _, text in group))
-        else:
-            yield from (Document(base_name(file), paragraphs) for _, paragraphs in group)
+def _unless_auto(documents):
+    """What `documents` adds to a source's identity: nothing by default, as in the fingerprints of released models."""
+    return [] if documents == "auto" else [documents]
 
 
-def _texts(files, text_column, counts):
-    """
-    Pairs (file, text) for all texts: a text is an iterator of paragraphs for a text file, and a string for each row of
-    a table. Files without text are counted.
-    """
+def _of_files(files, text_column, documents, counts):
+    """The documents of all files. Files without text are counted."""
     for file in files:
         if file.stat().st_size == 0:  # the readers of tables would refuse an empty file
-            texts = ()
+            found = ()
         elif tables.suffix_unpacked(file) in tables.TABLE_SUFFIXES:
-            texts = rows_with_text(tables.text_rows(file, text_column), counts)
+            rows = rows_with_text(tables.text_rows(file, text_column), counts)
+            found = row_documents(base_name(file), rows, counts, documents)
         else:
-            paragraphs = text_paragraphs(file)
-            first = list(itertools.islice(paragraphs, 1))
-            texts = [itertools.chain(first, paragraphs)] if first else []
+            found = text_documents(file, counts, documents)
         has_text = False
-        for text in texts:
+        for document in found:
             has_text = True
-            yield file, text
+            yield document
         counts["files_without_text"] += not has_text
 
 
@@ -184,21 +203,52 @@ def _files_below(path):
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def text_paragraphs(file: Path) -> Iterator[str]:
+def text_documents(file: Path, counts: Counter, documents: str = "auto") -> Iterator[Document]:
     """
-    The paragraphs of a UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; reads the file in pieces.
+    The documents of a UTF-8 file, unpacked if its name ends in `.gz` or `.zst`; reads the file in pieces.
+
+    Args:
+        counts: how the file was read (`READ_AS`) is counted.
+        documents: where documents end, as in `find_division`.
 
     Raises:
         UserError: the file cannot be read, is cut short, is binary, or has another encoding.
     """
-    unfinished = ""  # the start of a paragraph that continues in the next piece of the file
-    for text in decoded(file):
-        *paragraphs, unfinished = BLANK_LINE.split(unfinished + text)
-        if len(unfinished) > READ_CHARACTERS:  # a paragraph of a mebibyte is cut at a space, to bound the memory
-            cut = unfinished.rfind(" ") + 1 or len(unfinished)
-            paragraphs, unfinished = [*paragraphs, unfinished[:cut]], unfinished[cut:]
-        yield from join_lines(paragraphs)
-    yield from join_lines([unfinished])
+    pieces = decoded(file)
+    first = next(pieces, "")
+    beginning = first.split("\n")
+    if len(beginning) > 1:  # the last line is empty, or goes on in the next piece
+        del beginning[-1]
+    division = find_division(beginning, documents)
+    # A line that is a document is not cut.
+    longest = math.inf if division.documents == "line" else READ_CHARACTERS
+    lines = split_lines(itertools.chain([first], pieces), longest)
+    name, are_sentences = base_name(file), division.lines == "sentences"
+    for number, paragraphs in enumerate(divided(lines, division, READ_CHARACTERS)):
+        if number == 0:
+            counts[f"files_{division.documents}_{division.lines}"] += 1
+        yield Document(name, paragraphs, are_sentences=are_sentences)
+
+
+def split_lines(pieces: Iterable[str], longest: float = math.inf) -> Iterator[str]:
+    """
+    The lines of a text that is given in pieces.
+
+    Args:
+        longest: characters. A longer line is cut at spaces where there are any, to bound the memory.
+    """
+    unfinished = ""
+    for piece in pieces:
+        *lines, unfinished = f"{unfinished}{piece}".split("\n")
+        yield from lines
+        if len(text := unfinished.strip()) > longest:
+            # Both parts hold text: an empty line may end a document.
+            unfinished = unfinished.lstrip()
+            cut = text.rfind(" ") + 1 or len(text) - 1
+            yield unfinished[:cut]
+            unfinished = unfinished[cut:]
+    if unfinished:
+        yield unfinished
 
 
 def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
@@ -232,17 +282,19 @@ def dataset_source(
     streaming: bool = False,
     max_documents: int | None = None,
     options: tuple[str, str] = ("--corpus", "--dataset_split"),
+    documents: str = "auto",
 ) -> Source:
     """
     The source for a dataset: on the Hub, in a folder that `datasets.load_dataset` can load, or from `save_to_disk`.
 
-    A row is a document. If rows are single lines, as in WikiText, `BLOCK_ROWS` rows are one document.
+    A row is a document.
 
     Args:
         streaming: read the rows over the network or from the files one by one; without it, the whole dataset is
             first downloaded and converted to Arrow.
-        max_documents: most rows to read; rows without text do not count.
+        max_documents: most documents to read; rows without text do not count.
         options: the options that take a file instead, and the split: for error messages.
+        documents: where documents end, as in `row_documents`.
 
     Raises:
         UserError: `name` is a file; the dataset cannot be loaded or has no rows; the configuration, split or column
@@ -265,9 +317,10 @@ def dataset_source(
         if rows.features is not None:  # None for a stream whose columns are known only from its rows
             rows = rows.select_columns([text_column])
     counts = Counter()
-    texts = itertools.islice(rows_with_text(_dataset_texts(name, rows, text_column), counts), max_documents)
-    identity = [shown, config, split, text_column, max_documents, content]
-    return Source(shown, identity, row_documents(shown, texts), counts, is_on_hub)
+    texts = rows_with_text(_dataset_texts(name, rows, text_column), counts)
+    found = itertools.islice(row_documents(shown, texts, counts, documents), max_documents)
+    identity = [shown, config, split, text_column, max_documents, content, *_unless_auto(documents)]
+    return Source(shown, identity, found, counts, is_on_hub)
 
 
 @contextlib.contextmanager
@@ -347,24 +400,37 @@ def rows_with_text(texts: Iterable[str | None], counts: Counter) -> Iterator[str
             counts["rows_without_text"] += 1
 
 
-def row_documents(name: str, texts: Iterable[str]) -> Iterator[Document]:
+def row_documents(name: str, texts: Iterable[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
     """
-    One document for each row, or, if each of the first 1,000 rows is a single line, one for every `BLOCK_ROWS` rows.
+    The documents of rows: each row is one, unless `documents` says otherwise.
 
-    In a document of several rows, each row is a paragraph.
+    What the lines of the rows are is found for all rows together, from the first ones.
+
+    Args:
+        counts: how the rows were read (`READ_AS`) is counted.
+        documents: `auto`, `blank_line`, `line`, or `file` for documents of `BLOCK_ROWS` rows, in which each row is a
+            paragraph.
     """
     texts = iter(texts)
-    first = list(itertools.islice(texts, 1000))
+    first, size = [], 0
+    while size < READ_CHARACTERS and (text := next(texts, None)) is not None:
+        first.append(text)
+        size += len(text)
+    beginning = [line for text in first for line in ("", *text.strip().split("\n"))]
+    division = find_division(beginning[1:], "file" if documents == "auto" else documents)
+    in_blocks, are_sentences = documents == "file", division.lines == "sentences"
+    read_as = f"rows_{'block' if in_blocks else division.documents}_{division.lines}"
     rows = itertools.chain(first, texts)
-    if any("\n" in text.strip() for text in first):
-        yield from (Document(f"{name} row {number}", split_paragraphs(text)) for number, text in enumerate(rows))
+    if in_blocks:
+        blocks = iter(lambda: [" ".join(text.split()) for text in itertools.islice(rows, BLOCK_ROWS)], [])
+        for number, block in enumerate(blocks):
+            counts[read_as] += len(block)
+            yield Document(f"{name} block {number}", block, is_rows=True, are_sentences=are_sentences)
         return
-    lines = (" ".join(text.split()) for text in rows)
-    for number in itertools.count():
-        block = list(itertools.islice(lines, BLOCK_ROWS))
-        if not block:
-            return
-        yield Document(f"{name} block {number}", block, is_rows=True)
+    for number, text in enumerate(rows):
+        counts[read_as] += 1
+        for paragraphs in divided(text.split("\n"), division, READ_CHARACTERS):
+            yield Document(f"{name} row {number}", paragraphs, are_sentences=are_sentences)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,9 +473,5 @@ def text_lines(file: str, text_column: str = "text") -> Iterator[str]:
         if Path(file).stat().st_size:  # the readers of tables would refuse an empty file
             yield from (text or "" for text in text_rows(Path(file), text_column))
         return
-    unfinished = ""
-    for piece in decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(Path(file)):
-        *lines, unfinished = f"{unfinished}{piece}".split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-    if unfinished:
-        yield unfinished.removesuffix("\r")
+    pieces = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(Path(file))
+    yield from (line.removesuffix("\r") for line in split_lines(pieces))

@@ -7,7 +7,6 @@ The sentences are in an Arrow file. Each of its rows is a block: some consecutiv
 import array
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import unicodedata
 from collections import Counter
@@ -18,7 +17,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets.arrow_writer import ArrowWriter
 
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.cache import fingerprint, reading_cache, write_once
@@ -37,18 +35,20 @@ from d2l_bert.tokenization.token_store import NumberFile, read_table
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or tables: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 2
+TEXT_FORMAT = 3
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
 TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 
-_SCHEMA = pa.schema(
-    [("name", pa.string()), ("sentences", pa.list_(pa.string())), ("paragraph_ends", pa.list_(pa.int32()))]
-)
+_SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), ("paragraph_ends", pa.list_(pa.int32()))])
+
+# Blocks are written, and read by `SentenceSample`, in batches of at least this many characters: some 10,000 of the
+# blocks of a log in which each line is a document.
+BATCH_CHARACTERS = 1 << 20
 
 
-def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, folder: Path) -> Path:
+def prepare_text(sources: Sequence[Source], language: str | None, cleaning: Cleaning, folder: Path) -> Path:
     """
     Write a text store, unless `folder` already has a store of the same sources, language and cleaning.
 
@@ -76,7 +76,7 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
         for source in sources:
             counts.update(source.counts)
         ends = read_table(partial / "document_characters.npy")
-        reading = {**counts, "characters": int(ends[-1:].sum())}
+        reading = dict(counts)
         if is_by_block and len(ends):
             reading["blocks_as_documents"] = len(ends)
         (partial / "counts.json").write_text(json.dumps({"reading": reading, "source_ends": source_ends}))
@@ -96,15 +96,18 @@ def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> tuple[
         For each source, the number of documents up to the source's end; and whether each block counts as a document.
     """
     columns = [array.array("q") for _ in range(3)]  # of each row: its document, its source, its characters
-    features = datasets.Features.from_arrow_schema(_SCHEMA)
-    with ArrowWriter(features=features, path=str(folder / "data.arrow"), writer_batch_size=200) as writer:
+    with pa.ipc.new_stream(str(folder / "data.arrow"), _SCHEMA) as writer:
+        batch, size = [], 0
         for block in blocks:
-            writer.write({name: getattr(block, name) for name in _SCHEMA.names})
-            for column, value in zip(
-                columns, (block.document, block.source, sum(map(len, block.sentences))), strict=True
-            ):
+            characters = sum(map(len, block.sentences))
+            for column, value in zip(columns, (block.document, block.source, characters), strict=True):
                 column.append(value)
-        writer.finalize()
+            batch.append((block.sentences, block.paragraph_ends))
+            size += characters
+            if size >= BATCH_CHARACTERS:
+                writer.write_batch(_record_batch(batch))
+                batch, size = [], 0
+        writer.write_batch(_record_batch(batch))
     documents, sources_of_rows, characters = (np.array(column, dtype=np.int64) for column in columns)
     ends = np.flatnonzero(np.diff(documents, append=-1)) + 1  # the number of rows up to the end of each document
     if one_for_each_block := len(ends) < FEWEST_DOCUMENTS:
@@ -115,13 +118,20 @@ def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> tuple[
     return source_ends.tolist(), one_for_each_block
 
 
+def _record_batch(blocks):
+    """A batch of rows from the sentences and paragraph ends of blocks."""
+    columns = zip(*blocks, strict=True) if blocks else ((), ())
+    return pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA)
+
+
 class TextStore:
     """
     A text store that `prepare_text` has written, memory-mapped.
 
     `document_ends` counts rows and `document_characters` counts characters up to the end of each document;
-    `source_ends` counts documents up to the end of each source. `text_hashes` has a hash of each file or table row
-    that was read, and `reading` the counts of paragraphs, and of files, rows and sentences that were left out or cut.
+    `source_ends` counts documents up to the end of each source. `text_hashes` has a hash of each text that was read
+    (`hashed`). `reading` counts what was read and how: documents, paragraphs, sentences and characters, and the files,
+    rows and sentences that were left out or cut.
 
     Raises:
         UserError: the store is damaged.
@@ -144,7 +154,7 @@ class TextStore:
         """
         The store as a memory-mapped `Dataset`, with a row for each block.
 
-        A row has the document's `name`, the `sentences`, and `paragraph_ends`: for each paragraph that ends in the
+        A row has the `sentences`, and `paragraph_ends`: for each paragraph that ends in the
         block, the number of the block's sentences up to the paragraph's end.
         """
         with reading_cache(self.folder):
@@ -184,6 +194,9 @@ class SentenceSample:
         return [self.text.folder.name, hashlib.sha256(blocks).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
-        sentences = self.text.rows().select_columns("sentences")
-        for first in range(0, len(self.blocks), 100):
-            yield from itertools.chain(*sentences[self.blocks[first : first + 100].tolist()]["sentences"])
+        first = 0
+        for batch in self.text.rows().data.column("sentences").chunks:
+            start, end = np.searchsorted(self.blocks, (first, first + len(batch)))
+            if start < end:
+                yield from batch.take(pa.array(self.blocks[start:end] - first)).flatten().to_pylist()
+            first += len(batch)

@@ -1,0 +1,149 @@
+"""How the lines of a text divide it into documents, paragraphs and sentences: found by looking at them, and done."""
+
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+
+# Where documents end. Within a table, `file` stands for a row.
+Documents = Literal["file", "blank_line", "line"]
+
+# A file with fewer lines is one document: so few lines, as those of a poem, say too little about the others.
+FEWEST_LINES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """
+    How the lines of a text divide it.
+
+    Args:
+        documents: whether the text is one document, or each block of lines between empty lines is one, or each line.
+        lines: whether the lines of a block are joined (`wrapped`), each is a paragraph (`paragraphs`), or each is a
+            sentence of the block (`sentences`).
+    """
+
+    documents: Documents
+    lines: Literal["wrapped", "paragraphs", "sentences"]
+
+
+# Full stops: those that also stand within words and numbers end a sentence only before white space or a line's end.
+_LATIN_STOPS = ".!?…"
+# Chinese, Devanagari, Urdu, Arabic, Ethiopic, Burmese, Khmer, Tibetan, Armenian, Mongolian, Ol Chiki, Meetei.
+_OTHER_STOPS = "。！？｡．।॥۔؟؞።፧፨၊။។៕།༎։᠃᱾᱿꫰꯫"
+_CLOSING = " \t\"'`*_)]}>”’“‘»«›‹」』】）］〉》〕〗"  # may follow the full stop
+_STOP_INSIDE = re.compile(rf"[{_LATIN_STOPS}][{re.escape(_CLOSING)}]*\s|[{_OTHER_STOPS}]")
+# Lines of Chinese and Japanese, which have no spaces, break behind any character.
+_SPACE = re.compile(r"[\s，、。]")
+_FIRST_WORD = re.compile(r"[\u2e80-\u9fff\uff00-\uffef]|\S+")
+
+
+def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> Division:
+    """
+    The division of a text with these lines.
+
+    - Wrapped prose: many lines do not end a sentence, and end where the next word would not have fit. The text is one
+      document.
+    - Nearly all lines end a sentence, and there are several in a block: BERT's own format, a document for each block.
+    - Few lines end a sentence, and few are empty, as in logs and tables: each line is a document.
+    - Any other text is one document.
+
+    Lines that are not wrapped are sentences if most of them hold no full stop (in BERT's format, none before their
+    end; in a text that is one document, 90 %): no splitter must cut such a line at "c. acme.". Else they are
+    paragraphs.
+
+    Args:
+        lines: the lines of the text, or of its beginning, white space at their ends aside.
+        documents: where documents end, if it is known.
+    """
+    lines = [line.strip() for line in lines]
+    texts = [line for line in lines if line]
+    if not texts:
+        return Division("file" if documents == "auto" else documents, "paragraphs")
+    blocks = sum(bool(line) and not before for before, line in itertools.pairwise(["", *lines]))
+    stops = [_stops(line) for line in texts]
+    ended = sum(at_end for at_end, _ in stops) / len(texts)
+    wrapped = ended <= 0.8 and sum(map(any, stops)) >= 0.1 * len(texts) and _are_wrapped(lines)
+    if documents == "auto":
+        if wrapped or len(texts) < FEWEST_LINES:
+            documents = "file"
+        elif ended >= 0.8:
+            documents = "blank_line" if len(texts) >= 1.5 * blocks else "file"
+        else:
+            documents = "line" if len(texts) > 0.95 * len(lines) else "file"
+    if wrapped and documents != "line":
+        return Division(documents, "wrapped")
+    with_stop = sum(inside or (at_end and documents != "blank_line") for at_end, inside in stops)
+    # The lines of one document may be code and tables beside prose, which must be split.
+    most = 0.1 if documents == "file" else 0.5
+    return Division(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
+
+
+def _stops(line):
+    """Whether a line ends with a full stop, and whether it holds another one before."""
+    line = line.rstrip(_CLOSING)
+    inside = line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)
+    return line[-1:] in (*_LATIN_STOPS, *_OTHER_STOPS), bool(_STOP_INSIDE.search(inside))
+
+
+def _are_wrapped(lines):
+    """
+    Whether the lines of a block go on in the next line, and end where its first word would not have fit.
+
+    A line goes on if the next begins with a letter that is no capital. In wrapped prose 30 % of the lines without a
+    full stop at their end do, the others are headings, lists and names. Half of those that go on are full: with the
+    next word, such a line would be longer than nearly all. Lines of logs and code go on as often, but have any length,
+    or begin with the same word.
+    """
+    unfinished = [pair for pair in itertools.pairwise(lines) if all(pair) and not _stops(pair[0])[0]]
+    going_on = [
+        (len(line), _FIRST_WORD.match(following)[0])
+        for line, following in unfinished
+        if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper()
+    ]
+    if len(going_on) <= 0.3 * len(unfinished):
+        return False
+    width = 0.95 * sorted(going_on)[int(0.98 * (len(going_on) - 1))][0]
+    full = sum(length + 1 + len(word) > width for length, word in going_on)
+    _, times = Counter(word for _, word in going_on).most_common(1)[0]
+    return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
+
+
+def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
+    """
+    The paragraphs of each document, with single spaces as white space; documents without text are left out.
+
+    Where lines are sentences, the sentences of a paragraph are separated by newlines.
+
+    Args:
+        lines: the lines of the text.
+        longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
+    """
+    lines = (" ".join(line.split()) for line in lines)
+    if division.documents == "line":
+        yield from ([line] for line in lines if line)
+        return
+    blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
+    if division.lines != "paragraphs":
+        blocks = (_joined(block, " " if division.lines == "wrapped" else "\n", longest) for block in blocks)
+    if division.documents == "blank_line":
+        yield from blocks
+        return
+    paragraphs = itertools.chain.from_iterable(blocks)
+    if (first := next(paragraphs, None)) is not None:
+        yield itertools.chain([first], paragraphs)
+
+
+def _joined(lines, separator, longest):
+    part, size = [], 0
+    for line in lines:
+        part.append(line)
+        size += len(line)
+        if size > longest:
+            yield separator.join(part)
+            part, size = [], 0
+    if part:
+        yield separator.join(part)
