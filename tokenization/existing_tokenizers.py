@@ -22,8 +22,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     Load an existing WordPiece tokenizer to train with.
 
-    It may have tokens behind its vocabulary (`add_tokens`, `add_special_tokens`). When such a token stands in a text
-    to train on, it is a token, as in use; only a special one is text there, as "[MASK]" is.
+    It may have tokens behind its vocabulary (`add_tokens`, `add_special_tokens`); in a text to train on they are
+    tokens, as in use.
 
     Args:
         name: a folder, an id on the Hub, a `vocab.txt` or a `tokenizer.json`.

@@ -81,7 +81,7 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def hash_of_model(folder: str | Path) -> str:
-    """A hash of the files of a model folder, or of a tokenizer's, that decide what it computes; or of one such file."""
+    """A hash of the files of a model's or a tokenizer's folder that decide what it computes, or of one such file."""
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
     of_folder = (file for pattern in patterns for file in Path(folder).glob(pattern))
     files = [Path(folder)] if Path(folder).is_file() else sorted(of_folder)
