@@ -6,7 +6,7 @@ from pathlib import Path
 
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, BertConfig
+from transformers import BertConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
@@ -25,6 +25,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import AUTO_MAP
 from d2l_bert.modeling.export import FLOAT, OnnxModel, largest_difference, read_for_task
 from d2l_bert.tokenization.cache import content_hash
+from d2l_bert.tokenization.existing_tokenizers import stock_tokenizer
 from d2l_bert.tokenization.wordpiece import pieces
 
 
@@ -135,7 +136,7 @@ def check_tokenizer(folder: Path, config: D2lBertConfig) -> None:
         )
     # `tokenizers` raises plain Exceptions.
     with explained(f"{folder}: its tokenizer cannot be loaded", way_out, Exception):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = stock_tokenizer(str(folder))
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else pieces(tokenizer)
     pairs = {
         "tokens and vocab_size": (len(tokenizer), config.vocab_size),

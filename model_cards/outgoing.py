@@ -19,7 +19,7 @@ from d2l_bert.model_cards.folder_rules import CODE
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import AUTO_MAP
 from d2l_bert.modeling.export import FLOAT, INT8
-from d2l_bert.tokenization.wordpiece import pieces
+from d2l_bert.tokenization.wordpiece import pieces, settings_of_both_versions
 
 
 TAG = "model-"  # the tag of a commit is this and 12 digits of a hash of the files
@@ -62,8 +62,8 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     """
     The files to send.
 
-    Some files differ from those in the folder: config.json gets `auto_map`, run_config.json loses its paths, and a
-    vocab.txt is added, which Transformers 5 does not write.
+    Some files differ from those in the folder: config.json gets `auto_map`, run_config.json loses its paths,
+    tokenizer_config.json gets names that Transformers 4 knows, and vocab.txt is added, which version 5 does not write.
 
     Returns:
         Paths or contents by the name in the repository; and the tag of the commit, which depends on the contents only,
@@ -78,8 +78,9 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
         settings["auto_map"] = AUTO_MAP
     record = folders.read_json(folder / RUN_FILE)
     files["config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
-    classes = read(files["tokenizer_config.json"]).replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
-    files["tokenizer_config.json"] = classes  # Transformers 4 does not know TokenizersBackend
+    of_tokenizer = folders.read_json(folder / "tokenizer_config.json")
+    if (of_both := settings_of_both_versions(of_tokenizer)) != of_tokenizer:
+        files["tokenizer_config.json"] = (json.dumps(of_both, indent=2, ensure_ascii=False) + "\n").encode()
     if "vocab.txt" not in files:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         files["vocab.txt"] = "".join(f"{piece}\n" for piece in pieces(tokenizer)).encode()

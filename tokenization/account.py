@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.tokenization.encoding import WordUnit
+from d2l_bert.tokenization.encoding import WordUnit, rules_for_training
 from d2l_bert.tokenization.rules import (
     MOST_CASE_PAIRS,
     MOST_MIXED_CASE,
@@ -67,7 +67,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> f
 
 def encodings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[str, Encoding]]:
     """Yield each word with its encoding, without special tokens."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(rules_for_training(tokenizer))
     backend.encode_special_tokens = True  # a "[MASK]" in a text is text
     backend.no_truncation()
     backend.no_padding()

@@ -114,7 +114,7 @@ class TextConfig(SourceConfig):
 
     tokenizer: str | None = option(
         None,
-        "folder or Hub id of an existing tokenizer, used instead of training one",
+        "folder or Hub id of an existing tokenizer, or its vocab.txt or tokenizer.json, used instead of training one",
         TOKENIZER,
         identity=False,
         common=True,
@@ -179,7 +179,7 @@ class TextConfig(SourceConfig):
         }
 
     def existing_tokenizer(self) -> str | None:
-        """Folder or Hub id of an existing tokenizer; None if a tokenizer is to be trained."""
+        """Folder, file or Hub id of an existing tokenizer; None if a tokenizer is to be trained."""
         return self.tokenizer
 
     def text_paths(self) -> list[str]:

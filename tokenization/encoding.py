@@ -49,8 +49,7 @@ def prepare_tokens(
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be
             started.
     """
-    backend = tokenizer.backend_tokenizer.to_str()
-    versions = [importlib.metadata.version("tokenizers")]
+    backend, versions = rules_for_training(tokenizer), [importlib.metadata.version("tokenizers")]
     identity = [ENCODING_FORMAT, STORE_FORMAT, versions, text.folder.name, backend, word_unit]
     path = folder / f"tokens-{fingerprint(identity)}"
     if not path.exists():
@@ -63,6 +62,20 @@ def prepare_tokens(
         sections = with_progress(sections, "tokenizing", len(text), lambda section: len(section[3]))
         write_once(path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), sections))
     return path
+
+
+def rules_for_training(tokenizer) -> str:
+    """
+    The JSON of a tokenizer for `SentenceEncoder`: only the tokens with a role, such as [MASK], are special.
+
+    A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
+    """
+    backend = tokenizer.backend_tokenizer.to_str()
+    parts, roles = json.loads(backend), set(tokenizer.special_tokens_map.values())
+    others = [token for token in parts["added_tokens"] if token["special"] and token["content"] not in roles]
+    for token in others:
+        token["special"] = False
+    return json.dumps(parts) if others else backend
 
 
 def _open_text(folder, backend, word_unit):

@@ -28,13 +28,14 @@ from d2l_bert.tokenization.account import (
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
 from d2l_bert.tokenization.rules import Contents, Rules, choose_rules, count_words
 from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
 from d2l_bert.tokenization.sources import READ_AS, Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus, held_out_documents
-from d2l_bert.tokenization.wordpiece import load_tokenizer, make_tokenizer, train_on_words
+from d2l_bert.tokenization.wordpiece import make_tokenizer, train_on_words
 
 
 logger = logging.getLogger(__name__)

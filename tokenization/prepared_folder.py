@@ -23,9 +23,9 @@ from d2l_bert.progress import counted
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.cache import content_hash, fingerprint
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import AllBut, Only, TokenizedCorpus
-from d2l_bert.tokenization.wordpiece import load_tokenizer
 
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.

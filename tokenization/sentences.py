@@ -149,7 +149,7 @@ class Block:
 
 
 def split_sentences(
-    documents: Iterable[Document], language: str | None = "en", counts: Counter | None = None
+    documents: Iterable[Document], language: str = "en", counts: Counter | None = None
 ) -> Iterator[Block]:
     """
     Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks.
@@ -158,12 +158,11 @@ def split_sentences(
     Sentences longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
 
     Args:
-        language: ISO 639 code of the language whose rules `sentencex` applies; None for English.
+        language: ISO 639 code of the language whose rules `sentencex` applies.
         counts: its entry `sentences` is increased by the number of sentences, and `long_sentences` by the number of
             those that were cut.
     """
     counts = Counter() if counts is None else counts
-    language = language or "en"
     number = 0
     for document in documents:
         has_sentences = False

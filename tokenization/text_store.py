@@ -48,7 +48,7 @@ _SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), ("paragraph_ends", pa
 BATCH_CHARACTERS = 1 << 20
 
 
-def prepare_text(sources: Sequence[Source], language: str | None, cleaning: Cleaning, folder: Path) -> Path:
+def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, folder: Path) -> Path:
     """
     Write a text store, unless `folder` already has a store of the same sources, language and cleaning.
 

@@ -1,4 +1,4 @@
-"""Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3): a `BertTokenizer`."""
+"""Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
 
 import contextlib
 import copy
@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import cached_file
+from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from d2l_bert.errors import UserError, reading_model
+from d2l_bert.errors import UserError
 from d2l_bert.tokenization.rules import LONGEST_WORD, Contents, Rules, choose_rules, count_characters, count_words
 
 
@@ -212,30 +209,44 @@ def make_tokenizer(
         )
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
     backend.normalizer, backend.pre_tokenizer = rules.normalizer(), rules.splitter()
+    return general_tokenizer(backend, model_max_length)
+
+
+def general_tokenizer(backend: Tokenizer, model_max_length: int = 512) -> PreTrainedTokenizerFast:
+    """
+    A tokenizer with the rules of `backend`, whose vocabulary has BERT's special tokens.
+
+    Transformers 5 makes the rules of a `BertTokenizer` anew; those of this class it reads from tokenizer.json.
+    """
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=model_max_length, **names)
+    give_bert_inputs(tokenizer)
+    return tokenizer
+
+
+def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Set how a tokenizer joins pieces to text, and puts special tokens and segments around texts: as BERT does."""
+    cls, sep, backend = tokenizer.cls_token, tokenizer.sep_token, tokenizer.backend_tokenizer
     backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
     )
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=model_max_length,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        **names,
-    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved
 
 
 def extend_wordpiece(
-    tokenizer: BertTokenizer, texts: Iterable[str], count: int, min_frequency: int = 2
-) -> BertTokenizer:
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, min_frequency: int = 2
+) -> PreTrainedTokenizerBase:
     """
     Add words of a text to the vocabulary of a tokenizer: the words that save the most tokens.
 
-    Candidates are the words of `words_as_split` that `tokenizer` splits into two or more pieces. Adding a word saves
-    occurrences * (pieces - 1) tokens. The words that save most become ordinary entries of the WordPiece vocabulary,
-    with the ids after the old ones; of equal savings the first word in sorted order wins.
+    Candidates are the words of `words_as_split` that `tokenizer` splits into two or more pieces, or that are `[UNK]`.
+    Adding a word saves occurrences * (pieces - 1) tokens; a word that is `[UNK]` counts as if it were split into its
+    characters, and one of a single character as if into two. The words that save most become ordinary entries of the
+    WordPiece vocabulary, with the ids after the old ones; of equal savings the first word in sorted order wins.
 
     An added word becomes one token. Other words are split as before, unless they start with an added word: WordPiece
     takes the longest entry from the left and never goes back, so it takes the added word first. If the vocabulary has
@@ -255,16 +266,19 @@ def extend_wordpiece(
     """
     backend = tokenizer.backend_tokenizer
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    if sorted(vocabulary.values()) != list(range(len(tokenizer))):
+    if beside := sorted(backend.get_vocab().keys() - vocabulary.keys(), key=backend.token_to_id):
+        more = f" and {len(beside) - 5:,} others" if len(beside) > 5 else ""
         raise UserError(
-            "the tokenizer has tokens beside its WordPiece vocabulary, so it cannot be extended; give a tokenizer "
-            "without such tokens"
+            f"the tokenizer cannot be extended, as it has tokens beside its WordPiece vocabulary: "
+            f"{', '.join(beside[:5])}{more}; give a tokenizer without them"
         )
-    savings = {
-        word: occurrences * (len(backend.model.tokenize(word)) - 1)
-        for word, occurrences in words_as_split(tokenizer, texts).items()
-        if occurrences >= min_frequency
-    }
+    savings = {}
+    for word, occurrences in words_as_split(tokenizer, texts).items():
+        # A longer word would still be [UNK].
+        if occurrences >= min_frequency and len(word) <= backend.model.max_input_chars_per_word:
+            pieces = backend.model.tokenize(word)
+            is_unknown = pieces[0].value == backend.model.unk_token
+            savings[word] = occurrences * max(len(word) - 1, 1) if is_unknown else occurrences * (len(pieces) - 1)
     best = sorted((word for word in savings if savings[word]), key=lambda word: (-savings[word], word))[:count]
     extended = copy.deepcopy(tokenizer)
     extended.backend_tokenizer.model = models.WordPiece(
@@ -276,7 +290,7 @@ def extend_wordpiece(
     return extended
 
 
-def added_entries(old: BertTokenizer, new: BertTokenizer) -> list[str]:
+def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> list[str]:
     """
     The entries that the vocabulary of `new` has after those of `old`, in the order of ids.
 
@@ -302,9 +316,10 @@ def words_as_split(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     """
     backend = tokenizer.backend_tokenizer
     normalize = backend.normalizer.normalize_str if backend.normalizer else str
+    split = backend.pre_tokenizer.pre_tokenize_str if backend.pre_tokenizer else lambda text: [(text, None)]
     words = Counter()
     for word, count in count_words(texts).items():
-        for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normalize(word)):
+        for piece, _ in split(normalize(word)):
             words[piece] += count
     return words
 
@@ -313,14 +328,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """
     Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, so that Transformers 4 and 5 can load them.
 
-    Transformers 5 does not write `vocab.txt`, which the slow tokenizer of version 4 and many tools need. For a
-    tokenizer without a class of its own, it writes a class name that version 4 does not know.
+    Transformers 5 does not write `vocab.txt`, which the slow tokenizer of version 4 and many tools need.
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+    settings = settings_of_both_versions(json.loads(config.read_text(encoding="utf-8")))
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(piece + "\n" for piece in pieces(tokenizer))
+
+
+def settings_of_both_versions(settings: dict) -> dict:
+    """
+    The content of a tokenizer_config.json of Transformers 5 with two names that version 4 knows: the class of a
+    tokenizer without one of its own, and the list of special tokens beside the usual ones.
+    """
+    settings = dict(settings)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    return settings
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -329,105 +357,23 @@ def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted(vocabulary, key=vocabulary.get)
 
 
-def fingerprint(tokenizer: BertTokenizer) -> str:
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     A hash of the tokenizer's entries and ids, the class of its normaliser, and the settings `lowercase` and
-    `strip_accents`. Other settings, such as the pre-tokenizer, are not part of the hash.
+    `strip_accents`. A `BertTokenizer` has no other rules; of other tokenizers the hash covers `rules_of`.
 
-    The hash does not depend on a library's file format, so an upgrade of a library does not change it.
+    For a `BertTokenizer`, the hash does not depend on a library's file format, so an upgrade does not change it.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
     content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]
+    if not isinstance(tokenizer, BertTokenizer):
+        content.append(rules_of(tokenizer.backend_tokenizer))
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Existing tokenizers, of a folder or the Hub; code that lies beside them is never run
-
-
-def load_tokenizer(name: str) -> BertTokenizer:
-    """
-    Load an existing WordPiece tokenizer to train with.
-
-    Args:
-        name: a folder or an id on the Hub.
-
-    Raises:
-        UserError: there is no tokenizer, it cannot be loaded, it is not a BertTokenizer with BERT's special tokens, or
-            these have ids near the end of the vocabulary.
-    """
-    with reading_model(name, "tokenizer "):
-        tokenizer = stock_tokenizer(name)
-    missing = [
-        token for token in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{token}_token_id") is None
-    ]
-    # Masking draws random tokens after the special ones.
-    has_late = not missing and 2 * max(tokenizer.all_special_ids) > len(tokenizer)
-    if not isinstance(tokenizer, BertTokenizer) or missing or has_late:
-        raise UserError(
-            f"tokenizer {name}: it is a {type(tokenizer).__name__}, and must be a BertTokenizer with BERT's five "
-            f"special tokens, before the others{f' (it has no {missing[0]} token)' if missing else ''}; give another"
-        )
-    return tokenizer
-
-
-# The files of a tokenizer's vocabulary, of which each model has one or the other.
-VOCABULARY_FILES = (
-    *("tokenizer.json", "vocab.txt", "vocab.json"),
-    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
-)
-
-
-def has_tokenizer(name: str) -> bool:
-    """
-    Whether a model's folder or repository on the Hub also holds a tokenizer.
-
-    For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
-    """
-    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
-
-
-def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """
-    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
-
-    Args:
-        name: a folder or an id on the Hub.
-
-    Raises:
-        UserError: the tokenizer's class is defined by such code.
-        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
-    """
-    settings = get_tokenizer_config(name)
-    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
-    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
-        raise UserError(
-            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
-            "BertTokenizer"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
-    return tokenizer
-
-
-def read_tokenizer(name: str, config):
-    """
-    The tokenizer in a model's folder or repository; None if there is none.
-
-    Args:
-        name: a folder or an id on the Hub.
-        config: the model's configuration.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or has more tokens than the model.
-    """
-    if not has_tokenizer(name):
-        return None
-    tokenizer = stock_tokenizer(name)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
-            f"or take it out"
-        )
-    return tokenizer
+def rules_of(backend: Tokenizer) -> dict:
+    """What a tokenizer does with a text, but for its vocabulary: normalizer, pre-tokenizer, settings of WordPiece."""
+    parts = json.loads(backend.to_str())
+    model = {name: value for name, value in parts["model"].items() if name != "vocab"}
+    return {"normalizer": parts["normalizer"], "pre_tokenizer": parts["pre_tokenizer"], "model": model}

@@ -343,7 +343,7 @@ class PretrainConfig(TextConfig):
         }
 
     def existing_tokenizer(self) -> str | None:
-        """The folder or Hub id of an existing tokenizer to use; None to train a tokenizer."""
+        """The folder, file or Hub id of an existing tokenizer to use; None to train a tokenizer."""
         return self.init_from if self.tokenizer is None else self.tokenizer
 
     def decay_share(self) -> float:

@@ -32,14 +32,15 @@ def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
 
 def ordinary_ids(tokenizer) -> tuple[int, int]:
     """
-    The ids that random replacements are drawn from: the longest range of ids without a special token.
+    The ids that random replacements are drawn from: the longest range of ids without a special or an added token.
 
-    In BERT's vocabularies that is every id after the special tokens. RoBERTa's mask token has the last id.
+    In BERT's vocabularies that is every id after the special tokens. RoBERTa's mask token has the last id, and tokens
+    that mark places in a text, such as [E1], are added behind the vocabulary.
 
     Returns:
         The first id of the range, and the id after its last.
     """
-    special = np.array([-1, *sorted(set(tokenizer.all_special_ids)), len(tokenizer)])
+    special = np.array([-1, *sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}), len(tokenizer)])
     longest = int(np.diff(special).argmax())
     return int(special[longest]) + 1, int(special[longest + 1])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, BertConfig, BertTokenizer, PreTrainedModel
+from transformers import AutoConfig, BertConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained, reading_model, refuse_first
 from d2l_bert.modeling import bert_checkpoints, conversion
@@ -15,7 +15,8 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.wordpiece import added_entries, has_tokenizer, load_tokenizer
+from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, load_tokenizer
+from d2l_bert.tokenization.wordpiece import added_entries
 from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
 
@@ -99,7 +100,7 @@ def read_architecture(name: str) -> D2lBertConfig:
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
 
 
-def read_start_tokenizer(name: str, given: str | None = None) -> BertTokenizer:
+def read_start_tokenizer(name: str, given: str | None = None) -> PreTrainedTokenizerBase:
     """
     The tokenizer whose ids the embeddings of a saved model have.
 
@@ -135,7 +136,7 @@ def start_from(
     model_class: type[PreTrainedModel],
     name: str,
     architecture: D2lBertConfig,
-    tokenizer: BertTokenizer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     given: str | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
@@ -189,12 +190,15 @@ def start_from(
 
 
 @torch.no_grad()
-def extend_embeddings(model: PreTrainedModel, old_tokenizer: BertTokenizer, new_tokenizer: BertTokenizer) -> None:
+def extend_embeddings(
+    model: PreTrainedModel, old_tokenizer: PreTrainedTokenizerBase, new_tokenizer: PreTrainedTokenizerBase
+) -> None:
     """
     Add embeddings to a model for words that were added to its vocabulary. All other weights stay unchanged.
 
     The new rows of the word embeddings, the decoder and the decoder's bias are means over the pieces into which the
-    old tokenizer splits the word, as in Fast Vocabulary Transfer (Gee et al., 2022).
+    old tokenizer splits the word, as in Fast Vocabulary Transfer (Gee et al., 2022). For a word that was unknown they
+    are the rows of [UNK].
 
     Raises:
         UserError: `new_tokenizer` does not begin with the vocabulary of `old_tokenizer`.

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from d2l_bert.errors import UserError, reading_model, refuse_first
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization.cache import content_hash, fingerprint
-from d2l_bert.tokenization.wordpiece import read_tokenizer
+from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 
 
 def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -81,7 +81,8 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def hash_of_model(folder: str | Path) -> str:
-    """A hash of the files of a model folder, or of a tokenizer's, that decide what it computes."""
+    """A hash of the files of a model's or a tokenizer's folder that decide what it computes, or of one such file."""
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
-    files = sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
+    of_folder = (file for pattern in patterns for file in Path(folder).glob(pattern))
+    files = [Path(folder)] if Path(folder).is_file() else sorted(of_folder)
     return fingerprint([(file.name, content_hash(file)) for file in files])

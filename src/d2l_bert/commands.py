@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction
+from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from d2l_bert import NextSentencePredictionPipeline, folders
@@ -23,6 +23,7 @@ from d2l_bert.page import TASKS as PAGE_TASKS
 from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import (
     check_prepared_folder,
@@ -30,7 +31,7 @@ from d2l_bert.tokenization.prepared_folder import (
     read_prepared_folders,
     write_prepared_folder,
 )
-from d2l_bert.tokenization.wordpiece import read_tokenizer, save_tokenizer
+from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.distributed import report_errors_once
 from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
 from d2l_bert.training.evaluation.exported import cost_of_int8
@@ -312,6 +313,11 @@ def export_command(arguments) -> None:
         f"  int8 beside float32, on {cost['text']} ({cost['unknown_share']:.1%} of its characters in [UNK]): "
         f"{cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), {cost['speed']:.2f} times as fast"
     )
+    if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
+        print(
+            "transformers.js gives the second text of a pair its segment for a BertTokenizer alone: call this one "
+            "with { text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
+        )
     if page:
         print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 

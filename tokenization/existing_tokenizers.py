@@ -1,0 +1,198 @@
+"""Loads existing tokenizers, of a folder or the Hub, or a bare vocab.txt or tokenizer.json; runs no code of theirs."""
+
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
+
+from d2l_bert.errors import UserError, reading_model, refuse_first
+from d2l_bert.tokenization.wordpiece import CONTINUATION, SPECIAL_TOKENS, general_tokenizer, give_bert_inputs, rules_of
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    Load an existing WordPiece tokenizer to train with.
+
+    It may have tokens behind its vocabulary (`add_tokens`, `add_special_tokens`); in a text to train on they are
+    tokens, as in use.
+
+    Args:
+        name: a folder, an id on the Hub, a `vocab.txt` or a `tokenizer.json`.
+
+    Returns:
+        A `BertTokenizer`, or a `PreTrainedTokenizerFast`, which has the rules of its tokenizer.json. Either puts the
+        special tokens and segments around texts as BERT does.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be loaded, or it is no WordPiece tokenizer of these two classes
+            with BERT's special tokens.
+    """
+    with reading_model(name, "tokenizer "):
+        tokenizer = stock_tokenizer(name)
+        is_bert = isinstance(tokenizer, BertTokenizer)
+        model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        if not (is_bert or type(tokenizer) is PreTrainedTokenizerFast) or type(model).__name__ != "WordPiece":
+            kind = f"{type(tokenizer).__name__} of {type(model).__name__}" if model else type(tokenizer).__name__
+            raise UserError(
+                f"it is a {kind}, and must be a BertTokenizer, or a PreTrainedTokenizerFast of WordPiece; give another"
+            )
+        missing = [
+            role for role in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{role}_token_id") is None
+        ]
+        refuse_first(
+            {
+                f"it has no {', '.join(missing)} token, and must have BERT's five; give another": missing,
+                f"its pieces inside of words begin with {model.continuing_subword_prefix!r}, not {CONTINUATION!r}; "
+                f"give another": model.continuing_subword_prefix != CONTINUATION,
+                f"an unknown word is {model.unk_token}, and its unk token {tokenizer.unk_token}; make them one": (
+                    model.unk_token != tokenizer.unk_token
+                ),
+                "its ids are not the numbers from 0 on, each once; give another": (
+                    sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer)))
+                ),
+            }
+        )
+    if not is_bert:
+        give_bert_inputs(tokenizer)
+    return tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any tokenizer of Transformers, to use with a model
+
+
+# The files of a tokenizer's vocabulary, of which each model has one or the other.
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
+)
+
+
+def has_tokenizer(name: str) -> bool:
+    """
+    Whether a model's folder or repository on the Hub also holds a tokenizer.
+
+    For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
+    """
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
+
+
+def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
+
+    Args:
+        name: a folder or an id on the Hub; or a `vocab.txt` or a `tokenizer.json`, or a folder with no other file of a
+            tokenizer or a model.
+
+    Raises:
+        UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json.
+        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
+    """
+    if file := _bare_file(Path(name)):
+        return _read_rules(file) if file.suffix == ".json" else _read_vocabulary(file)
+    settings = get_tokenizer_config(name)
+    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
+    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
+        raise UserError(
+            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
+            "BertTokenizer"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
+    # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
+    rules = isinstance(tokenizer, BertTokenizer) and cached_file(
+        name, "tokenizer.json", _raise_exceptions_for_missing_entries=False
+    )
+    if rules and _without_options(Tokenizer.from_file(rules)) != _without_options(tokenizer.backend_tokenizer):
+        raise UserError(
+            "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
+            '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
+        )
+    return tokenizer
+
+
+def read_tokenizer(name: str, config):
+    """
+    The tokenizer in a model's folder or repository; None if there is none.
+
+    Args:
+        name: a folder or an id on the Hub.
+        config: the model's configuration.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or has more tokens than the model.
+    """
+    if not has_tokenizer(name):
+        return None
+    tokenizer = stock_tokenizer(name)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
+            f"or take it out"
+        )
+    return tokenizer
+
+
+def _without_options(backend):
+    """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
+    rules = rules_of(backend)
+    options = ("lowercase", "strip_accents", "handle_chinese_chars")
+    rules["normalizer"] = {key: value for key, value in (rules["normalizer"] or {}).items() if key not in options}
+    return rules
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file alone
+
+
+def _bare_file(path):
+    """The one file of a tokenizer, if `path` is it, or a folder with it and no settings of a tokenizer or a model."""
+    if path.is_file():
+        return path
+    if any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
+        return None
+    return next((path / file for file in ("tokenizer.json", "vocab.txt") if (path / file).is_file()), None)
+
+
+def _read_vocabulary(file):
+    """A `BertTokenizer` with the entries of BERT's vocab.txt; in lower case if no entry has a capital letter."""
+    pieces = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    twice = next((piece for piece, count in Counter(pieces).items() if count > 1), None)
+    missing = [token for token in SPECIAL_TOKENS if token not in pieces]
+    refuse_first(
+        {
+            f"it has no {', '.join(missing)}: it is not BERT's vocabulary, an entry a line; give another": missing,
+            f"the entry {twice!r} stands there twice; give each entry once": twice is not None,
+        }
+    )
+    has_capitals = any(piece != piece.lower() for piece in pieces if not re.fullmatch(r"\[.+\]", piece))
+    logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}")
+    return BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, do_lower_case=not has_capitals)
+
+
+def _read_rules(file):
+    """The tokenizer of a tokenizer.json: a `BertTokenizer` if that has the same rules."""
+    backend = Tokenizer.from_file(str(file))
+    vocabulary, normalizer = backend.get_vocab(with_added_tokens=False), backend.normalizer
+    if missing := [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]:
+        raise UserError(f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another")
+    if type(backend.model).__name__ == "WordPiece" and len(vocabulary) == backend.get_vocab_size():
+        bert = BertTokenizer(
+            vocab=vocabulary,
+            do_lower_case=getattr(normalizer, "lowercase", False),
+            strip_accents=getattr(normalizer, "strip_accents", None),
+            tokenize_chinese_chars=getattr(normalizer, "handle_chinese_chars", True),
+        )
+        if rules_of(bert.backend_tokenizer) == rules_of(backend):
+            return bert
+    return general_tokenizer(backend)
