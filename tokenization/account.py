@@ -58,11 +58,21 @@ SCRIPTS = {
 }
 
 
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, words: Counter) -> tuple[int, int]:
+    """
+    Of the characters of some words, how many stand in `[UNK]`, by the tokens' offsets, and how many there are.
+
+    Args:
+        words: how often each word occurs (`count_words`).
+    """
+    unknown = sum(words[word] * _unknown(encoding, tokenizer) for word, encoding in encodings(tokenizer, words))
+    return unknown, sum(len(word) * count for word, count in words.items())
+
+
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    words = count_words(texts)
-    unknown = sum(words[word] * _unknown(encoding, tokenizer) for word, encoding in encodings(tokenizer, words))
-    return unknown / max(sum(len(word) * count for word, count in words.items()), 1)
+    unknown, characters = unknown_characters(tokenizer, count_words(texts))
+    return unknown / max(characters, 1)
 
 
 def encodings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[str, Encoding]]:

@@ -18,6 +18,7 @@ from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
+    MOST_UNKNOWN,
     account_line,
     account_of,
     case_and_marks,
@@ -202,6 +203,11 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: SentenceSa
         f"tokenizer, on {report['words']:,} held-out words{unit}: {report['pieces_per_word']:.2f} pieces a word, "
         f"{report['unknown_share']:.2%} of the characters in [UNK]"
     )
+    if report["unknown_share"] > MOST_UNKNOWN:
+        logger.warning(
+            "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
+            "give more text, so that the tokenizer is trained on them"
+        )
     return report
 
 
@@ -245,6 +251,9 @@ def default_processes() -> int:
 # What reading a text counts (`TextStore.reading`), as far as the user should know of it.
 COUNTS_SHOWN = {
     "documents": "documents",
+    "sentences": "sentences",
+    "characters": "characters read",
+    "characters_cleaned": "of them removed by cleaning",
     **READ_AS,
     "files_without_text": "files without text",
     "rows_without_text": "rows without text",
