@@ -226,8 +226,9 @@ def open_sources(
         paths: files, folders, or `python-docs`.
         datasets: for each dataset, the id or folder, and the name of a configuration or None.
         split: the split to read of each dataset.
-        run: the options of the run: the column to read, the number of processes, and whether to stream.
-        max_documents: the most files and rows to read from each source; None for all.
+        run: the options of the run: the column to read, where documents end, the number of processes, and whether to
+            stream.
+        max_documents: the most documents to read from each source; None for all.
         options: the flags that give `paths` and `split`, for error messages.
 
     Raises:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining, train_wordpiece
 
 from .driving import (
+    PLACES,
     SMALL,
     SPECIALS,
     command,
@@ -213,3 +214,22 @@ def test_words_of_a_new_text_extend_a_vocabulary_and_start_from_their_pieces(mod
     pieces = old("lantern", add_special_tokens=False)["input_ids"]
     mean = before[table][pieces].mean(0)
     torch.testing.assert_close(after[table][new.get_vocab()["lantern"]], mean, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lines of a log", "blocks of sentences", "rows", "rows, a newline in one"])
+def test_a_text_keeps_the_documents_that_it_has(kind, tmp_path):
+    """Thirty documents, none cut and none joined to its neighbour, as a file or a table has them."""
+    texts = [f"Day {n}: anna{' c. bell.' if n % 5 == 0 else ''} took the {PLACES[n % 8]} road" for n in range(30)]
+    if kind != "lines of a log":
+        texts = [f"Anna left on day {n}.\nShe took the {PLACES[n % 8]} road." for n in range(30)]
+    if kind.startswith("rows"):
+        texts = [text.replace("\n", "\n" if "newline" in kind and not n else " ") for n, text in enumerate(texts)]
+        lines = [json.dumps({"text": text}) for text in texts]
+    else:
+        lines = [f"{text}\n" if kind.startswith("blocks") else text for text in texts]
+    file = tmp_path / ("text.jsonl" if kind.startswith("rows") else "text.txt")
+    file.write_text("\n".join(lines) + "\n")
+    assert command("prepare", "--corpus", file, "--output_dir", tmp_path / "out", "--vocab_size=200") == 0
+    counts = read_json(tmp_path / "out" / "prepared.json")["reading"]
+    assert counts["documents"] == 30 and "blocks_as_documents" not in counts
+    assert counts["sentences"] == (30 if kind == "lines of a log" else 60)
