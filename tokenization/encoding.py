@@ -62,7 +62,7 @@ def rules_for_training(tokenizer) -> str:
     A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
     """
     backend = tokenizer.backend_tokenizer.to_str()
-    parts, roles = json.loads(backend), set(tokenizer.special_tokens_map.values())
+    parts, roles = json.loads(backend), set(map(str, tokenizer.special_tokens_map.values()))
     others = [token for token in parts["added_tokens"] if token["special"] and token["content"] not in roles]
     for token in others:
         token["special"] = False
