@@ -121,6 +121,7 @@ def thrice(folder):
     return [each for each in json.loads((folder / "expected.json").read_text()).values() for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_without_the_package_gives_the_same_ids(saved, tmp_path):
     version, found = loaded_elsewhere(saved, tmp_path)
     assert version[0] != "4" and found == thrice(saved)
