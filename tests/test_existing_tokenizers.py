@@ -73,7 +73,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a folder of each of KINDS, and in `expected.json` its ids of the texts, and of a pair's segments."""
+    """A folder with a folder of each of KINDS; `expected.json` has its ids of the texts, and the segments of a pair."""
     folder = tmp_path_factory.mktemp("saved")
     expected = {}
     for name, make in KINDS.items():

@@ -315,7 +315,7 @@ def export_command(arguments) -> None:
     )
     if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
         print(
-            "transformers.js gives the second text of a pair its segment for a BertTokenizer alone: call this one with "
+            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
             "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
         )
     if page:
