@@ -73,7 +73,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a folder of each of KINDS; `expected.json` has its ids of the texts, and the segments of a pair."""
+    """A folder with a folder of each of KINDS; `expected.json` has its ids of the texts, and a pair's segments."""
     folder = tmp_path_factory.mktemp("saved")
     expected = {}
     for name, make in KINDS.items():
@@ -306,6 +306,13 @@ def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another
     assert marked.mask_token_id not in encode(["a [MASK] b"])[0]
     words = len(marked) - 4
     assert ordinary_ids(marked) == (5, words) and marked.convert_ids_to_tokens(words) == "[E1]"
+
+
+def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use():
+    rules = normalizers.Sequence([normalizers.Replace("a b", "c"), cased()])
+    tokenizer = general_tokenizer(backend(rules))
+    ids = SentenceEncoder(rules_for_training(tokenizer))(["x a b x"])[0].tolist()
+    assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
 
 
 def test_a_tokenizer_with_added_tokens_is_extended_only_without_them(marked):
