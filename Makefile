@@ -1,5 +1,5 @@
 # make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | types
-#      site | links | notebooks | browsers | dist | clean
+#      site | links | notebooks | browsers | dist | older | clean
 # Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
 # of `make release`: MODEL, the folder of each text that the model needs (BOOKS, ...), TASK (of a fine-tuning), and
 # FLAGS (such as --record).
@@ -21,7 +21,7 @@ NOTEBOOKS := 1-model 2-data 3-pretraining 4-tasks 5-inference
 # The texts of releases, in model_cards/texts.toml.
 TEXTS := BOOKS BLIMP FINETUNE
 
-.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks browsers dist clean
+.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks browsers dist older clean
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir
@@ -84,6 +84,10 @@ notebooks: .venv/with-tests
 browsers: .venv/with-tests
 	npm install --ignore-scripts --no-audit --no-fund --prefix build/js \
 	    @huggingface/transformers@$$($(BIN)/python -c 'from d2l_bert.page import TRANSFORMERS_JS as it; print(it)')
+
+# Transformers 4, for the tests of saved tokenizers.
+older: .venv/with-tests
+	$(BIN)/python -m pip install --quiet --upgrade --target build/transformers-4 'transformers>=4.57.6,<5'
 
 # An sdist and a wheel in dist/, with the version of the tag.
 dist: .venv/with-tests

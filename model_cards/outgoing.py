@@ -63,7 +63,8 @@ def outgoing(folder: Path, config: PublishConfig) -> tuple[dict[str, Path | byte
     The files to send.
 
     Some files differ from those in the folder: config.json gets `auto_map`, run_config.json loses its paths,
-    tokenizer_config.json gets names that Transformers 4 knows, and vocab.txt is added, which version 5 does not write.
+    tokenizer_config.json gets names that Transformers 4 knows, and a vocab.txt is added, which version 5 does not
+    write.
 
     Returns:
         Paths or contents by the name in the repository; and the tag of the commit, which depends on the contents only,

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.cache import fingerprint, write_once
 from d2l_bert.tokenization.processes import in_order
+from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE
 from d2l_bert.tokenization.text_store import TextStore
 from d2l_bert.tokenization.token_store import STORE_FORMAT, write_store
 from d2l_bert.tokenization.wordpiece import CONTINUATION
@@ -71,7 +72,7 @@ def rules_for_training(tokenizer) -> str:
     A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
     """
     backend = tokenizer.backend_tokenizer.to_str()
-    parts, roles = json.loads(backend), set(tokenizer.special_tokens_map.values())
+    parts, roles = json.loads(backend), set(map(str, tokenizer.special_tokens_map.values()))
     others = [token for token in parts["added_tokens"] if token["special"] and token["content"] not in roles]
     for token in others:
         token["special"] = False
@@ -127,6 +128,7 @@ class SentenceEncoder:
         added = self.backend.get_added_tokens_decoder().values()
         self.by_word = (
             _kinds(parts["normalizer"], "normalizers") in WORD_BY_WORD
+            and _replacements(parts["normalizer"]) <= {ZERO_WIDTH_SPACE, NO_CONTROLS}
             and _kinds(parts["pre_tokenizer"], "pretokenizers") in WORD_BY_WORD
             and not any(len(token.content.split()) > 1 for token in added)
         )
@@ -174,3 +176,8 @@ WORD_BY_WORD = {
 def _kinds(part, name):
     """The kinds of a tokenizer's normalizer or pre-tokenizer, in its JSON: one, or those in a sequence."""
     return tuple(each["type"] for each in part.get(name, [part])) if part else ()
+
+
+def _replacements(part):
+    """What the normalizers of a tokenizer, in its JSON, replace."""
+    return {each["pattern"].get("Regex") for each in part.get("normalizers", []) if each["type"] == "Replace"}

@@ -33,6 +33,9 @@ MOST_MIXED_CASE, MOST_CASE_PAIRS = 0.03, 0.1
 ZERO_WIDTH_SPACE = "\u200b"
 JOINERS = "\u200c\u200d"
 
+# What BERT's cleaning deletes, but for the joiners.
+NO_CONTROLS = rf"(?![\t\n\r{JOINERS}])[\p{{Cc}}\p{{Cf}}\p{{Co}}\uFFFD]"
+
 # Control characters that BERT's cleaning deletes, and `str.split` splits at.
 DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 
@@ -72,8 +75,8 @@ class Rules:
         replaced = []
         if self.zero_width_spaces:
             replaced.append((ZERO_WIDTH_SPACE, " "))
-        if self.keep_joiners:  # what BERT's cleaning deletes, but for the joiners
-            replaced.append((rf"(?![\t\n\r{JOINERS}])[\p{{Cc}}\p{{Cf}}\p{{Co}}\uFFFD]", ""))
+        if self.keep_joiners:
+            replaced.append((NO_CONTROLS, ""))
         of_bert = normalizers.BertNormalizer(
             clean_text=not self.keep_joiners, strip_accents=self.strip_accents, lowercase=self.lowercase
         )

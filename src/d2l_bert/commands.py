@@ -315,8 +315,8 @@ def export_command(arguments) -> None:
     )
     if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
         print(
-            "transformers.js gives the second text of a pair its segment for a BertTokenizer alone: call this one "
-            "with { text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
+            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
+            "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
         )
     if page:
         print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
