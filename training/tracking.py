@@ -54,7 +54,7 @@ def line_of(row: dict, total: int) -> str:
 
 
 def losses_of(row: dict) -> str:
-    """The losses in a row of kind `train`; "no loss" if all of its steps were left out."""
+    """The losses in a row of kind `train`; "no loss" if each of its steps was left out or had no token to predict."""
     if "loss" not in row:
         return "no loss"
     task = pair_task(row)
