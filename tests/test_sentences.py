@@ -43,11 +43,6 @@ def test_chinese_sentences_are_split():
     assert split.sentences == ["你好。", "我是学生。"]
 
 
-def test_sentences_of_an_unknown_language_end_as_in_english():
-    (split,) = split_sentences([Document("d", ["Mr. Smith came. He sat down!"])], None)
-    assert split.sentences == ["Mr. Smith came.", "He sat down!"]
-
-
 def test_nul_characters_pass_through():
     (split,) = split_sentences([Document("d", ["A nul\0 here. And\0."])])
     assert split.sentences == ["A nul\0 here.", "And\0."]

@@ -148,11 +148,9 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
     """Raise `UserError` if more of the text stands in `[UNK]` than `max_unknown_share`."""
     share = account["unknown_characters"] / max(account["characters"], 1)
     if share > run.max_unknown_share:
-        given = run.existing_tokenizer()
-        way_out = "raise vocab_size" if given is None else f"leave {given} out, to train a tokenizer on this text"
         raise UserError(
-            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; {way_out}, or allow it with "
-            f"max_unknown_share"
+            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this text, "
+            f"with a larger vocab_size if it was, or allow it with max_unknown_share"
         )
 
 
