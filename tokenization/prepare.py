@@ -149,8 +149,8 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
     share = account["unknown_characters"] / max(account["characters"], 1)
     if share > run.max_unknown_share:
         raise UserError(
-            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this text, "
-            f"with a larger vocab_size if it was, or allow it with max_unknown_share"
+            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this "
+            f"text, with a larger vocab_size if it was, or allow it with max_unknown_share"
         )
 
 
