@@ -223,6 +223,11 @@ def remarks(
         else "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
     )
     examples = "; ".join(" = ".join(pair) for pair in account["merged_examples"])
+    cause = "characters that show nothing are dropped, such as control characters: take them out of the text"
+    if account["unknown_characters"]:
+        cause = alphabet
+    if account["dropped_marks"]:
+        cause = strip
     digits = entries_with_digits(tokenizer) / len(tokenizer)
     wanted = SCRIPTS.get(contents.script, "").split()
     # A language without an entry in SCRIPTS is written in Latin letters.
@@ -237,9 +242,7 @@ def remarks(
             account["dropped_marks"] > MOST_MARKS * characters
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
-        f"more than case ({examples}); {strip if rules['strip_accents'] else alphabet}": (
-            account["merged_types"] > MOST_MERGED * account["word_types"]
-        ),
+        f"more than case ({examples}); {cause}": (account["merged_types"] > MOST_MERGED * account["word_types"]),
         "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
         "--unicode_normalization NFC makes them one": contents.mixed_forms > NOTICEABLE,
         f"case tells words apart ({contents.mixed_case:.0%} of the words mix it, {contents.case_pairs:.0%} of the "

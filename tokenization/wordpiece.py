@@ -23,17 +23,19 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
 
 
-# Characters that need at most this share of the vocabulary are all kept, however rare they are.
+# Shares of the vocabulary: all characters are kept that need no more entries than this, however rare they are, ...
 CHEAP_ALPHABET = 1 / 8
 
-# More characters are kept until this share of the text stands in words that the alphabet spells, ...
-SPELLED = 0.999
+# ... more are kept at the price of at most this share, ...
+LARGE_ALPHABET = 1 / 2
 
-# ... at the price of at most this share of the vocabulary, ...
-MOST_OF_VOCABULARY = 1 / 2
+# ... or of this, where too much of the text would be `[UNK]` else.
+LARGEST_ALPHABET = 3 / 4
 
-# ... or of more, where a larger share of the text would still be `[UNK]`.
-MOST_UNKNOWN = 0.01
+# Shares of the text in words with other characters: below the first no characters are added; below the second they
+# are not worth the largest alphabet (held-out text, which has characters of its own, then stays below 1 %); the third
+# is borne where the second cannot be had.
+FEW_UNKNOWN, MANY_UNKNOWN, MOST_UNKNOWN = 0.001, 0.008, 0.05
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -137,9 +139,10 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     """
     The characters that the vocabulary spells all words with: the most frequent ones.
 
-    All characters are kept where they need few entries (`CHEAP_ALPHABET`). Of more, the fewest are kept that spell
-    `SPELLED` of the text, in at most `MOST_OF_VOCABULARY`; if that leaves more than `MOST_UNKNOWN` of the text in
-    words with other characters, the fewest that do not. A character needs a second entry if it goes on a word.
+    All characters are kept where they need few entries (`CHEAP_ALPHABET`). Of more, the fewest are kept that leave
+    `FEW_UNKNOWN` of the text in words with other characters, in at most `LARGE_ALPHABET` of the vocabulary; if that
+    leaves more than `MANY_UNKNOWN`, the fewest that do not, in at most `LARGEST_ALPHABET`. A character needs a second
+    entry if it goes on a word.
 
     Args:
         words: how often each word occurs.
@@ -166,7 +169,9 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     def fewest(share):
         return int((unknown > share + 1e-12).sum())
 
-    size = max(min(max(most(CHEAP_ALPHABET), fewest(1 - SPELLED)), most(MOST_OF_VOCABULARY)), fewest(MOST_UNKNOWN))
+    size, needed = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET)), fewest(MANY_UNKNOWN)
+    if needed > size and (needed <= most(LARGEST_ALPHABET) or unknown[size] > MOST_UNKNOWN):
+        size = needed
     size = min(size, limit or len(ranked))
     if entries[size] > vocab_size:
         raise UserError(
