@@ -84,7 +84,10 @@ BROKEN = {
         "modeling_d2l_bert.py: differs from the file of the installed d2l-bert",
     ),
     "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "has no licence"),
-    "invalid YAML": (lambda f: change_card(f, "language: en", "language: [en"), "README.md: cannot be read"),
+    "invalid YAML": (
+        lambda f: change_card(f, "license: apache-2.0", "license: [apache-2.0"),
+        "README.md: cannot be read",
+    ),
     "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "has no licence"),
     "an unknown licence": (lambda f: change_card(f, "license: apache-2.0", "license: Apache 2"), "write apache-2.0"),
     "a better loss than was measured": (

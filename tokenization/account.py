@@ -13,6 +13,7 @@ from d2l_bert.tokenization.rules import (
     MOST_CASE_PAIRS,
     MOST_MIXED_CASE,
     NOTICEABLE,
+    ZERO_WIDTH_SPACE,
     Contents,
     count_characters,
     count_words,
@@ -142,6 +143,12 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     normalize = normalizer.normalize_str if normalizer else str
+    if normalize(ZERO_WIDTH_SPACE).isspace():  # to this tokenizer it ends a word
+        spaced = Counter()
+        for word, count in words.items():
+            for part in filter(None, word.split(ZERO_WIDTH_SPACE)):
+                spaced[part] += count
+        words = spaced
     characters = count_characters(words)
     marks, dropped, unknown = 0, 0, 0
     for character, count in characters.items():

@@ -24,7 +24,7 @@ CONTINUATION = "##"
 
 
 # Shares of the vocabulary: all characters are kept that need no more entries than this, however rare they are, ...
-CHEAP_ALPHABET = 1 / 8
+CHEAP_ALPHABET = 1 / 4
 
 # ... more are kept at the price of at most this share, ...
 LARGE_ALPHABET = 1 / 2

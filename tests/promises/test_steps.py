@@ -82,7 +82,7 @@ def test_rows_of_unknown_words_alone_are_trained_on_by_the_pair_task(model, text
             )
     sizes = [option for option in SMALL if "vocab" not in option and "batch" not in option]
     options = ["--corpus", tmp_path / "texts", "--tokenizer", model, *sizes, *NO_NOISE, "--pairing=sentences"]
-    options += ["--validation_corpus", texts]
+    options += ["--validation_corpus", texts, "--max_unknown_share=1"]
     splits = (["--micro_batch_size=16"], ["--micro_batch_size=1"], ["--packing=true"])
     (_, whole, _), (_, by_row, rows), (_, packed, _) = (
         gradient_of_first_step(
@@ -302,7 +302,7 @@ def test_an_unknown_word_is_seen_and_never_predicted_or_counted(tmp_path, maskin
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     text = (tmp_path / "text", tmp_path / "tokenizer", None)
     options = ["--mlm_probability=1", f"--masking={masking}", "--max_steps=3", "--eval_steps=3", "--packing=true"]
-    options += ["--validation_corpus", tmp_path / "text"]
+    options += ["--validation_corpus", tmp_path / "text", "--max_unknown_share=1"]
     trained, evaluated = batches_of(text, tmp_path / "out", "--global_batch_size=16", *options)
     evaluated = [batch for batch in evaluated if "labels" in batch][:-1]  # the last one is the example of the report
     counts, all_unknown, unknown = [], 0, tokenizer.unk_token_id
