@@ -85,7 +85,7 @@ BROKEN = {
     ),
     "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "has no licence"),
     "invalid YAML": (
-        lambda f: change_card(f, "license: apache-2.0", "license: [apache-2.0"),
+        lambda f: change_card(f, "license: apache", "license: [apache"),
         "README.md: cannot be read",
     ),
     "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "has no licence"),

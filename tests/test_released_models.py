@@ -83,7 +83,7 @@ def test_the_record_belongs_to_the_recipe_of_today(place, files):
     architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
     for field in dataclasses.fields(run):
         # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.
-        if field.metadata["identity"] and (value := getattr(run, field.name)) is not None:
+        if field.metadata["identity"] and (value := getattr(run, field.name)) not in (None, "auto"):
             assert record["run"][field.name] == value or field.name == "num_train_epochs", (field.name, way_out)
     for option in ("corpus", "validation_corpus"):
         paths = run.text_paths() if option == "corpus" else run.validation_corpus

@@ -229,7 +229,7 @@ def remarks(
         if is_given
         else "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
     )
-    examples = "; ".join(" = ".join(pair) for pair in account["merged_examples"])
+    examples = "; ".join(" = ".join(map(repr, pair)) for pair in account["merged_examples"])
     cause = "characters that show nothing are dropped, such as control characters: take them out of the text"
     if account["unknown_characters"]:
         cause = alphabet
