@@ -54,6 +54,48 @@ def test_the_tokenizer_is_stock_and_splits_as_wordpiece_is_defined(model, texts)
     assert tokenizer.tokenize(text) == expected
 
 
+# What lower-casing, stripping marks, WordPiece's 100 characters, or a small alphabet would lose.
+LETTERS = {
+    "vietnamese": ("Ma má mà mả mã mạ.", "Bạn bán bàn này rồi."),
+    "khmer": ("ខ្ញុំ\u200bទៅ\u200bផ្សារ។", "គាត់\u200bអាន\u200bសៀវភៅ។"),
+    "persian": ("می\u200cخواهم کتاب\u200cها را.", "نمی\u200cدانم."),
+    "dna": ("ACGTTGCA" * 40, "GATTACAG" * 30),
+    "chinese": ("".join(map(chr, range(0x4E00, 0x4E00 + 1500))), "人山人海"),
+}
+
+
+@pytest.mark.parametrize("kind", LETTERS)
+def test_what_is_read_is_what_is_trained_on(kind, tmp_path):
+    """By default every character of a text, in lower case, is in the tokens of a step, and no token is [UNK]."""
+    lines = [line for line in LETTERS[kind] for _ in range(20)]
+    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    sizes = [option for option in SMALL if "vocab_size" not in option]
+    words = ["pretrain", "--corpus", tmp_path / "text.txt", "--output_dir", tmp_path / "run", "--max_steps=8"]
+    with watched(D2lBertForMaskedLM) as (trained, _):
+        assert command(*words, *sizes, "--objective=none", "--global_batch_size=64", "--license=mit") == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    seen = {letter for batch in trained for id in whole_ids(batch).unique() for letter in decoded(tokenizer, id)}
+    assert set("".join(lines).lower()) - seen <= {" ", "\u200b"}
+    assert tokenizer.unk_token_id not in torch.cat([whole_ids(batch).flatten() for batch in trained])
+    said = read_json(tmp_path / "run" / "run_config.json")["data"]["account"]
+    assert said["unknown_characters"] == said["dropped_marks"] == said["merged_types"] == 0
+
+
+def decoded(tokenizer, token_id):
+    return tokenizer.convert_ids_to_tokens(int(token_id)).replace("##", "")
+
+
+def test_what_a_tokenizer_loses_is_said(texts, model, tmp_path, capsys):
+    """The books' tokenizer knows none of these words; they are counted by hand, and nothing is trained."""
+    (tmp_path / "text.txt").write_text("Ωμέγα Δέλτα. Anna met Ωμέγα.\n" * 30, encoding="utf-8")
+    words = ["--corpus", tmp_path / "text.txt", "--tokenizer", model, "--output_dir", tmp_path / "out"]
+    assert command("pretrain", *words, "--max_steps=3", "--license=mit") == 2
+    assert "62.5% of the characters stand in [UNK]" in capsys.readouterr().err  # 15 of 24 in each line
+    assert not (tmp_path / "out").exists()
+    assert command("prepare", *words, "--max_unknown_share=1") == 0
+    assert "dropped are" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_tokenizer_loads_without_the_package(model):
     code = f"""
