@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, 
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.cli import main
-from d2l_bert.tokenization.encoding import SentenceEncoder, rules_for_training
+from d2l_bert.tokenization.encoding import SentenceEncoder, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,
@@ -300,7 +300,7 @@ def marked(request, tmp_path):
 
 def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another(marked):
     texts = ["a [E1] b[/E1] c", "<w>d two words [E1]", "no more"]
-    encode = SentenceEncoder(rules_for_training(marked))
+    encode = SentenceEncoder(text_backend(marked))
     for text in texts:
         assert encode([text])[0].tolist() == marked(text, add_special_tokens=False)["input_ids"]
     assert marked.mask_token_id not in encode(["a [MASK] b"])[0]
@@ -311,7 +311,7 @@ def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another
 def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use():
     rules = normalizers.Sequence([normalizers.Replace("a b", "c"), cased()])
     tokenizer = general_tokenizer(backend(rules))
-    ids = SentenceEncoder(rules_for_training(tokenizer))(["x a b x"])[0].tolist()
+    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
     assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
 
 

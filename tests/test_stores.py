@@ -143,7 +143,7 @@ RULES = [
     {"lowercase": False},
     {"strip_accents": True, "individual_digits": True},
     {"zero_width_spaces": True, "keep_joiners": True, "cut_long_words": True, "individual_digits": True},
-    {"zero_width_spaces": True, "pre_tokenizer": "kmers:3"},
+    {"zero_width_spaces": True, "pre_tokenizer": "kmers:3", "unicode_normalization": "NFKC"},
 ]
 
 

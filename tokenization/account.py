@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.tokenization.encoding import WordUnit, rules_for_training
+from d2l_bert.tokenization.encoding import WordUnit, text_backend
 from d2l_bert.tokenization.rules import (
     MOST_CASE_PAIRS,
     MOST_MIXED_CASE,
@@ -26,7 +26,7 @@ WORDS_AT_ONCE = 10_000
 
 # Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK], of marks dropped
 # beside all characters, of word types that became equal to another, and of vocabulary entries with a digit.
-MOST_UNKNOWN, MOST_MARKS, MOST_MERGED, MOST_DIGITS = 0.01, 0.005, 0.01, 0.25
+REMARKED_UNKNOWN, REMARKED_MARKS, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
 
 # The scripts of languages that are not written in Latin letters, as `unicodedata.name` begins.
 SCRIPTS = {
@@ -58,6 +58,9 @@ SCRIPTS = {
     "TIBETAN": "bo dz",
 }
 
+# Languages of other scripts that are also written in Latin letters.
+LATIN_TOO = {"kk", "mn", "sr", "tg", "tt", "ug"}
+
 
 def unknown_characters(tokenizer: PreTrainedTokenizerBase, words: Counter) -> tuple[int, int]:
     """
@@ -78,7 +81,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> f
 
 def encodings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[str, Encoding]]:
     """Yield each word with its encoding, without special tokens."""
-    backend = Tokenizer.from_str(rules_for_training(tokenizer))
+    backend = Tokenizer.from_str(text_backend(tokenizer))
     backend.encode_special_tokens = True  # a "[MASK]" in a text is text
     backend.no_truncation()
     backend.no_padding()
@@ -202,9 +205,9 @@ def account_line(account: dict) -> str:
     characters, types = max(account["characters"], 1), max(account["word_types"], 1)
     return (
         f"of {account['characters']:,} characters: {account['unknown_characters'] / characters:.2%} stand in [UNK]; "
-        f"dropped are {account['dropped_marks']:,} marks and {account['dropped_characters']:,} control characters; "
-        f"of {account['word_types']:,} word types {account['merged_types'] / types:.2%} became equal to another that "
-        f"differs by more than case"
+        f"dropped are {account['dropped_marks']:,} marks and {account['dropped_characters']:,} characters that show "
+        f"nothing; of {account['word_types']:,} word types {account['merged_types'] / types:.2%} became equal to "
+        f"another that differs by more than case"
     )
 
 
@@ -220,7 +223,7 @@ def remarks(
         is_given: whether the tokenizer existed before.
         language: the option.
     """
-    rules, characters = case_and_marks(tokenizer), max(account["characters"], 1)
+    drops, characters = case_and_marks(tokenizer), max(account["characters"], 1)
     other = "another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
     strip = f"give {other}" if is_given else "--strip_accents false keeps them"
     case = f"give {other}" if is_given else "--lowercase false keeps it"
@@ -230,11 +233,9 @@ def remarks(
         else "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
     )
     examples = "; ".join(" = ".join(map(repr, pair)) for pair in account["merged_examples"])
-    cause = "characters that show nothing are dropped, such as control characters: take them out of the text"
-    if account["unknown_characters"]:
-        cause = alphabet
-    if account["dropped_marks"]:
-        cause = strip
+    invisible = "characters that show nothing are dropped, such as control characters: take them out of the text"
+    counts = [account[key] for key in ("dropped_characters", "unknown_characters", "dropped_marks")]
+    cause = (invisible, alphabet, strip)[counts.index(max(counts))]
     digits = entries_with_digits(tokenizer) / len(tokenizer)
     wanted = SCRIPTS.get(contents.script, "").split()
     # A language without an entry in SCRIPTS is written in Latin letters.
@@ -243,26 +244,26 @@ def remarks(
     is_turkish = contents.dotless > NOTICEABLE or code in ("tr", "az")
     lines = {
         f"{account['unknown_characters'] / characters:.1%} of the characters stand in [UNK]; {alphabet}": (
-            account["unknown_characters"] > MOST_UNKNOWN * characters
+            account["unknown_characters"] > REMARKED_UNKNOWN * characters
         ),
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
-            account["dropped_marks"] > MOST_MARKS * characters
+            account["dropped_marks"] > REMARKED_MARKS * characters
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
-        f"more than case ({examples}); {cause}": (account["merged_types"] > MOST_MERGED * account["word_types"]),
+        f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
         "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
         "--unicode_normalization NFC makes them one": contents.mixed_forms > NOTICEABLE,
         f"case tells words apart ({contents.mixed_case:.0%} of the words mix it, {contents.case_pairs:.0%} of the "
-        f"word types differ in it alone), and the tokenizer drops it; {case}": rules["lowercase"]
+        f"word types differ in it alone), and the tokenizer drops it; {case}": drops["lowercase"]
         and (contents.mixed_case > MOST_MIXED_CASE or contents.case_pairs > MOST_CASE_PAIRS),
         f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "
-        f"{case}": rules["lowercase"] and is_turkish,
+        f"{case}": drops["lowercase"] and is_turkish,
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (
-            digits > MOST_DIGITS and not is_given
+            digits > REMARKED_DIGITS and not is_given
         ),
         f"most letters are {contents.script.capitalize()}, and sentences are split as in language {code!r}"
         f"{'' if language else ', the default'}; name the text's own with --language": (
-            code not in wanted if wanted else contents.script == "LATIN" and code in known
+            code not in wanted if wanted else contents.script == "LATIN" and code in known - LATIN_TOO
         ),
     }
     return [line for line, holds in lines.items() if holds]

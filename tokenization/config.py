@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, option
-from d2l_bert.tokenization.rules import PRE_TOKENIZER
+from d2l_bert.tokenization.rules import Rules
 
 
 @dataclass(kw_only=True)
@@ -166,15 +166,13 @@ class TextConfig(SourceConfig):
     )
 
     def contradictions(self) -> dict[str, object]:
-        """As in `Options`."""
+        """As in `Options`. Raises `UserError` itself for a `pre_tokenizer` that there is not."""
+        Rules(pre_tokenizer=self.pre_tokenizer)
         return {
             **super().contradictions(),
             "corpus names no text; give files, folders or python-docs": not self.text_paths() and not self.dataset,
             "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one": (
                 self.extend_vocab and self.existing_tokenizer() is None
-            ),
-            f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 99, got {self.pre_tokenizer!r}": (
-                not PRE_TOKENIZER.fullmatch(self.pre_tokenizer)
             ),
         }
 
@@ -207,6 +205,9 @@ def dataset_and_config(dataset: str, default: str | None = None) -> tuple[str, s
         raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {dataset}")
     return name, config
 
+
+# Options that a prepared folder leaves open: the others are fixed by it.
+NOT_PREPARED = ("corpus", "max_unknown_share", "text_column", "preprocessing_num_workers")
 
 # Options for training a tokenizer: refused together with an existing tokenizer.
 TOKENIZER_TRAINING_OPTIONS = (

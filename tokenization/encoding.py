@@ -50,7 +50,7 @@ def prepare_tokens(
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be
             started.
     """
-    backend, versions = rules_for_training(tokenizer), [importlib.metadata.version("tokenizers")]
+    backend, versions = text_backend(tokenizer), [importlib.metadata.version("tokenizers")]
     identity = [ENCODING_FORMAT, STORE_FORMAT, versions, text.folder.name, backend, word_unit]
     path = folder / f"tokens-{fingerprint(identity)}"
     if not path.exists():
@@ -65,7 +65,7 @@ def prepare_tokens(
     return path
 
 
-def rules_for_training(tokenizer) -> str:
+def text_backend(tokenizer) -> str:
     """
     The JSON of a tokenizer for `SentenceEncoder`: only the tokens with a role, such as [MASK], are special.
 
@@ -126,11 +126,8 @@ class SentenceEncoder:
         self.backend.no_padding()
         parts = json.loads(backend)
         added = self.backend.get_added_tokens_decoder().values()
-        self.by_word = (
-            _kinds(parts["normalizer"], "normalizers") in WORD_BY_WORD
-            and _replacements(parts["normalizer"]) <= {ZERO_WIDTH_SPACE, NO_CONTROLS}
-            and _kinds(parts["pre_tokenizer"], "pretokenizers") in WORD_BY_WORD
-            and not any(len(token.content.split()) > 1 for token in added)
+        self.by_word = _is_word_by_word(parts["normalizer"] or {}, parts["pre_tokenizer"] or {}) and not any(
+            len(token.content.split()) > 1 for token in added
         )
         self.begins_word = None
         if word_unit == "tokenizer":
@@ -163,21 +160,19 @@ class SentenceEncoder:
         if self.begins_word is None:
             return ids, lengths, np.array(list(map(len, words)), dtype=np.int64)
         words_before = np.append(0, np.cumsum(self.begins_word[ids]))
-        return ids, lengths, np.diff(words_before[np.append(0, ends)])
+        return ids, lengths, np.diff(words_before[[0, *ends]])
 
 
-# The parts of a tokenizer that treat each word between spaces separately: BERT's own, and those of `Rules`.
-WORD_BY_WORD = {
-    *[("BertNormalizer",), ("Replace", "BertNormalizer"), ("Replace", "Replace", "BertNormalizer")],
-    *[("BertPreTokenizer",), ("BertPreTokenizer", "Split"), ("BertPreTokenizer", "Split", "Split")],
-}
-
-
-def _kinds(part, name):
-    """The kinds of a tokenizer's normalizer or pre-tokenizer, in its JSON: one, or those in a sequence."""
-    return tuple(each["type"] for each in part.get(name, [part])) if part else ()
-
-
-def _replacements(part):
-    """What the normalizers of a tokenizer, in its JSON, replace."""
-    return {each["pattern"].get("Regex") for each in part.get("normalizers", []) if each["type"] == "Replace"}
+def _is_word_by_word(normalizer, pre_tokenizer):
+    """Whether a tokenizer, in its JSON, treats each word between spaces by itself: as BERT's do, and as `Rules` do."""
+    steps = normalizer.get("normalizers", [normalizer])
+    kinds = [step.get("type") for step in steps]
+    replaced = {step["pattern"].get("Regex") for step in steps if step.get("type") == "Replace"}
+    splits = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
+    return (
+        kinds[-1] == "BertNormalizer"
+        and {*kinds[:-1]} <= {"NFC", "NFKC", "Replace"}
+        and replaced <= {ZERO_WIDTH_SPACE, NO_CONTROLS}
+        and splits[0] == "BertPreTokenizer"
+        and {*splits[1:]} <= {"Split"}
+    )

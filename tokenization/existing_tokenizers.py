@@ -2,6 +2,7 @@
 
 import logging
 import re
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -177,7 +178,12 @@ def _read_vocabulary(file):
     )
     has_capitals = any(piece != piece.lower() for piece in pieces if not re.fullmatch(r"\[.+\]", piece))
     logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}")
-    return BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, do_lower_case=not has_capitals)
+    has_marks = any(unicodedata.category(letter) == "Mn" for letter in unicodedata.normalize("NFD", "".join(pieces)))
+    return BertTokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        do_lower_case=not has_capitals,
+        strip_accents=False if has_marks else None,
+    )
 
 
 def _read_rules(file):

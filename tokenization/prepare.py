@@ -1,5 +1,6 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
@@ -18,7 +19,7 @@ from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
-    MOST_UNKNOWN,
+    REMARKED_UNKNOWN,
     account_line,
     account_of,
     case_and_marks,
@@ -28,7 +29,7 @@ from d2l_bert.tokenization.account import (
 )
 from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
-from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens
+from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
 from d2l_bert.tokenization.rules import Contents, Rules, choose_rules, count_words
@@ -66,22 +67,24 @@ def prepare(run: TextConfig) -> PreparedText:
             trained or extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
             written; or a process was killed or could not be started.
     """
-    validation = open_sources(
-        run.validation_corpus,
-        [dataset_and_config(dataset) for dataset in run.validation_dataset],
-        run.validation_split,
-        run,
-        None,
-        ("--validation_corpus", "--validation_split"),
-    )
+    has_validation = bool(run.validation_corpus or run.validation_dataset)
     if prepared_folder.corpus_is_prepared(run):
         prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
-        prepared.held_out = prepared.held_out[: 0 if validation else None]
+        prepared.held_out = prepared.held_out[: 0 if has_validation else None]
         with explained(prepared.corpus_name, "", UserError):
             check_unknown_share(prepared.account, run)
+        run = dataclasses.replace(run, documents=prepared.token_options["documents"])
     else:
-        prepared = _from_text(run, bool(validation))
-    if validation:
+        prepared = _from_text(run, has_validation)
+    if has_validation:
+        validation = open_sources(
+            run.validation_corpus,
+            [dataset_and_config(dataset) for dataset in run.validation_dataset],
+            run.validation_split,
+            run,
+            None,
+            ("--validation_corpus", "--validation_split"),
+        )
         _add_validation(prepared, validation, run)
     logger.info(prepared.summary())
     return prepared
@@ -113,6 +116,8 @@ def _from_text(run, has_validation):
     word_unit = "white space" if contents.has_white_space_words() else "tokenizer"
     folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes(), word_unit)
     tokens = TokenizedCorpus(folder)
+    if len(empty := tokens.stores[0].empty_documents):
+        logger.warning(f"{corpus_name}: {len(empty):,} documents without a token are left out")
     facts = {
         "class": type(tokenizer).__name__,
         **case_and_marks(tokenizer),
@@ -122,7 +127,7 @@ def _from_text(run, has_validation):
     if not has_validation:
         facts |= describe_tokenizer(tokenizer, SentenceSample(text, held_out), word_unit)
     held_out = documents_with_tokens(held_out, tokens)
-    source_ends = np.array(text.source_ends) - np.searchsorted(tokens.stores[0].empty_documents, text.source_ends)
+    source_ends = np.array(text.source_ends) - np.searchsorted(empty, text.source_ends)
     if len(tokens) - len(held_out) < 2 or (len(held_out) < 2 and not has_validation):
         raise UserError(f"{corpus_name}: too few documents hold a token that the tokenizer knows; give more text")
     options = run.token_options()
@@ -182,10 +187,8 @@ def _add_validation(prepared, sources, run):
         )
     in_both = int(np.any([np.isin(text.text_hashes, hashes) for hashes in prepared.text_hashes], axis=0).sum())
     prepared.validation = ValidationText(name, tokens, len(text.text_hashes), in_both)
-    if "words" not in prepared.tokenizer_report:
-        prepared.tokenizer_report |= describe_tokenizer(
-            prepared.tokenizer, SentenceSample(text, np.arange(min(len(text), DESCRIBED_SENTENCES))), word_unit
-        )
+    sample = SentenceSample(text, np.arange(min(len(text), DESCRIBED_SENTENCES)))
+    prepared.tokenizer_report |= describe_tokenizer(prepared.tokenizer, sample, word_unit)
     if in_both:
         logger.warning(
             f"validation text {name}: {in_both:,} of its {len(text.text_hashes):,} files and rows stand in the "
@@ -201,7 +204,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: SentenceSa
         f"tokenizer, on {report['words']:,} held-out words{unit}: {report['pieces_per_word']:.2f} pieces a word, "
         f"{report['unknown_share']:.2%} of the characters in [UNK]"
     )
-    if report["unknown_share"] > MOST_UNKNOWN:
+    if report["unknown_share"] > REMARKED_UNKNOWN:
         logger.warning(
             "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
             "give more text, so that the tokenizer is trained on them"
@@ -295,7 +298,13 @@ def train_or_load_tokenizer(
         share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
         start = time.monotonic()
-        of_rules = (run.lowercase, run.strip_accents, run.pre_tokenizer, run.individual_digits)
+        of_rules = (
+            run.lowercase,
+            run.strip_accents,
+            run.pre_tokenizer,
+            run.individual_digits,
+            run.unicode_normalization,
+        )
         rules = choose_rules(Contents.of(words()), *of_rules)
         tokenizer = train_on_words(words(), rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
         logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
@@ -315,7 +324,7 @@ def take_account(
     tokenizer: PreTrainedTokenizerBase, sample: SentenceSample, words: Callable[[], Counter], cache: Path
 ) -> tuple[dict, Contents]:
     """The account of the sample (`account_of`), and what the sample is made of; from the cache if they are there."""
-    backend = tokenizer.backend_tokenizer.to_str()
+    backend = text_backend(tokenizer)
     versions = [importlib.metadata.version("tokenizers"), unicodedata.unidata_version]
     path = cache / f"account-{fingerprint(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
 

@@ -11,16 +11,17 @@ from typing import Literal
 import numpy as np
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from d2l_bert.errors import UserError
+
 
 # WordPiece reads a word of more characters as `[UNK]` (`max_input_chars_per_word` in BERT's code).
 LONGEST_WORD = 100
 
-# What is rarer is passed over: a stray blob or emoji must not decide how a whole text is read. A share of the letters,
-# the words or the characters.
+# Smaller shares, of the letters, the words or the characters, change no rule: one stray emoji decides nothing.
 NOTICEABLE = 0.001
 
 # Scripts that write no space between words, as `unicodedata.name` begins.
-SPACELESS = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"}
+SPACELESS = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE"}
 
 # Of the characters of a text, in `SPACELESS` scripts or in words over `LONGEST_WORD`: with more, white space does not
 # say what a word is.
@@ -54,8 +55,12 @@ class Rules:
             characters; `kmers:6` also into pieces of six characters that do not overlap.
         individual_digits: every digit is a word.
         zero_width_spaces: U+200B ends a word; else it is deleted, as in BERT.
-        keep_joiners: U+200C and U+200D stay; else they are deleted, as in BERT.
+        keep_joiners: the zero-width non-joiner (U+200C) and joiner (U+200D) stay; else they are deleted, as in BERT.
         cut_long_words: words over `LONGEST_WORD` characters are cut into pieces of this length; else they are `[UNK]`.
+        unicode_normalization: `NFC`, `NFKC` or `none`, before all else.
+
+    Raises:
+        UserError: `pre_tokenizer` is none of these.
     """
 
     lowercase: bool = True
@@ -65,24 +70,29 @@ class Rules:
     zero_width_spaces: bool = False
     keep_joiners: bool = False
     cut_long_words: bool = False
+    unicode_normalization: str = "none"
 
-    def are_bert(self) -> bool:
+    def __post_init__(self):
+        if not PRE_TOKENIZER.fullmatch(self.pre_tokenizer):
+            raise UserError(
+                f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 99, got {self.pre_tokenizer!r}"
+            )
+
+    def is_bert(self) -> bool:
         """Whether a `BertTokenizer` has these rules: whether they are BERT's own, but for case and accents."""
         return self == Rules(lowercase=self.lowercase, strip_accents=self.strip_accents)
 
     def normalizer(self) -> normalizers.Normalizer:
         """The rules' normalizer."""
-        replaced = []
+        parts = [] if self.unicode_normalization == "none" else [getattr(normalizers, self.unicode_normalization)()]
         if self.zero_width_spaces:
-            replaced.append((ZERO_WIDTH_SPACE, " "))
+            parts.append(normalizers.Replace(Regex(ZERO_WIDTH_SPACE), " "))
         if self.keep_joiners:
-            replaced.append((NO_CONTROLS, ""))
+            parts.append(normalizers.Replace(Regex(NO_CONTROLS), ""))
         of_bert = normalizers.BertNormalizer(
             clean_text=not self.keep_joiners, strip_accents=self.strip_accents, lowercase=self.lowercase
         )
-        if not replaced:
-            return of_bert
-        return normalizers.Sequence([*(normalizers.Replace(Regex(old), new) for old, new in replaced), of_bert])
+        return normalizers.Sequence([*parts, of_bert]) if parts else of_bert
 
     def splitter(self) -> pre_tokenizers.PreTokenizer:
         """The rules' pre-tokenizer."""
@@ -108,7 +118,8 @@ class Rules:
             "single digits": self.individual_digits,
             "U+200B ends a word": self.zero_width_spaces,
             "joiners kept": self.keep_joiners,
-            f"words over {LONGEST_WORD} characters cut": self.cut_long_words and self.pre_tokenizer == "bert",
+            f"words over {LONGEST_WORD} characters cut": self.cut_long_words,
+            self.unicode_normalization: self.unicode_normalization != "none",
         }
         return ", ".join(part for part, holds in parts.items() if part and holds)
 
@@ -256,6 +267,7 @@ def choose_rules(
     strip_accents: bool | Literal["auto"] = "auto",
     pre_tokenizer: str = "bert",
     individual_digits: bool = False,
+    unicode_normalization: str = "none",
 ) -> Rules:
     """
     The rules for a text: as the options say, and else as the text needs them.
@@ -269,6 +281,7 @@ def choose_rules(
         strip_accents=lowercase and not has_marks if strip_accents == "auto" else strip_accents,
         pre_tokenizer=pre_tokenizer,
         individual_digits=individual_digits,
+        unicode_normalization=unicode_normalization,
         zero_width_spaces=contents.zero_width_spaces > NOTICEABLE,
         keep_joiners=contents.joiners > NOTICEABLE,
         cut_long_words=pre_tokenizer == "bert" and contents.long_words > NOTICEABLE,

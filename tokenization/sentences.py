@@ -65,6 +65,10 @@ def _hashed(paragraphs, are_rows, write):
 # Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
 LONGEST_SENTENCE = 1000
 
+# Characters of a piece that is cut where there is no space: a multiple of the pieces that `Rules` cut words into, 100
+# characters and k-mers of 1 to 6, so that a long word has the same ids in training as in use.
+LONGEST_PIECE = 600
+
 # A block ends with the first paragraph that brings it to this many sentences, or at twice as many.
 BLOCK_SENTENCES = 64
 
@@ -196,7 +200,7 @@ def _cut(sentence):
     start = 0
     while len(sentence) - start > LONGEST_SENTENCE:
         end = sentence.rfind(" ", start + 1, start + LONGEST_SENTENCE)
-        end = start + LONGEST_SENTENCE if end < 0 else end
+        end = start + LONGEST_PIECE if end < 0 else end
         yield sentence[start:end]
         start = end + (sentence[end] == " ")
     if start < len(sentence):

@@ -33,8 +33,8 @@ LARGE_ALPHABET = 1 / 2
 LARGEST_ALPHABET = 3 / 4
 
 # Shares of the text in words with other characters: below the first no characters are added; below the second they
-# are not worth the largest alphabet (held-out text, which has characters of its own, then stays below 1 %); the third
-# is borne where the second cannot be had.
+# are not worth the largest alphabet (held-out text, which has characters of its own, then stays below 1 %). The third
+# is accepted where the second needs more than the largest alphabet.
 FEW_UNKNOWN, MANY_UNKNOWN, MOST_UNKNOWN = 0.001, 0.008, 0.05
 
 
@@ -170,8 +170,9 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
         return int((unknown > share + 1e-12).sum())
 
     size, needed = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET)), fewest(MANY_UNKNOWN)
-    if needed > size and (needed <= most(LARGEST_ALPHABET) or unknown[size] > MOST_UNKNOWN):
-        size = needed
+    if needed > size:
+        acceptable = [size, min(needed, most(LARGEST_ALPHABET))] if needed > most(LARGEST_ALPHABET) else []
+        size = next((chosen for chosen in acceptable if unknown[chosen] <= MOST_UNKNOWN), needed)
     size = min(size, limit or len(ranked))
     if entries[size] > vocab_size:
         raise UserError(
@@ -205,7 +206,7 @@ def make_tokenizer(
     the general class, which reads them from tokenizer.json.
     """
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    if rules.are_bert():
+    if rules.is_bert():
         return BertTokenizer(
             vocab=vocabulary,
             do_lower_case=rules.lowercase,
@@ -280,11 +281,13 @@ def extend_wordpiece(
     savings = {}
     for word, occurrences in words_as_split(tokenizer, texts).items():
         # A longer word would still be [UNK].
-        if occurrences >= min_frequency and len(word) <= backend.model.max_input_chars_per_word:
+        if occurrences >= min_frequency and 0 < len(word) <= backend.model.max_input_chars_per_word:
             pieces = backend.model.tokenize(word)
             is_unknown = pieces[0].value == backend.model.unk_token
             savings[word] = occurrences * max(len(word) - 1, 1) if is_unknown else occurrences * (len(pieces) - 1)
-    best = sorted((word for word in savings if savings[word]), key=lambda word: (-savings[word], word))[:count]
+    best = sorted(
+        (word for word in savings if savings[word] and word not in vocabulary), key=lambda word: (-savings[word], word)
+    )[:count]
     extended = copy.deepcopy(tokenizer)
     extended.backend_tokenizer.model = models.WordPiece(
         vocabulary | {word: index for index, word in enumerate(best, len(tokenizer))},
@@ -371,6 +374,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
+    if not getattr(normalizer, "handle_chinese_chars", True):
+        settings["handle_chinese_chars"] = False
     content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]
     if not isinstance(tokenizer, BertTokenizer):
         content.append(rules_of(tokenizer.backend_tokenizer))

@@ -49,7 +49,7 @@ class BatchMaker:
     """
     Turns pairs into the model's arguments: reads their tokens, adds special tokens, masks, and pads or packs rows.
 
-    `[UNK]` stays in the input and is never predicted: it says of no word which one it is, and is easy to guess.
+    `[UNK]` stays in the input and is never predicted: it hides which word it was, so predicting it teaches nothing.
 
     Args:
         tokens: the corpus of the pairs.

@@ -232,7 +232,7 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
     )
     return f"""
 What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
-({data["tokenizer"]["unknown_share"]:.1%} of the text is [UNK]):
+({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]):
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
 accuracy {metrics["eval_mlm_accuracy"]:.1%}{pair_line}
   trained in {metrics["train_seconds"]:.0f} s at {speed}, \

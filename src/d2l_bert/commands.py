@@ -22,7 +22,7 @@ from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.page import TASKS as PAGE_TASKS
 from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
-from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.config import NOT_PREPARED, TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import (
@@ -95,7 +95,7 @@ def resolve_pretrain(arguments) -> tuple:
     }
     cases |= {
         f"{field.name} is fixed by the prepared folder {prepared}; leave {field.name} out, or prepare the text "
-        f"again": prepared and field.name in given and field.name not in ("corpus", "max_unknown_share")
+        f"again": prepared and field.name in given and field.name not in NOT_PREPARED
         for field in dataclasses.fields(TextConfig)
     }
     refuse_first(cases)
