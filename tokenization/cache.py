@@ -54,6 +54,8 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: the cache cannot be written.
     """
+    if path.exists():
+        return
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -66,6 +68,21 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
             if not path.exists():  # else another process wrote the folder while this one waited for the lock
                 with folders.atomic_folder(path, ANOTHER_CACHE) as partial:
                     write(partial)
+
+
+def cached_json(path: Path, label: str, compute: Callable[[], object]):
+    """
+    What `compute` returns, as JSON keeps it; computed once, and then read from a folder of the cache.
+
+    Args:
+        path, label: as in `write_once`.
+
+    Raises:
+        UserError: the cache cannot be written, or is damaged.
+    """
+    write_once(path, label, lambda partial: (partial / "content.json").write_text(json.dumps(compute())))
+    with reading_cache(path):
+        return json.loads((path / "content.json").read_text())
 
 
 def reading_cache(folder: Path) -> AbstractContextManager:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import json
 import logging
 import time
 import unicodedata
@@ -27,7 +26,7 @@ from d2l_bert.tokenization.account import (
     entries_with_digits,
     remarks,
 )
-from d2l_bert.tokenization.cache import cache_folder, fingerprint, reading_cache, write_once
+from d2l_bert.tokenization.cache import cache_folder, cached_json, fingerprint
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
@@ -294,28 +293,18 @@ def train_or_load_tokenizer(
     inputs = [TOKENIZER_FORMAT, importlib.metadata.version("tokenizers"), sample.identity(), options]
     path = cache / f"tokenizer-{fingerprint(inputs)}"
 
-    def write(partial):
+    def train():
         share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
         start = time.monotonic()
-        of_rules = (
-            run.lowercase,
-            run.strip_accents,
-            run.pre_tokenizer,
-            run.individual_digits,
-            run.unicode_normalization,
-        )
-        rules = choose_rules(Contents.of(words()), *of_rules)
+        names = ("lowercase", "strip_accents", "pre_tokenizer", "individual_digits", "unicode_normalization")
+        rules = choose_rules(Contents.of(words()), **{name: getattr(run, name) for name in names})
         tokenizer = train_on_words(words(), rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
         logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
-        content = {"rules": vars(rules), "pieces": tokenizer.convert_ids_to_tokens(range(len(tokenizer)))}
-        (partial / "tokenizer.json").write_text(json.dumps(content))
+        return {"rules": vars(rules), "pieces": tokenizer.convert_ids_to_tokens(range(len(tokenizer)))}
 
-    if not path.exists():
-        write_once(path, "training a tokenizer", write)
-    with reading_cache(path):
-        content = json.loads((path / "tokenizer.json").read_text())
-        rules = Rules(**content["rules"])
+    content = cached_json(path, "training a tokenizer", train)
+    rules = Rules(**content["rules"])
     logger.info(f"tokenizer: {rules}; {len(content['pieces']):,} entries")
     return make_tokenizer(content["pieces"], rules)
 
@@ -328,15 +317,11 @@ def take_account(
     versions = [importlib.metadata.version("tokenizers"), unicodedata.unidata_version]
     path = cache / f"account-{fingerprint(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
 
-    def write(partial):
-        content = {"account": account_of(words(), tokenizer), "contents": vars(Contents.of(words()))}
-        (partial / "account.json").write_text(json.dumps(content))
+    def take():
+        return {"account": account_of(words(), tokenizer), "contents": vars(Contents.of(words()))}
 
-    if not path.exists():
-        write_once(path, "taking account of the text", write)
-    with reading_cache(path):
-        content = json.loads((path / "account.json").read_text())
-        return content["account"], Contents(**content["contents"])
+    content = cached_json(path, "taking account of the text", take)
+    return content["account"], Contents(**content["contents"])
 
 
 def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, sample, run: TextConfig) -> PreTrainedTokenizerBase:

@@ -81,8 +81,7 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
             reading["blocks_as_documents"] = len(ends)
         (partial / "counts.json").write_text(json.dumps({"reading": reading, "source_ends": source_ends}))
 
-    if not path.exists():
-        write_once(path, f"reading {name}", write)
+    write_once(path, f"reading {name}", write)
     return path
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -89,7 +89,8 @@ def train_on_words(
     model_max_length: int = 512,
 ) -> BertTokenizer | PreTrainedTokenizerFast:
     """As `train_wordpiece`, on words that are separated by white space (`count_words`), with given rules."""
-    words = _split(words, rules)
+    split = split_words(words, rules.normalizer().normalize_str, rules.splitter().pre_tokenize_str)
+    words = {word: count for word, count in split.items() if len(word) <= LONGEST_WORD}  # a longer one is [UNK]
     alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
     # A word with another character will be [UNK]: what it is made of teaches nothing.
     words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
@@ -122,17 +123,6 @@ def _repeated(words):
     for word, count in words.items():
         for first in range(0, count, REPEATED_AT_ONCE):
             yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
-
-
-def _split(words: Counter, rules: Rules) -> Counter:
-    """The words that the rules make of words between spaces, without those that WordPiece cannot take."""
-    normalize, split = rules.normalizer().normalize_str, rules.splitter().pre_tokenize_str
-    pieces = Counter()
-    for word, count in words.items():
-        for piece, _ in split(normalize(word)):
-            if len(piece) <= LONGEST_WORD:
-                pieces[piece] += count
-    return pieces
 
 
 def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -> set[str]:
@@ -249,7 +239,7 @@ def extend_wordpiece(
     """
     Add words of a text to the vocabulary of a tokenizer: the words that save the most tokens.
 
-    Candidates are the words of `words_as_split` that `tokenizer` splits into two or more pieces, or that are `[UNK]`.
+    Candidates are the words of `split_words` that `tokenizer` splits into two or more pieces, or that are `[UNK]`.
     Adding a word saves occurrences * (pieces - 1) tokens; a word that is `[UNK]` counts as if it were split into its
     characters, and one of a single character as if into two. The words that save most become ordinary entries of the
     WordPiece vocabulary, with the ids after the old ones; of equal savings the first word in sorted order wins.
@@ -278,8 +268,10 @@ def extend_wordpiece(
             f"the tokenizer cannot be extended, as it has tokens beside its WordPiece vocabulary: "
             f"{', '.join(beside[:5])}{more}; give a tokenizer without them"
         )
+    normalize = backend.normalizer.normalize_str if backend.normalizer else str
+    pre_tokenize = backend.pre_tokenizer.pre_tokenize_str if backend.pre_tokenizer else lambda text: [(text, None)]
     savings = {}
-    for word, occurrences in words_as_split(tokenizer, texts).items():
+    for word, occurrences in split_words(count_words(texts), normalize, pre_tokenize).items():
         # A longer word would still be [UNK].
         if occurrences >= min_frequency and 0 < len(word) <= backend.model.max_input_chars_per_word:
             pieces = backend.model.tokenize(word)
@@ -315,21 +307,18 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
     return after[len(before) :]
 
 
-def words_as_split(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Counter:
+def split_words(words: Counter, normalize: Callable, pre_tokenize: Callable) -> Counter:
     """
-    How often each word occurs in the texts, as the tokenizer's normalizer and pre-tokenizer define words.
+    How often each word occurs, as a normalizer and a pre-tokenizer make words of those between white space.
 
     In BERT's, a word is one punctuation mark, one Chinese character, or a run of other characters without white space:
     "[MASK]" in a text is three words.
     """
-    backend = tokenizer.backend_tokenizer
-    normalize = backend.normalizer.normalize_str if backend.normalizer else str
-    split = backend.pre_tokenizer.pre_tokenize_str if backend.pre_tokenizer else lambda text: [(text, None)]
-    words = Counter()
-    for word, count in count_words(texts).items():
-        for piece, _ in split(normalize(word)):
-            words[piece] += count
-    return words
+    split = Counter()
+    for word, count in words.items():
+        for piece, _ in pre_tokenize(normalize(word)):
+            split[piece] += count
+    return split
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
