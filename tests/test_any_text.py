@@ -145,6 +145,8 @@ def test_a_zero_width_space_ends_a_word_and_a_joiner_goes_on():
     persian = train_wordpiece([TEXTS["persian"]] * 3, vocab_size=400)
     assert persian.tokenize("می\u200cشود") != persian.tokenize("میشود")
     assert "".join(persian.tokenize("می\u200cشود")).replace("##", "") == "می\u200cشود"
+    emoji = train_wordpiece(["👩\u200d💻 👩💻 👨\u200d💻 👨💻"] * 3)
+    assert emoji.tokenize("👩\u200d💻") != emoji.tokenize("👩💻")
     assert persian.tokenize("a\x07b\u200eb\ufffd") == persian.tokenize("abb")  # BERT's cleaning, but for the joiners
 
 

@@ -205,9 +205,9 @@ def account_line(account: dict) -> str:
     characters, types = max(account["characters"], 1), max(account["word_types"], 1)
     return (
         f"of {account['characters']:,} characters: {account['unknown_characters'] / characters:.2%} stand in [UNK]; "
-        f"dropped are {account['dropped_marks']:,} marks and {account['dropped_characters']:,} characters that show "
-        f"nothing; of {account['word_types']:,} word types {account['merged_types'] / types:.2%} became equal to "
-        f"another that differs by more than case"
+        f"dropped are {account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or "
+        f"private-use characters; of {account['word_types']:,} word types {account['merged_types'] / types:.2%} "
+        f"became equal to another that differs by more than case"
     )
 
 
@@ -233,7 +233,7 @@ def remarks(
         else "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
     )
     examples = "; ".join(" = ".join(map(repr, pair)) for pair in account["merged_examples"])
-    invisible = "characters that show nothing are dropped, such as control characters: take them out of the text"
+    invisible = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
     counts = [account[key] for key in ("dropped_characters", "unknown_characters", "dropped_marks")]
     cause = (invisible, alphabet, strip)[counts.index(max(counts))]
     digits = entries_with_digits(tokenizer) / len(tokenizer)
@@ -261,8 +261,8 @@ def remarks(
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (
             digits > REMARKED_DIGITS and not is_given
         ),
-        f"most letters are {contents.script.capitalize()}, and sentences are split as in language {code!r}"
-        f"{'' if language else ', the default'}; name the text's own with --language": (
+        f"most letters are {contents.script.capitalize().replace('Cjk', 'Chinese')}, and sentences are split as in "
+        f"language {code!r}{'' if language else ', the default'}; name the text's own with --language": (
             code not in wanted if wanted else contents.script == "LATIN" and code in known - LATIN_TOO
         ),
     }

@@ -147,7 +147,7 @@ class TextConfig(SourceConfig):
     )
     limit_alphabet: int | None = option(
         None,
-        "most characters in the vocabulary, rarer ones become [UNK]; the default keeps what 99.9 % of the text needs",
+        "most characters in the vocabulary, rarer ones become [UNK]; the default follows the text",
         TOKENIZER,
         within="[2, inf)",
     )

@@ -154,7 +154,7 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
     if share > run.max_unknown_share:
         raise UserError(
             f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this "
-            f"text, with a larger vocab_size if it was, or allow it with max_unknown_share"
+            f"text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
         )
 
 
@@ -259,7 +259,7 @@ COUNTS_SHOWN = {
     "files_without_text": "files without text",
     "rows_without_text": "rows without text",
     "files_of_other_kinds": "files of other kinds",
-    "long_sentences": f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words",
+    "long_sentences": f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any",
     "blocks_as_documents": "blocks of sentences that count as documents, as there are few",
     "normalized": "normalised paragraphs",
     "too_short": "paragraphs too short",

@@ -32,7 +32,7 @@ MOST_SPACELESS = 0.05
 MOST_MIXED_CASE, MOST_CASE_PAIRS = 0.03, 0.1
 
 ZERO_WIDTH_SPACE = "\u200b"
-JOINERS = "\u200c\u200d"
+JOINERS = "\u180e\u200c\u200d"  # of Mongolian vowels; zero-width non-joiner and joiner
 
 # What BERT's cleaning deletes, but for the joiners.
 NO_CONTROLS = rf"(?![\t\n\r{JOINERS}])[\p{{Cc}}\p{{Cf}}\p{{Co}}\uFFFD]"
@@ -55,7 +55,8 @@ class Rules:
             characters; `kmers:6` also into pieces of six characters that do not overlap.
         individual_digits: every digit is a word.
         zero_width_spaces: U+200B ends a word; else it is deleted, as in BERT.
-        keep_joiners: the zero-width non-joiner (U+200C) and joiner (U+200D) stay; else they are deleted, as in BERT.
+        keep_joiners: the zero-width non-joiner (U+200C) and joiner (U+200D), and Mongolian's (U+180E), stay; else they
+            are deleted, as in BERT.
         cut_long_words: words over `LONGEST_WORD` characters are cut into pieces of this length; else they are `[UNK]`.
         unicode_normalization: `NFC`, `NFKC` or `none`, before all else.
 
@@ -153,7 +154,7 @@ class Contents:
         marks: nonspacing marks of the decomposed text, beside its letters.
         has_hangul: whether it holds a Hangul syllable, which decomposing takes apart.
         zero_width_spaces: words that U+200B ends, between letters.
-        joiners: words with U+200C or U+200D between letters.
+        joiners: words with one of `JOINERS` between letters; or, if more, word types that differ in them alone.
         long_words: characters in words over `LONGEST_WORD` characters.
         spaceless: characters in `SPACELESS` scripts.
         mixed_forms: words in the rarer of the normal forms NFC and NFD, of those that differ in them.
@@ -191,6 +192,8 @@ class Contents:
         ended, joined = (
             sum(words[word] * _between_letters(word, some) for word in rare) for some in (ZERO_WIDTH_SPACE, JOINERS)
         )
+        without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in rare)
+        merged = sum(count for word, count in without.items() if count > 1)
         composed, decomposed = (
             sum(words[word] for word in rare if _is_only(form, word, other))
             for form, other in (("NFC", "NFD"), ("NFD", "NFC"))
@@ -205,7 +208,7 @@ class Contents:
             marks=marks / max(letters, 1),
             has_hangul=any("가" <= character <= "힣" for character in characters),
             zero_width_spaces=ended / (total + ended),
-            joiners=joined / total,
+            joiners=max(joined / total, merged / max(len(words), 1)),
             long_words=sum(words[word] * _in_long_words(word) for word in words) / characters_in_all,
             spaceless=sum(scripts[script] for script in SPACELESS) / characters_in_all,
             mixed_forms=min(composed, decomposed) / total,

@@ -143,7 +143,7 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     """
     counts, inside = count_characters(words), set().union(*(word[1:] for word in words))
     if not counts:
-        raise UserError("no text to train a tokenizer on: the texts hold no character but white space")
+        raise UserError("no text to train a tokenizer on: the texts hold no character that BERT keeps")
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
     # For each number of characters: the entries that they need, and the share of the text in words with others.

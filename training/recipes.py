@@ -21,6 +21,7 @@ INPUT_OPTIONS = (
     "dataset_config",
     "dataset_split",
     "text_column",
+    "max_unknown_share",
     "tokenizer",
     "validation_corpus",
     "validation_dataset",
@@ -196,7 +197,7 @@ def command_line(record: dict) -> str:
         defaults, corpus=defaults.text_paths(), **{name: getattr(recipe_run, name) for name in decisive}
     )
     if record["corpus_is_prepared"]:
-        implied = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus"}
+        implied = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus", "max_unknown_share"}
     elif run.existing_tokenizer() is not None:
         implied = set(TOKENIZER_TRAINING_OPTIONS) - ({"min_frequency"} if run.extend_vocab else set())
     else:
