@@ -66,24 +66,24 @@ def prepare(run: TextConfig) -> PreparedText:
             trained or extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
             written; or a process was killed or could not be started.
     """
-    has_validation = bool(run.validation_corpus or run.validation_dataset)
+    prepared = None
     if prepared_folder.corpus_is_prepared(run):
         prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
-        prepared.held_out = prepared.held_out[: 0 if has_validation else None]
         with explained(prepared.corpus_name, "", UserError):
             check_unknown_share(prepared.account, run)
         run = dataclasses.replace(run, documents=prepared.token_options["documents"])
-    else:
-        prepared = _from_text(run, has_validation)
-    if has_validation:
-        validation = open_sources(
-            run.validation_corpus,
-            [dataset_and_config(dataset) for dataset in run.validation_dataset],
-            run.validation_split,
-            run,
-            None,
-            ("--validation_corpus", "--validation_split"),
-        )
+    validation = open_sources(
+        run.validation_corpus,
+        [dataset_and_config(dataset) for dataset in run.validation_dataset],
+        run.validation_split,
+        run,
+        None,
+        ("--validation_corpus", "--validation_split"),
+    )
+    if prepared is None:
+        prepared = _from_text(run, bool(validation))
+    if validation:
+        prepared.held_out = prepared.held_out[:0]
         _add_validation(prepared, validation, run)
     logger.info(prepared.summary())
     return prepared
