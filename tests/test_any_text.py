@@ -91,7 +91,7 @@ def test_nothing_that_tells_words_apart_is_lost(kind, tmp_path):
     assert unknown <= 0.01 and lost <= 0.005 and merged <= 0.01, (unknown, lost, merged)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", ["german", "hindi", "khmer", "japanese", "dna, long lines", "emoji", "english"])
 def test_the_account_is_what_the_loaded_tokenizer_does(kind, tmp_path):
     """Also where the options lose something: accents are stripped, and the alphabet is cut."""
     text = TEXTS[kind]
