@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import BertTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from d2l_bert import (
     RECIPES,
@@ -24,7 +24,7 @@ def train(text: str) -> Path | None:
     return pretrain(architecture, changed)
 
 
-def tokenizer_of(lines: list[str]) -> BertTokenizer:
+def tokenizer_of(lines: list[str]) -> PreTrainedTokenizerBase:
     return train_wordpiece(lines, vocab_size=1000)
 
 
