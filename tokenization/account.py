@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.tokenization.encoding import WordUnit, text_backend
 from d2l_bert.tokenization.rules import (
-    MOST_CASE_PAIRS,
     MOST_MIXED_CASE,
     NOTICEABLE,
     ZERO_WIDTH_SPACE,
@@ -253,9 +252,8 @@ def remarks(
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
         "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
         "--unicode_normalization NFC makes them one": contents.mixed_forms > NOTICEABLE,
-        f"case tells words apart ({contents.mixed_case:.0%} of the words mix it, {contents.case_pairs:.0%} of the "
-        f"word types differ in it alone), and the tokenizer drops it; {case}": drops["lowercase"]
-        and (contents.mixed_case > MOST_MIXED_CASE or contents.case_pairs > MOST_CASE_PAIRS),
+        f"{contents.mixed_case:.0%} of the words have a capital letter inside (aBc), so that case tells words apart, and "
+        f"the tokenizer drops it; {case}": drops["lowercase"] and contents.mixed_case > MOST_MIXED_CASE,
         f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "
         f"{case}": drops["lowercase"] and is_turkish,
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (

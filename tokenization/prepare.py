@@ -50,7 +50,7 @@ DESCRIBED_SENTENCES = 20_000
 TOKENIZER_FORMAT = 2
 
 # Raise ACCOUNT_FORMAT by 1 when the same text with the same tokenizer would give another account.
-ACCOUNT_FORMAT = 1
+ACCOUNT_FORMAT = 2
 
 
 def prepare(run: TextConfig) -> PreparedText:
