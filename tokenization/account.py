@@ -61,21 +61,46 @@ SCRIPTS = {
 LATIN_TOO = {"kk", "mn", "sr", "tg", "tt", "ug"}
 
 
-def unknown_characters(tokenizer: PreTrainedTokenizerBase, words: Counter) -> tuple[int, int]:
-    """
-    Of the characters of some words, how many stand in `[UNK]`, by the tokens' offsets, and how many there are.
-
-    Args:
-        words: how often each word occurs (`count_words`).
-    """
-    unknown = sum(words[word] * _unknown(encoding, tokenizer) for word, encoding in encodings(tokenizer, words))
-    return unknown, sum(len(word) * count for word, count in words.items())
-
-
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    unknown, characters = unknown_characters(tokenizer, count_words(texts))
-    return unknown / max(characters, 1)
+    return describe(tokenizer, texts)["unknown_share"]
+
+
+def describe(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], word_unit: WordUnit = "white space"
+) -> dict[str, float]:
+    """
+    Statistics of a tokenizer on a text.
+
+    Args:
+        word_unit: as in `SentenceEncoder`.
+
+    Returns:
+        `words`: number of words in the texts.
+        `pieces_per_word`: mean number of tokens in a word; 0 without words.
+        `unknown_share`: share of the characters, white space aside, that stand in `[UNK]`.
+    """
+    words = count_words(texts)
+    counts = unknown_and_pieces(tokenizer, words, word_unit)
+    return {
+        "words": counts["words"],
+        "pieces_per_word": counts["pieces"] / max(counts["words"], 1),
+        "unknown_share": counts["unknown_characters"] / max(sum(len(word) * words[word] for word in words), 1),
+    }
+
+
+def unknown_and_pieces(
+    tokenizer: PreTrainedTokenizerBase, words: Counter, word_unit: WordUnit = "white space"
+) -> Counter:
+    """The `unknown_characters`, which stand in `[UNK]`, the `words` and the `pieces` of what `count_words` counted."""
+    counts = Counter()
+    for word, encoding in encodings(tokenizer, words):
+        by_tokens = word_unit == "tokenizer"
+        begun = sum(not token.startswith(CONTINUATION) for token in encoding.tokens) if by_tokens else 1
+        counts["words"] += words[word] * begun
+        counts["pieces"] += words[word] * len(encoding)
+        counts["unknown_characters"] += words[word] * _unknown(encoding, tokenizer)
+    return counts
 
 
 def encodings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[str, Encoding]]:
@@ -97,37 +122,6 @@ def _unknown(encoding, tokenizer):
     return sum(
         end - start for id, (start, end) in zip(ids, encoding.offsets, strict=True) if id == tokenizer.unk_token_id
     )
-
-
-def describe(
-    tokenizer: PreTrainedTokenizerBase, sentences: Iterable[str], word_unit: WordUnit = "white space"
-) -> dict:
-    """
-    Statistics of a tokenizer on a text.
-
-    Args:
-        sentences: text that the tokenizer was not trained on.
-        word_unit: as in `SentenceEncoder`.
-
-    Returns:
-        `words`: number of words in the sentences.
-        `pieces_per_word`: mean number of tokens in a word; 0 without words.
-        `unknown_share`: share of the characters, white space aside, that stand in `[UNK]`.
-    """
-    words = count_words(sentences)
-    count = tokens = unknown = 0
-    for word, encoding in encodings(tokenizer, words):
-        of_tokenizer = word_unit == "tokenizer"
-        begun = sum(not token.startswith(CONTINUATION) for token in encoding.tokens) if of_tokenizer else 1
-        count += words[word] * begun
-        tokens += words[word] * len(encoding)
-        unknown += words[word] * _unknown(encoding, tokenizer)
-    characters = sum(len(word) * count for word, count in words.items())
-    return {
-        "words": count,
-        "pieces_per_word": tokens / max(count, 1),
-        "unknown_share": unknown / max(characters, 1),
-    }
 
 
 def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
@@ -200,7 +194,7 @@ def entries_with_digits(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def account_line(account: dict) -> str:
-    """The account of a text in one line."""
+    """What a tokenizer loses of a text (`account_of`), in one line."""
     characters, types = max(account["characters"], 1), max(account["word_types"], 1)
     return (
         f"of {account['characters']:,} characters: {account['unknown_characters'] / characters:.2%} stand in [UNK]; "
@@ -252,8 +246,8 @@ def remarks(
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
         "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
         "--unicode_normalization NFC makes them one": contents.mixed_forms > NOTICEABLE,
-        f"{contents.mixed_case:.0%} of the words have a capital letter inside (aBc), so that case tells words apart, and "
-        f"the tokenizer drops it; {case}": drops["lowercase"] and contents.mixed_case > MOST_MIXED_CASE,
+        f"{contents.mixed_case:.0%} of the words have a capital letter inside (aBc), so that case tells words apart, "
+        f"and the tokenizer drops it; {case}": drops["lowercase"] and contents.mixed_case > MOST_MIXED_CASE,
         f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "
         f"{case}": drops["lowercase"] and is_turkish,
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (

@@ -206,9 +206,6 @@ def dataset_and_config(dataset: str, default: str | None = None) -> tuple[str, s
     return name, config
 
 
-# Options that a prepared folder leaves open: the others are fixed by it.
-NOT_PREPARED = ("corpus", "max_unknown_share", "text_column", "preprocessing_num_workers")
-
 # Options for training a tokenizer: refused together with an existing tokenizer.
 TOKENIZER_TRAINING_OPTIONS = (
     *("vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "individual_digits"),

@@ -69,6 +69,7 @@ def prepare(run: TextConfig) -> PreparedText:
     prepared = None
     if prepared_folder.corpus_is_prepared(run):
         prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
+        logger.info(account_line(prepared.account))
         with explained(prepared.corpus_name, "", UserError):
             check_unknown_share(prepared.account, run)
         run = dataclasses.replace(run, documents=prepared.token_options["documents"])
@@ -305,8 +306,11 @@ def train_or_load_tokenizer(
 
     content = cached_json(path, "training a tokenizer", train)
     rules = Rules(**content["rules"])
-    logger.info(f"tokenizer: {rules}; {len(content['pieces']):,} entries")
-    return make_tokenizer(content["pieces"], rules)
+    tokenizer = make_tokenizer(content["pieces"], rules)
+    logger.info(
+        f"tokenizer: {rules}; {len(tokenizer):,} entries, {entries_with_digits(tokenizer):,} of them with digits"
+    )
+    return tokenizer
 
 
 def take_account(

@@ -22,7 +22,7 @@ from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.page import TASKS as PAGE_TASKS
 from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
-from d2l_bert.tokenization.config import NOT_PREPARED, TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import (
@@ -87,6 +87,10 @@ def resolve_pretrain(arguments) -> tuple:
     )
     run.check_values()  # an empty path would be looked up as the working directory
     prepared = run.text_paths()[0] if corpus_is_prepared(run) else None
+    # What a prepared folder does not fix: how a validation text is read, too, if there is one.
+    free = {"corpus", "max_unknown_share"}
+    if run.validation_corpus or run.validation_dataset:
+        free |= {"text_column", "streaming", "preprocessing_num_workers"}
     cases = {
         f"{name} is fixed by the model in init_from ({given.get('init_from')}); leave {name} out": (
             "init_from" in given and name in given and name not in FREE_FIELDS
@@ -95,7 +99,7 @@ def resolve_pretrain(arguments) -> tuple:
     }
     cases |= {
         f"{field.name} is fixed by the prepared folder {prepared}; leave {field.name} out, or prepare the text "
-        f"again": prepared and field.name in given and field.name not in NOT_PREPARED
+        f"again": prepared and field.name in given and field.name not in free
         for field in dataclasses.fields(TextConfig)
     }
     refuse_first(cases)

@@ -18,7 +18,8 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.account import count_words, unknown_characters
+from d2l_bert.tokenization.account import unknown_and_pieces
+from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
 from d2l_bert.tokenization.token_store import NumberFile
 from d2l_bert.training.load_models import load_encoder
@@ -89,7 +90,7 @@ class Embedder:
         full = np.flatnonzero(lengths == self.limit) if self.limit else ()
         unknown = 0
         if self.tokenizer.unk_token_id in flat:
-            unknown, _ = unknown_characters(self.tokenizer, count_words(texts))
+            unknown = unknown_and_pieces(self.tokenizer, count_words(texts))["unknown_characters"]
         return Encoded(flat, lengths, sum(bool(encodings[line].overflowing) for line in full), unknown)
 
     @torch.inference_mode()
