@@ -3,6 +3,7 @@
 The judge is Transformers alone: the tokenizer is saved, loaded as a user loads it, and asked about each word.
 """
 
+import dataclasses
 import random
 import unicodedata
 
@@ -10,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from d2l_bert.tokenization.account import account_of, case_and_marks, entries_with_digits, remarks, unknown_share
-from d2l_bert.tokenization.rules import Contents, count_words
-from d2l_bert.tokenization.wordpiece import save_tokenizer, train_wordpiece
+from d2l_bert.tokenization.rules import Contents, choose_rules, count_words
+from d2l_bert.tokenization.wordpiece import save_tokenizer, train_on_words, train_wordpiece
 
 
 RNG = random.Random(0)
@@ -162,6 +163,15 @@ def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_i
     chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
     assert unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
     assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
+
+
+def test_a_normal_form_is_part_of_the_tokenizer():
+    texts = ["Bàn này bán rồi, bạn bán bàn."] * 3
+    rules = dataclasses.replace(choose_rules(Contents.of(count_words(texts))), unicode_normalization="NFC")
+    tokenizer = train_on_words(count_words(texts), rules)
+    decomposed = unicodedata.normalize("NFD", texts[0])
+    assert tokenizer.tokenize(decomposed) == tokenizer.tokenize(texts[0]) and decomposed != texts[0]
+    assert "bàn" in tokenizer.tokenize(decomposed)
 
 
 def test_other_words_than_those_between_spaces():

@@ -240,6 +240,11 @@ def test_a_bare_vocab_txt_is_berts_vocabulary_in_lower_case_unless_it_has_capita
     assert hash_of_model(tmp_path / "vocab.txt") == hash_of_model(tmp_path)
 
 
+def test_a_bare_vocab_txt_with_accents_keeps_them(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, "für", "fur"]) + "\n", encoding="utf-8")
+    assert load_tokenizer(str(tmp_path)).tokenize("Für fur") == ["für", "fur"]
+
+
 def test_a_bertlike_folder_whose_rules_transformers_5_would_not_follow_is_refused_with_the_way_out(saved, tmp_path):
     folder = Path(shutil.copytree(saved / "long", tmp_path / "long"))
     file = folder / "tokenizer_config.json"

@@ -166,6 +166,16 @@ def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules
     assert tokenizer.convert_tokens_to_ids("[MASK]") not in ids
 
 
+def test_words_are_those_of_the_tokenizer_where_that_is_asked_for():
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "ab", "c", "##c", "##d", "你", "."]
+    tokenizer = wordpiece.make_tokenizer(pieces, Rules())
+    sentences = ["abcd. 你你", "", "c c"]  # ab ##c ##d . 你 你; c c
+    encode = SentenceEncoder(tokenizer.backend_tokenizer.to_str(), "tokenizer")
+    assert encode(sentences)[2].tolist() == [4, 0, 2]
+    assert SentenceEncoder(tokenizer.backend_tokenizer.to_str())(sentences)[2].tolist() == [2, 0, 2]
+    assert [len(of) for of in encode([])] == [0, 0, 0]
+
+
 def test_documents_without_a_token_do_not_shift_the_sources_or_the_held_out_documents(tmp_path):
     lines = []
     for source in ("a", "b"):

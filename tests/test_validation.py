@@ -86,7 +86,7 @@ ROWS = [f"Row {number} begins here.\n\nAnd row {number} ends there." for number 
 @pytest.mark.parametrize(
     ("training", "validation", "texts", "in_both"),
     [
-        # Rows that are single lines: 64 make a document, and each is a text.
+        # Rows that are single lines.
         (LINES[:150], [*LINES[140:200], "A line of its own.", LINES[3]], 62, 11),
         # Rows of several paragraphs.
         (ROWS[:30], [*ROWS[25:40], ROWS[0] + "\n\nAnd more."], 16, 5),
@@ -102,6 +102,23 @@ def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tm
     (tmp_path / "set").mkdir()
     shutil.copyfile(to_check, tmp_path / "set" / "validation.jsonl")
     assert overlap(corpus, validation_dataset=[str(tmp_path / "set")]) == (texts, in_both)
+
+
+def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
+    lines = [f"Line {number} is a document. It has two sentences.\n" for number in range(60)]
+    for name in ("corpus.txt", "check.txt"):
+        (tmp_path / name).write_text("".join(lines))
+    tokens, found = tmp_path / "tokens", []
+    assert (
+        main(["prepare", "--corpus", str(tmp_path / "corpus.txt"), "--documents=line", f"--output_dir={tokens}"]) == 0
+    )
+    for corpus, options in ((tokens, {}), (tmp_path / "corpus.txt", {"documents": "line"})):
+        run = PretrainConfig(
+            corpus=[str(corpus)], validation_corpus=[str(tmp_path / "check.txt")], max_steps=1, **options
+        )
+        text = prepare(run)
+        found.append((len(text.validation.tokens), text.tokenizer_report["words"]))
+    assert found == [(60, 60 * 9)] * 2
 
 
 def overlap(corpus, **options):
