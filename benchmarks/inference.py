@@ -94,26 +94,23 @@ def make_models(config, arguments):
 
 
 def masked_texts(corpus, vocab_size, length, count):
-    """`count` held-out paragraphs, repeated if there are too few, with one word of each masked; and the tokenizer."""
+    """`count` stretches of held-out text, repeated if there are too few, each with one word masked; the tokenizer."""
     prepared = prepare(PretrainConfig(corpus=corpus, vocab_size=vocab_size))
     rng, texts = np.random.default_rng(0), []
-    for ids in itertools.islice(paragraphs(prepared, length - 2), count):  # 2: [CLS] and [SEP]
+    for ids in itertools.islice(stretches(prepared, length - 2), count):  # 2: [CLS] and [SEP]
         words = prepared.tokenizer.decode(ids).split()
         words[rng.integers(len(words))] = prepared.tokenizer.mask_token
         texts.append(" ".join(words))
     return list(itertools.islice(itertools.cycle(texts), count)), prepared.tokenizer
 
 
-def paragraphs(prepared, most):
-    """Token ids of the first `most` tokens of each held-out paragraph."""
-    corpus = prepared.tokens
-    for document in prepared.held_out:
-        first_sentence, end_sentence = corpus.document_ends.before(np.array([document, document + 1]))
-        first, last = corpus.paragraph_ends.find(np.array([first_sentence, end_sentence - 1]))
-        numbers = np.arange(first, last + 1)
-        starts = corpus.sentence_ends.before(corpus.paragraph_ends.before(numbers))
-        ends = corpus.sentence_ends.before(corpus.paragraph_ends.at(numbers))
-        for start, end in zip(starts, ends, strict=True):
+def stretches(prepared, most):
+    """Token ids of five sentences of a held-out document, at most `most`, again and again."""
+    corpus = prepared.held_out
+    for document in range(len(corpus)):
+        sentences = corpus.sentences(document)
+        starts = corpus.sentence_ends.before(sentences[::5])
+        for start, end in itertools.pairwise([*starts.tolist(), int(corpus.sentence_ends.at(sentences[-1]))]):
             ids = corpus.ids.at(np.arange(start, min(end, start + most)))
             if len(ids) >= SHORTEST and prepared.tokenizer.mask_token_id not in ids:
                 yield ids

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
@@ -25,11 +26,12 @@ import torch
 from benchmarks.turns import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.cache import content_hash
+from d2l_bert.tokenization.account import account_of
+from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT, is_large
-from d2l_bert.tokenization.token_store import held_out_documents
+from d2l_bert.tokenization.token_store import ARRAYS
 from d2l_bert.training import batching
 
 
@@ -63,33 +65,13 @@ def main() -> None:
 
 def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
     """Write a prepared folder with documents of these numbers of sentences (documents,), and a small tokenizer."""
-    tokens = folder / "tokens"
-    tokens.mkdir(parents=True)
+    folder.mkdir(parents=True)
     tokenizer = wordpiece.train_wordpiece(["the quick brown fox jumps over a lazy dog"] * 50, 100)
     wordpiece.save_tokenizer(tokenizer, folder)
-    document_ends = np.cumsum(sentences_of)
-    sentences = int(document_ends[-1])
-    rng, total = np.random.default_rng(0), 0
-    ends = np.lib.format.open_memmap(tokens / "sentence_ends.npy", "w+", "<i8", (sentences,))
-    for first in range(0, sentences, 10**7):
-        part = total + np.cumsum(rng.integers(10, 31, min(10**7, sentences - first)))
-        ends[first : first + len(part)] = part
-        total = int(part[-1])
-    with (tokens / "ids.npy").open("wb") as file:
-        header = {"descr": "<u2", "fortran_order": False, "shape": (total,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.truncate(file.tell() + 2 * total)
-    np.save(tokens / "document_ends.npy", document_ends)
-    np.save(tokens / "paragraph_ends.npy", document_ends)
-    np.save(tokens / "document_words.npy", document_ends * SENTENCE_TOKENS)
-    np.save(tokens / "empty_documents.npy", np.zeros(0, dtype="<i8"))
-    tables = ("ids", "sentence_ends", "paragraph_ends", "document_ends", "document_words", "empty_documents")
-    sizes = (total, sentences, *[len(sentences_of)] * 3, 0)
-    counts = dict(zip(tables, sizes, strict=True))
-    record = {"fingerprint": "0" * 16, "counts": counts}
-    (tokens / "store.json").write_text(json.dumps(record))
-    np.save(folder / "held_out_documents.npy", held_out_documents(ends[document_ends - 1], 0.05, 250_000))
-    np.save(folder / "text_hashes.npy", np.zeros(0, dtype="<i8"))
+    # The last documents, which are short: 5 % of the text, at most 250,000 tokens.
+    held_out = min(max(2, len(sentences_of) // 20), 250_000 // (SENTENCES * SENTENCE_TOKENS))
+    total = write_store(folder / "train", sentences_of[:-held_out])
+    total += write_store(folder / "held_out", sentences_of[-held_out:])
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {
         name: {
@@ -104,13 +86,42 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
         "token_options": TextConfig().token_options(),
         "corpus_name": "synthetic",
         "fingerprint": "0" * 16,
+        "text_fingerprint": 0,
         "hub_datasets": [],
         "reading": {"characters": BYTES_A_TOKEN * total},
-        "source_ends": [len(sentences_of)],
+        "account": account_of(Counter(), tokenizer),
         "counts": {"tokenizer": report},
         "files": files,
     }
+    prepared["fingerprint_of_record"] = short_hash(prepared)
     (folder / "prepared.json").write_text(json.dumps(prepared))
+
+
+def write_store(store: Path, sentences_of: np.ndarray) -> int:
+    """Write a token store, whose ids are a hole in the file; returns the number of its tokens."""
+    store.mkdir()
+    document_ends = np.cumsum(sentences_of)
+    sentences = int(document_ends[-1])
+    rng, total = np.random.default_rng(0), 0
+    ends = np.lib.format.open_memmap(store / "sentence_ends.npy", "w+", "<i8", (sentences,))
+    for first in range(0, sentences, 10**7):
+        part = total + np.cumsum(rng.integers(10, 31, min(10**7, sentences - first)))
+        ends[first : first + len(part)] = part
+        total = int(part[-1])
+    with (store / "ids.npy").open("wb") as file:
+        header = {"descr": "<u2", "fortran_order": False, "shape": (total,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.truncate(file.tell() + 2 * total)
+    for name, numbers in {
+        "document_ends": document_ends,
+        "document_words": document_ends * SENTENCE_TOKENS,
+        "document_hashes": np.arange(len(sentences_of)),
+    }.items():
+        np.save(store / f"{name}.npy", numbers)
+    counts = dict(zip(ARRAYS, (total, sentences, *[len(sentences_of)] * 4), strict=True))
+    record = {"fingerprint": "0" * 16, "counts": counts, "source_ends": [len(sentences_of)]}
+    (store / "store.json").write_text(json.dumps(record))
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,7 +176,7 @@ def measure_first_batch(folder):
         json.dumps(
             {
                 "seconds": seconds,
-                "tokens": len(text.tokens.ids),
+                "tokens": len(text.train.ids),
                 "anonymous": rss_anon(),
                 "pairs_per_second": laid_out / (time.monotonic() - start),
             }

@@ -18,7 +18,7 @@ from d2l_bert.folders import read_json, write_json
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.figures import DEVIATIONS, deviations, finetuned_entries, formatted, reported_metrics
 from d2l_bert.model_cards.outgoing import without_paths
-from d2l_bert.tokenization.cache import content_hash, fingerprint
+from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
 
@@ -164,7 +164,7 @@ def check_texts(options: dict, texts: dict[str, dict], given: dict[str, Path]) -
             raise UserError(f"{name} is missing: {way_out}")
         below = below if below in text["fingerprints"] else "."
         folder, expected = given[name] / below, text["fingerprints"][below]
-        found = fingerprint(file_source(folder).identity) if folder.is_dir() else "none"
+        found = short_hash(file_source(folder).identity[0]) if folder.is_dir() else "none"
         if found != expected:
             raise UserError(f"{folder}: its files have the fingerprint {found}, not {expected}; {way_out}")
 
@@ -221,7 +221,7 @@ def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, P
     rows = [texts[name]["fingerprints"] for name, _ in texts_of(options)]
     found = []
     for from_scratch in ("false", "true"):
-        inputs = fingerprint([made["weights_sha256"], options, rows, from_scratch])
+        inputs = short_hash([made["weights_sha256"], options, rows, from_scratch])
         tuned = folder.with_name(f"{folder.name}-{task}-{inputs[:8]}")
         if not (tuned / METRICS_FILE).exists():
             words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned]

@@ -141,6 +141,8 @@ def _of_text_figures(task):
         pair = ("text-classification", task.name.capitalize())
         known[f"{task.key}_loss"] = ReportedMetric(f"{task.short} loss", "", "nats", *pair, "loss")
         known[f"{task.key}_accuracy"] = ReportedMetric(f"{task.short} accuracy", "", "%", *pair, "accuracy")
+        name = f"{task.short} accuracy of one segment alone"
+        known[f"{task.key}_one_segment_accuracy"] = ReportedMetric(name, "", "%", *pair, "accuracy", in_metadata=False)
     known["pseudo_perplexity"] = ReportedMetric("pseudo-perplexity of a word", "", "", *mlm, "perplexity")
     return known
 

@@ -9,7 +9,7 @@ from d2l_bert.training import pairs as made_by
 from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR
 
 
-IS_NEXT, IS_RANDOM = 0, 1  # as in Hugging Face's BERT; the book's labels are the opposite
+IS_NEXT, NOT_NEXT, NO_LABEL = 0, 1, -100  # as in Hugging Face's BERT; the book's labels are the opposite
 
 
 # A pair as the tests below look at it: documents, and tokens counted from the start of each document.
@@ -17,20 +17,17 @@ IN_DOCUMENTS = np.dtype([("a_document", "i8"), ("b_document", "i8"), *PAIR.descr
 
 
 class Corpus:
-    """Documents of sentences with given lengths in tokens. A document may be divided into paragraphs."""
+    """Documents of sentences with given lengths in tokens."""
 
-    def __init__(self, documents, paragraphs=None):
+    def __init__(self, documents):
         self.ends = [np.cumsum(lengths) for lengths in documents]
         self.starts = [ends - lengths for ends, lengths in zip(self.ends, documents, strict=True)]
-        # By default a document is one paragraph.
-        self.paragraphs = [np.array(p) for p in paragraphs or [[len(lengths)] for lengths in documents]]
         sizes = np.array([ends[-1] for ends in self.ends])
         counts = np.array([len(ends) for ends in self.ends])
-        self.first_tokens, first_sentences = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
+        self.first_tokens = np.cumsum(sizes) - sizes
         sentence_ends = [first + ends for first, ends in zip(self.first_tokens, self.ends, strict=True)]
-        paragraph_ends = [first + ends for first, ends in zip(first_sentences, self.paragraphs, strict=True)]
         self.sentence_ends = JoinedTable([np.concatenate(sentence_ends)], [sizes.sum()])
-        self.paragraph_ends = JoinedTable([np.concatenate(paragraph_ends)], [counts.sum()])
+        self.ids = JoinedTable([np.arange(sizes.sum())], [0])  # no two tokens are equal
         self.document_ends = JoinedTable([np.cumsum(counts)], [counts.sum()])
 
     def __len__(self):
@@ -38,14 +35,8 @@ class Corpus:
 
     def laid_out(self, max_seq_length, seed=0, documents=None, **options):
         documents = np.arange(len(self)) if documents is None else np.array(documents)
-        pieces = made_by.Pieces(documents, self.document_ends.before(documents), self.document_ends.at(documents))
-        rng = np.random.default_rng(seed)
-
-        def draw_others(rng, count):
-            return documents[rng.integers(len(documents), size=count)]
-
-        others = draw_others if len(documents) > 1 else None
-        pairs = made_by.lay_out(self, pieces, others, rng, max_seq_length=max_seq_length, **options)
+        pieces = made_by.Pieces(self.document_ends.before(documents), self.document_ends.at(documents))
+        pairs = made_by.lay_out(self, pieces, np.random.default_rng(seed), max_seq_length=max_seq_length, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
         for name in PAIR.names:
@@ -72,18 +63,6 @@ class Corpus:
     def are_whole_sentences(self, document, start, end):
         return start in self.starts[document] and end in self.ends[document]
 
-    def are_parts_of_a_sentence(self, pair):
-        """Whether A and B are the two halves of one sentence: a sentence without a neighbour is cut in two."""
-        ends = self.ends[pair["a_document"]]
-        first, last = np.searchsorted(ends, (pair["a_start"], pair["b_end"] - 1), side="right")
-        return pair["a_document"] == pair["b_document"] and first == last
-
-    def has_a_token_of_each_outer_sentence(self, document, start, end):
-        """
-        Whether the span has only one token of its first and of its last sentence: cutting more would lose a sentence.
-        """
-        return start + 1 in self.ends[document] and end - 1 in self.starts[document]
-
     def sentence_at(self, document, start):
         return int(np.flatnonzero(self.starts[document] == start)[0])
 
@@ -101,10 +80,23 @@ def assert_balanced(pairs):
 def steady_corpus(seed=0, documents=60, sentence=3):
     """Thousands of sentences of one length. If the capacity is a multiple of that length, no pair is truncated."""
     rng = np.random.default_rng(seed)
-    return Corpus([[sentence] * int(size) for size in rng.integers(1, 150, documents)])
+    return Corpus([[sentence] * int(size) for size in rng.integers(2, 150, documents)])
 
 
 STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # eight sentences of the steady corpus
+
+
+def short_documents(seed=0, documents=1200):
+    """Documents of two to four sentences, whose lengths differ as those of prose."""
+    rng = np.random.default_rng(seed)
+    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, rng.integers(2, 5))).astype(int) for _ in range(documents)])
+
+
+def long_documents(seed=0, documents=120):
+    """Documents of sixty sentences, whose lengths differ as those of prose."""
+    rng = np.random.default_rng(seed)
+    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, 60)).astype(int) for _ in range(documents)])
+
 
 both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
 
@@ -112,21 +104,15 @@ both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
 @st.composite
 def corpora(draw, min_documents=1):
     shapes = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=min_documents, max_size=6)
-    documents = draw(shapes)
-    paragraphs = []
-    for lengths in documents:
-        inside = draw(st.sets(st.integers(1, len(lengths))))
-        paragraphs.append(sorted(inside | {len(lengths)}))
-    return Corpus(documents, paragraphs)
+    return Corpus(draw(shapes))
 
 
 @st.composite
-def any_pairs(draw, min_documents=1):
-    """A corpus of any shape, its pairs of either kind, and the tokens that a pair may have."""
-    corpus, seed, capacity = draw(corpora(min_documents)), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
-    if draw(st.booleans()):
-        made = corpus.sentence_pairs(capacity + SPECIALS_IN_A_PAIR, seed)
-    else:
-        share = draw(st.sampled_from([0.0, 0.1, 1.0]))
-        made = corpus.segment_pairs(capacity + SPECIALS_IN_A_PAIR, seed, short_seq_prob=share)
-    return corpus, made, capacity
+def any_pairs(draw):
+    """A corpus of any shape, its pairs for any objective, and the tokens that a pair may have."""
+    corpus, seed, capacity = draw(corpora()), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    options = {"objective": draw(st.sampled_from(["nsp", "sop"]))}
+    pairing = draw(st.sampled_from(["segments", "sentences"]))
+    if pairing == "segments":
+        options["short_seq_prob"] = draw(st.sampled_from([0.0, 0.1, 1.0]))
+    return corpus, corpus.pairs(pairing, capacity + SPECIALS_IN_A_PAIR, seed, **options), capacity

@@ -2,26 +2,36 @@
 
 import numpy as np
 
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import Section, TokenizedCorpus, read_store
 from d2l_bert.tokenization.token_store import write_store as write_sections
 
 
-def write_store(folder, documents, vocab_size=2**20, ids=None):
+def write_store(folder, documents, vocab_size=2**20, ids=None, source_ends=None):
     """
-    Write a token store of documents, each a list of the lengths of its sentences; each document is one paragraph.
+    Write a token store of documents, each a list of the lengths of its sentences.
 
-    By default token i of the store has the id i. A word counts as one token.
+    By default token i of the store has the id i, and all documents are of one source. A word counts as one token.
     """
     folder.mkdir(parents=True)
     lengths = np.array([length for document in documents for length in document], dtype=np.int64)
     document_ends = np.cumsum([len(document) for document in documents])
-    document_words = np.cumsum([sum(document) for document in documents])
-    ids = np.arange(lengths.sum()) if ids is None else np.array(ids)
-    section = (ids, np.cumsum(lengths), document_ends, document_ends, np.append(document_words, len(ids)))
-    write_sections(folder, vocab_size, [section])
+    source_ends = [len(documents)] if source_ends is None else source_ends
+    numbers = np.arange(len(documents))
+    section = Section(
+        ids=np.arange(lengths.sum()) if ids is None else np.array(ids),
+        tokens=lengths,
+        words=lengths,
+        document_ends=document_ends,
+        hashes=numbers,
+        sources=np.searchsorted(source_ends, numbers, side="right"),
+    )
+    write_sections(folder, vocab_size, len(source_ends), [section])
     return folder
 
 
-def corpus_of(folder, *stores):
+def corpus_of(folder, *stores, source_ends=None):
     """The documents of several stores, each given as in `write_store`, as one corpus."""
-    return TokenizedCorpus(*(write_store(folder / str(number), found) for number, found in enumerate(stores)))
+    folders = [
+        write_store(folder / str(number), found, source_ends=source_ends) for number, found in enumerate(stores)
+    ]
+    return TokenizedCorpus(*map(read_store, folders))

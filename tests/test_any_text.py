@@ -10,8 +10,8 @@ import unicodedata
 import pytest
 from transformers import AutoTokenizer
 
-from d2l_bert.tokenization.account import account_of, case_and_marks, entries_with_digits, remarks, unknown_share
-from d2l_bert.tokenization.rules import Contents, choose_rules, count_words
+from d2l_bert.tokenization.account import account_of, facts_of, remarks, unknown_share
+from d2l_bert.tokenization.rules import choose_rules, contents_of, count_words
 from d2l_bert.tokenization.wordpiece import save_tokenizer, train_on_words, train_wordpiece
 
 
@@ -118,7 +118,7 @@ def rules_of(text, **options):
 
 
 def strips(text, **options):
-    return case_and_marks(train_wordpiece([text] * 3, **options))["strip_accents"]
+    return facts_of(train_wordpiece([text] * 3, **options))["strip_accents"]
 
 
 def test_accents_are_stripped_only_where_hardly_a_word_has_one():
@@ -167,7 +167,7 @@ def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_i
 
 def test_a_normal_form_is_part_of_the_tokenizer():
     texts = ["Bàn này bán rồi, bạn bán bàn."] * 3
-    rules = dataclasses.replace(choose_rules(Contents.of(count_words(texts))), unicode_normalization="NFC")
+    rules = dataclasses.replace(choose_rules(contents_of(count_words(texts))), unicode_normalization="NFC")
     tokenizer = train_on_words(count_words(texts), rules)
     decomposed = unicodedata.normalize("NFD", texts[0])
     assert tokenizer.tokenize(decomposed) == tokenizer.tokenize(texts[0]) and decomposed != texts[0]
@@ -185,7 +185,7 @@ def test_other_words_than_those_between_spaces():
     assert characters.tokenize("the sea") == list("thesea")
     digits = train_wordpiece(["host 10.0.0.1 took 123 ms at 1234567"] * 3, individual_digits=True)
     assert digits.tokenize("123 host") == ["1", "2", "3", "host"]
-    assert entries_with_digits(digits) <= 20
+    assert facts_of(digits)["entries_with_digits"] <= 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_other_words_than_those_between_spaces():
 def said(text, tokenizer=None, is_given=False, language=None, **options):
     words = count_words([text] * 3)
     tokenizer = tokenizer or train_wordpiece([text] * 3, **options)
-    return " | ".join(remarks(account_of(words, tokenizer), Contents.of(words), tokenizer, is_given, language))
+    return " | ".join(remarks(account_of(words, tokenizer), contents_of(words), tokenizer, is_given, language))
 
 
 SMILES = "C1CCCCC1 c1ccccc1 Cc1ccccc1 CC1CCCCC1 [Co] [CO] C1CCNCC1 c1ccncc1 CC(=O)Oc1ccccc1C(=O)O"

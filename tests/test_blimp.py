@@ -1,6 +1,7 @@
 """Minimal pairs: scores and decisions against a plain loop, ties, standard errors, the reading of BLiMP's files."""
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -66,6 +67,14 @@ def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, sco
     if score == "pll":  # the other score differs, or the test would not see which was computed
         others = pseudo_log_likelihoods(model, encode(model, sentences, "within_word_l2r"), "within_word_l2r")
         assert abs(float(others[-1] - found[-1])) > 1e-3
+
+
+def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in_the_text_is_text(models):
+    tokenizer = AutoTokenizer.from_pretrained(models["bert"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]"]})
+    encoded = encode(types.SimpleNamespace(tokenizer=tokenizer), ["Anna [E1] was.", "Anna [MASK] was."])
+    assert encoded.ids[0].tolist() == tokenizer("Anna [E1] was.")["input_ids"]
+    assert tokenizer.mask_token_id not in encoded.ids[1]
 
 
 def test_a_row_that_two_sentences_share_is_computed_once(models):

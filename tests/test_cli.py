@@ -1,6 +1,8 @@
 """The command line: every mistake gives one clear line and exit code 2, and destroys nothing."""
 
 import dataclasses
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,8 +10,11 @@ import sys
 import pytest
 from conftest import SMALL
 
-from d2l_bert.cli import main
+from d2l_bert.cli import main, make_parser
+from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
+from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.recipes import architecture_options
 from d2l_bert.training.run_folder import output_folder
 
@@ -63,3 +68,32 @@ def test_a_mistake_shows_no_traceback(tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 2 and process.stdout == ""
     assert process.stderr.startswith("d2l-bert pretrain: error: ") and process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "option", "config"),
+    [
+        ([], "corpus", PretrainConfig),
+        ([], "dataset", TextConfig),
+        (["m"], "corpus", EvaluateConfig),
+        (["m", "d"], "corpus", ExportConfig),
+        (["m"], "label_column", FinetuneConfig),
+    ],
+)
+def test_an_option_that_takes_a_list_may_be_given_several_times(before, option, config):
+    name = {PretrainConfig: "pretrain", TextConfig: "prepare", EvaluateConfig: "evaluate", ExportConfig: "export"}
+    argv = [name.get(config, "finetune"), *before, f"--{option}", "a", "b", f"--{option}=c", f"--{option}", "d"]
+    for _ in range(2):  # the values of one call do not stay for the next
+        assert getattr(make_parser(argv).parse_args(argv), option) == ["a", "b", "c", "d"]
+
+
+def test_prepared_folders_to_check_may_be_named_several_times():
+    argv = ["prepare", "--check", "a", "--check=b"]
+    assert make_parser(argv).parse_args(argv).check == ["a", "b"]
+
+
+def test_a_text_whose_name_is_not_utf_8_is_prepared(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text(" ".join(f"A line of {n % 9} words." for n in range(300)))
+    assert main(["prepare", f"--corpus={path}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=60"]) == 0
+    assert json.loads((tmp_path / "out" / "prepared.json").read_text())["corpus_name"] == "caf\ufffd.txt"

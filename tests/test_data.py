@@ -33,9 +33,9 @@ WHOLE = 16 * 48  # tokens
 
 
 def make_steps(text, seed=1, most_tokens=WHOLE, packed=False, objective="nsp", pairing="segments"):
-    phases, selection = [], Selection(text.tokens, text.train_documents(), text.source_ends)
+    phases, selection = [], Selection(text.train)
     for first_step, length in ((0, 24), (50, 48)):
-        make_batch = data.BatchMaker(text.tokens, text.tokenizer, 0.15, length, objective=objective)
+        make_batch = data.BatchMaker(text.train, text.tokenizer, 0.15, length, objective=objective)
         pairs = EpochPairs(selection, {"pairing": pairing, "max_seq_length": length, "objective": objective}, seed)
         phases.append(data.Phase(first_step, 0, pairs, make_batch, 16, most_tokens, packed))
     return data.PretrainingSteps(phases)
@@ -149,8 +149,8 @@ def test_a_batch_equals_one_built_by_hand(text):
     rows, keys = phase.pairs.slice(0, 8)
     batch = phase.make_batch(rows, keys)
     for number, pair in enumerate(rows):
-        a = text.tokens.ids.at(np.arange(pair["a_start"], pair["a_end"])).tolist()
-        b = text.tokens.ids.at(np.arange(pair["b_start"], pair["b_end"])).tolist()
+        a = text.train.ids.at(np.arange(pair["a_start"], pair["a_end"])).tolist()
+        b = text.train.ids.at(np.arange(pair["b_start"], pair["b_end"])).tolist()
         expected = [tokenizer.cls_token_id, *a, tokenizer.sep_token_id, *b, tokenizer.sep_token_id]
         ids = batch["input_ids"][number].clone()
         known = batch["labels"][number] != -100

@@ -1,30 +1,35 @@
 """Datasets as a source of text, downloaded and streamed."""
 
+import dataclasses
 import json
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
 from text_sources import texts, write_table
 
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.sources import (
     BLOCK_ROWS,
     dataset_source,
     row_documents,
 )
+from d2l_bert.training.config import PretrainConfig
 
 
 def test_rows_of_single_lines_become_paragraphs_of_larger_documents_where_that_is_asked_for(tmp_path):
     rows = ["", " = Title = ", "A paragraph.", "", "Another one."]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     source = dataset_source(str(tmp_path), documents="file")
-    assert [paragraphs for _, paragraphs in texts(source)] == [["= Title =", "A paragraph.", "Another one."]]
-    assert source.counts["rows_without_text"] == 2
+    assert texts(source) == [["= Title =", "A paragraph.", "Another one."]]
+    assert source.counts["row without text"] == 2
     rows = [f"Line {number}." for number in range(5000)]
-    blocks = [list(block.paragraphs) for block in row_documents("rows", rows, Counter(), "file")]
+    blocks = [list(block.paragraphs) for block in row_documents(rows, Counter(), "file")]
     assert [len(block) for block in blocks] == [BLOCK_ROWS] * 78 + [8]
     assert [line for block in blocks for line in block] == rows
-    assert [list(row.paragraphs) for row in row_documents("rows", rows, Counter())] == [[row] for row in rows]
+    assert [list(row.paragraphs) for row in row_documents(rows, Counter())] == [[row] for row in rows]
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "stream"])
@@ -39,9 +44,9 @@ ROWS = [{"n": n, "text": f"Row {n}.\n\nIts end." if n % 3 else None} for n in ra
 def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_path):
     write_table(tmp_path / name, ROWS)
     source = dataset_source(str(tmp_path), streaming=streaming)
-    found = [paragraphs for _, paragraphs in texts(source)]
+    found = texts(source)
     assert found == [[f"Row {n}.", "Its end."] for n in range(3000) if n % 3]
-    assert source.counts["rows_without_text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
+    assert source.counts["row without text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
     few = dataset_source(str(tmp_path), streaming=streaming, max_documents=5)
     assert len(texts(few)) == 5 and few.identity != source.identity
 
@@ -73,7 +78,7 @@ def test_folders_of_save_to_disk_are_read_and_a_missing_split_is_refused(streami
 
     def lines(name, **options):
         found = texts(dataset_source(str(tmp_path / name), streaming=streaming, **options))
-        return [line for _, paragraphs in found for line in paragraphs]
+        return [line for paragraphs in found for line in paragraphs]
 
     assert lines("one") == lines("both") == ["Train."] and lines("both", split="test") == ["Test."]
     with pytest.raises(ValueError, match="both: cannot be read .*'dev'.*--dataset_split"):
@@ -85,3 +90,46 @@ def test_folders_of_save_to_disk_are_read_and_a_missing_split_is_refused(streami
     identities = [dataset_source(str(tmp_path / "both"), split=split).identity for split in ("train", "test")]
     assert identities[0] != identities[1]
     assert identities[0] == dataset_source(str(tmp_path / "both")).identity
+
+
+def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tmp_path):
+    rows = [{"n": n, "text": f"Row {n}." if n % 3 else None} for n in range(2500)]
+    dataset = datasets.Dataset.from_list(rows)
+    config = TextConfig(dataset=dataset)
+    config.check()
+    (folder,) = config.dataset
+    source = dataset_source(folder)
+    assert texts(source) == [[f"Row {n}."] for n in range(2500) if n % 3]
+    assert source.name == Path(folder).name and len(source.name) < 30 and not source.is_on_hub
+    # The same rows in other pieces, in another order of memory, with another format and other columns.
+    pieces = [dataset.select(range(700)), dataset.select(range(700, 2500))]
+    shuffled = dataset.shuffle(seed=1).sort("n").remove_columns("n").with_format("numpy")
+    for same in (datasets.concatenate_datasets(pieces), shuffled):
+        assert TextConfig(dataset=[same]).dataset == [folder]
+    assert dataclasses.replace(config, vocab_size=99).dataset == [folder]
+    dataset.save_to_disk(tmp_path / "saved")
+    assert dataset_source(str(tmp_path / "saved")).identity[1:] == source.identity[1:]
+    others = TextConfig(dataset=[dataset.select(range(2499)), str(tmp_path / "saved")], text_column="text").dataset
+    assert others[0] != folder and others[1] == str(tmp_path / "saved")
+    assert PretrainConfig(validation_dataset=dataset).validation_dataset == [folder]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), "DatasetDict"),
+        (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), "IterableDataset"),
+        (datasets.Dataset.from_dict({"body": ["a"]}), "body"),
+        ([3], "int"),
+    ],
+)
+def test_what_is_no_dataset_with_the_column_is_refused_in_one_line(dataset, words):
+    with pytest.raises(UserError, match=words) as refused:
+        TextConfig(dataset=dataset)
+    assert len(str(refused.value)) < 250 and "\n" not in str(refused.value)
+
+
+def test_a_dataset_in_memory_with_other_things_than_text_is_refused():
+    config = TextConfig(dataset=datasets.Dataset.from_dict({"text": [1, 2]}))
+    with pytest.raises(UserError, match="row 1: column 'text' holds int"):
+        texts(dataset_source(config.dataset[0]))

@@ -1,5 +1,6 @@
 """How the lines of a text divide it: the kinds of text that are told apart, and what is read of each."""
 
+import itertools
 import random
 import textwrap
 
@@ -170,13 +171,16 @@ def test_a_text_is_taken_for_what_it_is(kind):
 
 
 def read(source):
-    """The documents of a source as lists of sentences, by paragraph."""
+    """The documents of a source as lists of sentences."""
     found = {}
     for block in split_sentences(source.documents):
-        starts = [0, *block.paragraph_ends]
-        paragraphs = [block.sentences[a:b] for a, b in zip(starts, block.paragraph_ends, strict=False)]
-        found.setdefault(block.document, []).extend(paragraphs)
+        found.setdefault(block.document, []).extend(block.sentences)
     return list(found.values())
+
+
+def flat(documents):
+    """Documents as lists of sentences, from documents as lists of paragraphs of them."""
+    return [list(itertools.chain.from_iterable(paragraphs)) for paragraphs in documents]
 
 
 def test_a_document_ends_where_the_option_says(tmp_path):
@@ -191,8 +195,8 @@ def test_a_document_ends_where_the_option_says(tmp_path):
     }
     for documents, of_documents in expected.items():
         source = file_source(tmp_path, documents=documents)
-        assert read(source) == of_documents, documents
-        assert sum(source.counts[key] for key in sources.READ_AS) == 1
+        assert read(source) == flat(of_documents), documents
+        assert [count for key, count in (+source.counts).items() if key.startswith("file ")] == [1]
     identities = [file_source(tmp_path, documents=documents).identity for documents in expected]
     assert all(identities.count(identity) == 1 for identity in identities)
 
@@ -201,53 +205,53 @@ def test_in_bert_s_format_each_block_is_a_document_and_each_line_a_sentence(tmp_
     blocks = [[sentence(), f"Dr. Smith came, e.g. with No. {n}.", sentence()] for n in range(30)]
     (tmp_path / "a.txt").write_text("\n\n".join("\n".join(block) for block in blocks) + "\n")
     source = file_source(tmp_path)
-    assert read(source) == [[block] for block in blocks]  # a paragraph each, as its sentences make the book's pairs
-    assert +source.counts == {"files_blank_line_sentences": 1}
+    assert read(source) == flat([[block] for block in blocks])
+    assert +source.counts == {"file divided at empty lines, a sentence a line": 1}
 
 
 def test_a_line_of_a_log_is_a_document_and_a_sentence(tmp_path):
     lines = [f"{log(number)} of c. acme. Inc. {number}" if number % 3 == 0 else log(number) for number in range(100)]
     (tmp_path / "app.log").write_text("\r\n".join(lines))
     source = file_source(tmp_path / "app.log")
-    assert read(source) == [[[line]] for line in lines]
-    assert +source.counts == {"files_line_sentences": 1}
-    assert read(file_source(tmp_path / "app.log", max_documents=7)) == [[[line]] for line in lines[:7]]
+    assert read(source) == flat([[[line]] for line in lines])
+    assert +source.counts == {"file divided into lines, a sentence a line": 1}
+    assert read(file_source(tmp_path / "app.log", max_documents=7)) == flat([[[line]] for line in lines[:7]])
 
 
 def test_a_row_is_a_document_whatever_the_other_rows_are(tmp_path):
     rows = [f"I love my dog. Day {number}." for number in range(40)]
     expected = [[["I love my dog.", f"Day {number}."]] for number in range(40)]
     write_table(tmp_path / "a.jsonl", [{"text": row} for row in rows])
-    assert read(file_source(tmp_path / "a.jsonl")) == expected
+    assert read(file_source(tmp_path / "a.jsonl")) == flat(expected)
     write_table(tmp_path / "b.jsonl", [{"text": row} for row in ["I\nlove my dog. Day 0.", *rows[1:]]])
     source = file_source(tmp_path / "b.jsonl")
-    assert read(source) == [[["I"], ["love my dog.", "Day 0."]], *expected[1:]]
-    assert +source.counts == {"rows_file_paragraphs": 40}
+    assert read(source) == flat([[["I"], ["love my dog.", "Day 0."]], *expected[1:]])
+    assert +source.counts == {"row read whole, a paragraph a line": 40}
 
 
 def test_the_lines_of_rows_are_joined_where_they_are_wrapped_prose(tmp_path):
     paragraphs = [[prose(5), prose(5)] for _ in range(20)]
     write_table(tmp_path / "a.csv", [{"text": "\n\n".join(textwrap.fill(p, 60) for p in row)} for row in paragraphs])
     source = file_source(tmp_path)
-    assert [found for _, found in texts(source)] == paragraphs
-    assert +source.counts == {"rows_file_wrapped": 20}
+    assert texts(source) == paragraphs
+    assert +source.counts == {"row read whole, lines joined": 20}
 
 
 def test_rows_are_divided_like_files_and_put_together_in_blocks(tmp_path):
     write_table(tmp_path / "a.jsonl", [{"text": "One came.\nTwo went.\n\nThree sat."}] * 100)
     one, two, three = ["One came."], ["Two went."], ["Three sat."]
-    assert read(file_source(tmp_path, documents="line")) == [[one], [two], [three]] * 100
-    assert read(file_source(tmp_path, documents="blank_line")) == [[[*one, *two]], [three]] * 100
+    assert read(file_source(tmp_path, documents="line")) == flat([[one], [two], [three]] * 100)
+    assert read(file_source(tmp_path, documents="blank_line")) == flat([[[*one, *two]], [three]] * 100)
     blocks = file_source(tmp_path, documents="file")
-    assert read(blocks) == [[[*one, *two, *three]] * 64, [[*one, *two, *three]] * 36]
-    assert +blocks.counts == {"rows_block_paragraphs": 100}
+    assert read(blocks) == flat([[[*one, *two, *three]] * 64, [[*one, *two, *three]] * 36])
+    assert +blocks.counts == {"row read in documents of 64 rows": 100}
 
 
 def test_a_row_of_a_log_is_one_sentence(tmp_path):
     write_table(
         tmp_path / "a.jsonl", [{"text": f"started c. acme. Inc. {n}" if n < 9 else log(n)} for n in range(100)]
     )
-    assert all(len(document) == len(document[0]) == 1 for document in read(file_source(tmp_path)))
+    assert all(len(document) == 1 for document in read(file_source(tmp_path)))
 
 
 @pytest.mark.parametrize("text", ["x" * 10_000_000, "word " * 2_000_000, "A word. " * 1_250_000])
@@ -270,10 +274,17 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, m
     monkeypatch.setattr(sources, "find_division", lambda lines, documents: division)
     expected = [list(found) for found in divided(text.removeprefix("\ufeff").split("\n"), division, 1 << 20)]
     monkeypatch.setattr(sources, "READ_CHARACTERS", size)
-    found = [paragraphs for _, paragraphs in texts(file_source(tmp_path, documents=documents))]
+    found = texts(file_source(tmp_path, documents=documents))
     if size < 32 and documents != "line":  # with such small pieces, long lines and paragraphs are cut
         found, expected = (
             ["".join("".join(paragraphs).split()) for paragraphs in found],
             ["".join("".join(paragraphs).split()) for paragraphs in expected],
         )
     assert found == expected
+
+
+def test_a_line_longer_than_the_pieces_has_single_spaces_too():
+    for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
+        for longest in (1, 100):
+            found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
+            assert found == [[" ".join(line.split())]] * bool(line.strip())

@@ -67,12 +67,11 @@ def test_a_line_is_a_line_in_every_kind_of_file(tmp_path, name):
 
 
 def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GROUP_LINES", 2)
-    monkeypatch.setattr("d2l_bert.tokenization.sources.READ_CHARACTERS", 16)
-    (tmp_path / "late.txt").write_bytes(b"the crane\n" * 50 + "Zürich".encode("latin-1"))
+    monkeypatch.setattr(module, "GROUP_LINES", 500)
+    (tmp_path / "late.txt").write_bytes(b"the crane\n" * 2000 + "Zürich".encode("latin-1"))
     out = tmp_path / "out"
     out.mkdir()
     for name in ("vectors.npy", "vectors.parquet"):
-        with pytest.raises(UserError, match="late.txt: cannot be read as UTF-8 text .*0xfc in position"):
+        with pytest.raises(UserError, match="late.txt: line 2,001: .*0xfc"):
             embed(str(encoders / "ours"), str(tmp_path / "late.txt"), EmbedConfig(output=str(out / name)))
     assert list(out.iterdir()) == []

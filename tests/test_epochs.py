@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import corpus_of
 
-from d2l_bert.tokenization.token_store import AllBut, Only
 from d2l_bert.training import epochs
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
 
@@ -42,12 +41,9 @@ def corpus(tmp_path_factory):
     return corpus_of(tmp_path_factory.mktemp("stores"), documents[:50], documents[50:])
 
 
-HELD_OUT = np.arange(0, 120, 12)
-
-
 def make(corpus, seed=1, passes=None, pairing=SEGMENTS):
-    """The pairs of a corpus of two sources, ten of whose documents are held out."""
-    return EpochPairs(Selection(corpus, AllBut(120, HELD_OUT), [40, 120], passes), pairing, seed)
+    """The pairs of a corpus of two sources."""
+    return EpochPairs(Selection(corpus, passes), pairing, seed)
 
 
 def windows_of(pairs, epoch):
@@ -74,7 +70,7 @@ def sentences_in(pairs, epoch):
 
 @st.composite
 def cases(draw):
-    """Documents of some lengths in one or two stores, some of them selected, in sources; sizes as in `small`."""
+    """Documents of some lengths in one or two stores; sizes as in `small`; passes of each source, or none."""
     stores = draw(
         st.lists(
             st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=8),
@@ -82,35 +78,32 @@ def cases(draw):
             max_size=2,
         )
     )
-    count = sum(map(len, stores))
-    named = np.array(sorted(draw(st.sets(st.integers(0, count - 1), min_size=1))), dtype=np.int64)
-    if len(named) < count and draw(st.booleans()):
-        documents, listed = AllBut(count, named), np.setdiff1d(np.arange(count), named).tolist()
-    else:
-        documents, listed = Only(named), named.tolist()
-    source_ends = [*sorted(draw(st.lists(st.integers(0, count), max_size=2))), count]
+    count = len(stores[0])
+    source_ends = [*sorted(draw(st.lists(st.integers(0, count), max_size=2))), count] if len(stores) == 1 else None
     sizes = (draw(st.integers(1, 60)), draw(st.integers(1, 6)))
-    return stores, documents, listed, source_ends, sizes
+    return stores, source_ends, draw(st.booleans()), sizes
 
 
 @settings(max_examples=50)
 @given(cases())
-def test_the_windows_of_an_epoch_hold_each_sentence_of_the_selected_documents_once(case):
-    stores, documents, listed, source_ends, small_sizes = case
+def test_the_windows_of_an_epoch_hold_each_sentence_once(case):
+    stores, source_ends, is_weighted, small_sizes = case
     with tempfile.TemporaryDirectory() as folder, small(*small_sizes):
-        corpus = corpus_of(Path(folder), *stores)
-        pairs = EpochPairs(Selection(corpus, documents, source_ends), SEGMENTS, 1)
+        corpus = corpus_of(Path(folder), *stores, source_ends=source_ends)
+        passes = np.ones(len(corpus.source_ends)) if is_weighted else None
+        pairs = EpochPairs(Selection(corpus, passes), SEGMENTS, 1)
         found, pieces_of = [], Counter()
         for window in range(pairs.windows(3)):
             pieces = pairs.pieces(3, window)
-            for document, first, end in zip(pieces.documents, pieces.firsts, pieces.ends, strict=True):
+            documents = corpus.document_ends.find(pieces.firsts)
+            for document, first, end in zip(documents, pieces.firsts, pieces.ends, strict=True):
                 inside = corpus.sentences(document).tolist()
                 assert inside[0] <= first < end <= inside[-1] + 1
                 found += range(first, end)
                 pieces_of[int(document)] += 1
-        assert sorted(found) == [sentence for document in listed for sentence in corpus.sentences(document)]
-        sizes = corpus.sizes(np.arange(len(corpus)))
-        for document, count in pieces_of.items():
+        assert sorted(found) == list(range(len(corpus.sentence_ends)))
+        sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
+        for document, count in pieces_of.items() if not is_weighted else ():
             # Only a document that is longer than a stretch is cut, into pieces of that length.
             assert count <= max(1, -(-sizes[document] // small_sizes[0]) + 1)
             assert count == 1 or sizes[document] > small_sizes[0]
@@ -162,10 +155,8 @@ def test_a_sentence_comes_as_often_as_the_passes_of_its_source_say(corpus, often
     pairs = make(corpus, passes=np.array([1, often]))
     assert min(source.stretches for source in pairs.sources) >= epochs.WEIGHTED_STRETCHES
     taken = [np.array(sentences_in(pairs, epoch)) for epoch in range(5)]
-    border = int(corpus.document_ends.before(np.array(40)))
-    trained = [
-        sentence for document in range(120) if document not in HELD_OUT for sentence in corpus.sentences(document)
-    ]
+    border = int(corpus.document_ends.before(np.array(50)))
+    trained = range(len(corpus.sentence_ends))
     first, second = ([sentence for sentence in trained if (sentence < border) == is_first] for is_first in (1, 0))
     for found in taken:
         assert sorted(found[found < border].tolist()) == first

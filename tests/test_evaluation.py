@@ -1,13 +1,15 @@
-"""`d2l-bert evaluate` in two processes gives the figures of one."""
+"""`d2l-bert evaluate`: two processes give the figures of one, and a run's held-out text its own figures."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import write_books
 from judged_models import save_models, write_pairs
+from runs import run
 
 from d2l_bert.cli import main
 
@@ -30,12 +32,12 @@ def other_books(tmp_path_factory):
 def evaluate(tmp_path):
     """Run the command; returns the content of its JSON file."""
 
-    def run(*arguments):
+    def run_command(*arguments):
         output = tmp_path / f"figures-{len(list(tmp_path.glob('figures-*.json')))}.json"
         assert main(["evaluate", *map(str, arguments), f"--output={output}"]) == 0
         return json.loads(output.read_text())
 
-    return run
+    return run_command
 
 
 @pytest.mark.slow
@@ -66,3 +68,82 @@ def test_two_processes_give_the_figures_of_one(models, other_books, evaluate, tm
         assert two["text"].keys() == one["text"].keys()
         for name, value in one["text"].items():
             assert two["text"][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's own figures
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """A file in which each line is a document of one or two sentences; some lines are too short for the runs below."""
+    things = ("apple", "book", "cup", "door", "egg", "fork", "gate")
+    texts = [
+        f"The {things[number % 7]} has {number} parts. It is on the {things[number % 5]}."
+        if number % 4
+        else "Too short."
+        for number in range(400)
+    ]
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+TEXT_OPTIONS = ["--documents=line", "--min_paragraph_characters=20", "--language=de", "--validation_fraction=0.2"]
+TEXT_OPTIONS += ["--max_validation_characters=2000"]  # a fifth of the lines has more
+ROW_OPTIONS = [
+    ["--objective=nsp", "--max_eval_pairs=30"],
+    ["--pairing=sentences", "--objective=sop", "--mlm_probability=0.30->0.25"],
+    ["--objective=none", "--masking=whole_word", "--max_seq_length=24"],
+]
+
+
+@pytest.fixture(scope="module", params=ROW_OPTIONS, ids=lambda options: options[0].removeprefix("--"))
+def of_lines(request, lines, tmp_path_factory):
+    """The folder of a run on the lines, with options that are not the defaults."""
+    folder = tmp_path_factory.mktemp("run") / "model"
+    run(lines, folder, *TEXT_OPTIONS, *request.param, "--max_steps=2", "--mixed_precision=no", "--license=mit")
+    return folder
+
+
+def test_the_held_out_figures_are_those_of_the_run_without_an_option(of_lines, lines, evaluate):
+    metrics = json.loads((of_lines / "metrics.json").read_text())
+    found = evaluate(of_lines, f"--corpus={lines}", "--held_out", "--pppl_sentences=0")["models"][0]["text"]
+    names = [name for name in metrics if name.startswith("eval_") and name != "eval_token_entropy"]
+    assert len(names) >= 5
+    for name in names:
+        assert found[name.removeprefix("eval_")] == pytest.approx(metrics[name], rel=1e-6), name
+
+
+def test_an_option_that_is_given_wins_over_that_of_the_run(of_lines, lines, evaluate):
+    own = evaluate(of_lines, f"--corpus={lines}", "--held_out", "--pppl_sentences=0")["models"][0]["text"]
+    record = json.loads((of_lines / "run_config.json").read_text())
+    assert record["run"]["mlm_probability"] != 0.5
+    found = evaluate(of_lines, f"--corpus={lines}", "--held_out", "--pppl_sentences=0", "--mlm_probability=0.5")
+    assert found["models"][0]["text"]["masked_tokens"] > 1.4 * own["masked_tokens"]
+
+
+def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trained, books, lines, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text(lines.read_text() + "One more line is another text.\n")
+    shutil.copytree(trained, tmp_path / "bare")
+    (tmp_path / "bare" / "run_config.json").unlink()
+    changed = tmp_path / "changed"
+    shutil.copytree(trained, changed)
+    record = json.loads((changed / "run_config.json").read_text())
+    for model, corpus, data, words in [
+        (changed, tmp_path / "other.txt", {}, "another text"),
+        (tmp_path / "bare", books, {}, "no run_config.json"),
+        (changed, books, {"validation": {"corpus_name": "x"}}, "validation text"),
+        (changed, books, {"held_out_fingerprint": "0"}, "other documents"),
+    ]:
+        (changed / "run_config.json").write_text(json.dumps({**record, "data": {**record["data"], **data}}))
+        assert main(["evaluate", str(model), f"--corpus={corpus}", "--held_out"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"error: {model}: " in said and words in said
+
+
+def test_a_text_without_a_token_is_named(trained, tmp_path, capsys):
+    (tmp_path / "private.txt").write_text("\ue000\ue001 \ue000\n")
+    assert main(["evaluate", str(trained), f"--corpus={tmp_path / 'private.txt'}", "--pppl_sentences=0"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "private.txt" in said and "cache" not in said

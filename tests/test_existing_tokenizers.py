@@ -16,12 +16,13 @@ from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.cli import main
 from d2l_bert.tokenization.encoding import SentenceEncoder, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
+from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,
     extend_wordpiece,
-    fingerprint,
     general_tokenizer,
     save_tokenizer,
+    tokenizer_fingerprint,
 )
 from d2l_bert.training.data import BatchMaker, ordinary_ids
 from d2l_bert.training.load_models import hash_of_model
@@ -223,7 +224,7 @@ def test_every_kind_is_read_from_its_folder_and_from_a_bare_tokenizer_json(kind,
         assert type(tokenizer) is (BertTokenizer if kind == "bert" else PreTrainedTokenizerFast)
         assert [tokenizer(text)["input_ids"] for text in TEXTS] == expected[0]
         assert tokenizer("a b", "c")["token_type_ids"] == expected[1]
-        assert fingerprint(tokenizer) == fingerprint(made)
+        assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(made)
         assert tokenizer.decode(tokenizer("abc 7")["input_ids"], skip_special_tokens=True) == made.decode(
             made("abc 7")["input_ids"], skip_special_tokens=True
         )
@@ -322,7 +323,7 @@ def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use
 
 def test_a_tokenizer_with_added_tokens_is_extended_only_without_them(marked):
     with pytest.raises(ValueError, match=r"\[E1\], \[/E1\]"):
-        extend_wordpiece(marked, ["hello hello"], 1)
+        extend_wordpiece(marked, count_words(["hello hello"]), 1)
 
 
 def test_a_run_trains_with_markers(books, marked, tmp_path):
@@ -343,17 +344,17 @@ def test_unknown_words_are_added_as_if_they_were_split_into_characters():
     """ab saves 5 * 1, zzz 2 * 2, zz and 字 2 * 1; zzzz occurs once, and 101 characters are [UNK] in any case."""
     tokenizer = BertTokenizer(vocab={p: n for n, p in enumerate([*SPECIAL_TOKENS, "a", "##b"])}, do_lower_case=True)
     texts = ["字 字 zzz zzz zz zz zzzz ab ab ab ab ab", "z" * 101 + " " + "z" * 101]
-    extended = extend_wordpiece(tokenizer, texts, 9)
+    extended = extend_wordpiece(tokenizer, count_words(texts), 9)
     assert extended.convert_ids_to_tokens(range(7, len(extended))) == ["ab", "zzz", "zz", "字"]
     assert extended.tokenize("字 zzz q") == ["字", "zzz", "[UNK]"]
 
 
 def test_a_tokenizer_with_other_rules_has_another_fingerprint_and_berts_is_as_it_was():
-    marks = {fingerprint(make()) for make in KINDS.values()}
-    marks |= {fingerprint(general_tokenizer(backend(cased(), ".", limit=limit))) for limit in (99, 101)}
+    marks = {tokenizer_fingerprint(make()) for make in KINDS.values()}
+    marks |= {tokenizer_fingerprint(general_tokenizer(backend(cased(), ".", limit=limit))) for limit in (99, 101)}
     assert len(marks) == len(KINDS) + 2
     plain = BertTokenizer(vocab={piece: n for n, piece in enumerate([*SPECIAL_TOKENS, "a", "##b"])})
-    assert fingerprint(plain) == "f3824f66264104ee"
+    assert tokenizer_fingerprint(plain) == "f3824f66264104ee"
 
 
 @pytest.mark.parametrize("kind", ["kmers", "long"])

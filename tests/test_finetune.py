@@ -78,7 +78,9 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     torch.manual_seed(0)
     BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "bert")
     save_tokenizer(tokenizer, tmp_path / "bert")
-    metrics = finetune(tmp_path / "bert", tmp_path / "out", "--task=classification", *files, *FAST)
+    metrics = finetune(
+        tmp_path / "bert", tmp_path / "out", "--task=classification", *files, *FAST, "--num_train_epochs=12"
+    )
     assert metrics["test_accuracy"] > 0.9
     assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")).__module__.startswith("transf")
     assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in NAMES

@@ -37,33 +37,33 @@ WRONG = {
     "an empty text": (
         "classification",
         {"train": "text,label\na,yes\n  ,no\nb,no\n"},
-        ["train_file train.csv, row 2: column 'text' is empty; write a text there, or take the row out"],
+        ["train_file train.csv, line 3: column 'text' is empty; write a text there, or take the row out"],
     ),
     "an empty text in the test rows": (
         "classification",
         {"train": TWO, "test": "text,label\n,yes\n"},
-        ["test_file test.csv, row 1: column 'text' is empty"],
+        ["test_file test.csv, line 2: column 'text' is empty"],
     ),
     "an empty second text": (
         "classification",
         {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
-        ["row 2: column 'text_pair' is empty"],
+        ["line 3: column 'text_pair' is empty"],
     ),
-    "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["row 2: column 'label' is empty"]),
+    "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["line 3: column 'label' is empty"]),
     "labels for some test rows only": (
         "classification",
         {"train": TWO, "test": "text,label\na,yes\nb,\n"},
-        ["test_file test.csv, row 2: column 'label' is empty"],
+        ["test_file test.csv, line 3: column 'label' is empty"],
     ),
     "a label that training lacks": (
         "classification",
         {"train": TWO, "validation": "text,label\na,yes\nb,maybe\n"},
-        ["validation_file validation.csv, row 2: label 'maybe' does not stand in the training rows", "'no', 'yes'"],
+        ["validation_file validation.csv, line 3: label 'maybe' does not stand in the training rows", "'no', 'yes'"],
     ),
     "a label of the test rows that training lacks": (
         "classification",
         {"train": TWO, "test": "text,label\na,maybe\n"},
-        ["test_file test.csv, row 1: label 'maybe' does not stand in the training rows"],
+        ["test_file test.csv, line 2: label 'maybe' does not stand in the training rows"],
     ),
     "an empty file": ("classification", {"train": ""}, ["train_file train.csv"]),
     "no rows": ("classification", {"train": "text,label\n"}, ["train_file train.csv"]),
@@ -76,7 +76,7 @@ WRONG = {
     "floats for classes": (
         "classification",
         {"train": "text,label\na,0.5\nb,1.25\n"},
-        ["row 1: column 'label' holds numbers such as 0.5, not classes; give --task regression"],
+        ["line 2: column 'label' holds numbers such as 0.5, not classes; give --task regression"],
     ),
     "floats for classes in JSON": (
         "classification",
@@ -95,11 +95,15 @@ WRONG = {
     ),
     "a class for each row": ("classification", {"train": "text,label\na,1\nb,2\nc,3\n"}, ["a label of its own"]),
     "another encoding": ("classification", {"train": "text,label\nü,1\n".encode("latin-1")}, ["train_file train.csv"]),
-    "UTF-16": ("classification", {"train": TWO.encode("utf-16")}, ["train_file train.csv", "train_file train.csv"]),
+    "UTF-16 without a byte order mark": (
+        "classification",
+        {"train": TWO.encode("utf-16-le")},
+        ["train_file train.csv"],
+    ),
     "a label of pandas for none": (
         "classification",
         {"train": "text,label\na,yes\nb,nan\nc,no\n"},
-        ["row 2: column 'label' holds"],
+        ["line 3: column 'label' holds"],
     ),
     "one text in all rows": (
         "classification",
@@ -136,45 +140,45 @@ WRONG = {
     "numbers as texts": (
         "classification",
         {"train.jsonl": '{"text": 1, "label": 1}\n{"text": 2, "label": 0}\n'},
-        ["row 1: column 'text' holds int, not text"],
+        ["line 1: column 'text' holds int, not text"],
     ),
-    "train_file train.jsonl": (
+    "texts and numbers in a column": (
         "classification",
-        {"train.jsonl": '{"text": "\\ud800", "label": 1}\n{"text": "b", "label": 0}\n'},
-        ["train_file train.jsonl"],
+        {"train.jsonl": '{"text": "a", "label": 1}\n\n{"text": "b", "label": "1"}\n'},
+        ["train_file train.jsonl, line 3: column 'label' holds str, unlike line 1"],
     ),
     "another suffix": ("classification", {"train.txt": "a\n"}, ["_file "]),
     "damaged Parquet": ("classification", {"train.parquet": b"PAR1"}, ["train.parquet: cannot be read"]),
     "NaN for a number": (
         "regression",
         {"train": "text,label\na,1\nb,nan\n"},
-        ["row 2", "'nan', not a finite number"],
+        ["line 3", "'nan', not a finite number"],
     ),
-    "infinity for a number": ("regression", {"train": "text,label\na,1\nb,inf\n"}, ["row 2", "not a finite number"]),
+    "infinity for a number": ("regression", {"train": "text,label\na,1\nb,inf\n"}, ["line 3", "not a finite number"]),
     "a number beyond float32": (
         "regression",
         {"train": "text,label\na,1\nb,1e39\n"},
-        ["row 2: column 'label' holds '1e39'"],
+        ["line 3: column 'label' holds '1e39'"],
     ),
     "a number of 400 digits": (
         "regression",
         {"train.jsonl": '{"text": "a", "label": 1}\n{"text": "b", "label": 1' + "0" * 400 + "}\n"},
         ["train_file train.jsonl", "train_file train.jsonl"],
     ),
-    "a word for a number": ("regression", {"train": "text,label\na,1\nb,yes\n"}, ["row 2", "'yes', not a finite"]),
-    "no number": ("regression", {"train": "text,label\na,1\nb,\n"}, ["row 2: column 'label' is empty"]),
+    "a word for a number": ("regression", {"train": "text,label\na,1\nb,yes\n"}, ["line 3", "'yes', not a finite"]),
+    "no number": ("regression", {"train": "text,label\na,1\nb,\n"}, ["line 3: column 'label' is empty"]),
     "a number that is always the same": ("regression", {"train": "text,label\na,1\nb,1\n"}, ["every row has the num"]),
     "NaN in the test rows": (
         "regression",
         {"train": "text,label\na,1\nb,2\n", "test": "text,label\na,NaN\n"},
-        ["test_file test.csv, row 1", "not a finite number"],
+        ["test_file test.csv, line 2", "not a finite number"],
     ),
     "no labels at all": ("multilabel", {"train": "text,label\na,\nb,\n"}, ["every row has the labels"]),
     "all labels in every row": ("multilabel", {"train": 'text,label\na,"x,y"\nb,"x,y"\n'}, ["'x', 'y'"]),
     "an unknown label of several": (
         "multilabel",
         {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
-        ["validation.csv, row 1: label 'z' does not stand in the training rows"],
+        ["validation.csv, line 2: label 'z' does not stand in the training rows"],
     ),
 }
 

@@ -25,6 +25,16 @@ def tokenizer(trained):
 # Files
 
 
+def test_a_whole_number_as_a_float_is_the_place_of_an_answer(tmp_path):
+    rows = answer_rows(20, 0, unanswerable=0.5)
+    write_rows(tmp_path / "whole.jsonl", rows)
+    for row in rows:
+        row["answers"]["answer_start"] = list(map(float, row["answers"]["answer_start"]))
+    write_rows(tmp_path / "floats.jsonl", rows)
+    whole, floats = (load(tmp_path / name, "answers")[1] for name in ("whole.jsonl", "floats.jsonl"))
+    assert [row.label for row in floats.train.rows] == [row.label for row in whole.train.rows]
+
+
 def test_squads_nested_json_is_the_flat_form(tmp_path):
     rows = answer_rows(20, 0, unanswerable=0.5)
     flat = read_file(str(write_rows(tmp_path / "flat.jsonl", rows)), "train_file")

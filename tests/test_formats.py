@@ -17,10 +17,9 @@ import pytest
 
 from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
 from d2l_bert.tokenization.rules import Rules
-from d2l_bert.tokenization.sentences import Cleaning
 from d2l_bert.tokenization.sources import file_source
-from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.text_store import TextStore, prepare_text
+from d2l_bert.tokenization.token_store import read_store
 from d2l_bert.tokenization.wordpiece import make_tokenizer, train_wordpiece
 
 
@@ -65,9 +64,13 @@ def write_chinese(folder):
 
 
 TEXTS = {  # how each is written, its language, and how it is cleaned
-    "english": (write_english, "en", Cleaning()),
-    "cleaned": (write_english, "en", Cleaning("NFKC", 20, True)),
-    "chinese": (write_chinese, "zh", Cleaning("NFC")),
+    "english": (write_english, "en", {}),
+    "cleaned": (
+        write_english,
+        "en",
+        {"unicode_normalization": "NFKC", "min_paragraph_characters": 20, "drop_duplicate_paragraphs": True},
+    ),
+    "chinese": (write_chinese, "zh", {"unicode_normalization": "NFC"}),
 }
 
 # A fixed vocabulary, so that ids do not depend on how a vocabulary is trained.
@@ -97,18 +100,17 @@ def measured(name: str, folder: Path) -> dict[str, str]:
     write, language, cleaning = TEXTS[name]
     write(folder / name)
     text = TextStore(prepare_text([file_source(folder / name)], language, cleaning, folder / "cache"))
-    tables = {key: getattr(text, key).tolist() for key in ("document_ends", "document_characters", "text_hashes")}
-    tables |= {"source_ends": text.source_ends, "reading": text.reading}
+    tables = {key: getattr(text, key).tolist() for key in ("documents", "sources", "characters", "hashes")}
+    tables |= {"source_count": text.source_count, "reading": text.reading}
     # Every sentence but those of two documents, in the order of the text.
-    vocabulary = train_wordpiece(SentenceSample(text, np.array([1, 3]), leave_out=True), vocab_size=300)
-    tokens = TokenizedCorpus(
-        encoding.prepare_tokens(text, make_tokenizer(PIECES, Rules(lowercase=False)), folder / "cache")
-    )
+    vocabulary = train_wordpiece(text.part(~np.isin(np.arange(len(text)), (1, 3))), vocab_size=300)
+    tokenizer = make_tokenizer(PIECES, Rules(lowercase=False))
+    tokens = read_store(encoding.prepare_tokens(text.part(), tokenizer, folder / "cache"))
     return {
-        "rows": sha256([[row[key] for key in sorted(row)] for row in text.rows()]),
+        "rows": sha256([text.file.get_batch(number).to_pydict() for number in range(text.file.num_record_batches)]),
         "tables": sha256(tables),
         "vocabulary": sha256(vocabulary.convert_ids_to_tokens(range(len(vocabulary)))),
-        "tokens": tokens.fingerprint(),
+        "tokens": tokens.fingerprint,
     }
 
 

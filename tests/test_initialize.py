@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.cli import main
+from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import extend_wordpiece, train_wordpiece
 from d2l_bert.training.initialize import extend_embeddings, look_at_neighbours
 
@@ -77,7 +78,7 @@ def test_the_initialisation_follows_its_seed_and_changes_no_other_weights(model)
 def tokenizers():
     """A tokenizer with a vocabulary of 40 entries, and one with three words of a text added."""
     old = train_wordpiece(["abc abd abe acd ace ade bcd bce bde cde"] * 5, vocab_size=40)
-    return old, extend_wordpiece(old, ["abcde abcde abcde edcb edcb bec bec"], 3)
+    return old, extend_wordpiece(old, count_words(["abcde abcde abcde edcb edcb bec bec"]), 3)
 
 
 def make_model(tokenizer, model_class=D2lBertForPreTraining, **changes):

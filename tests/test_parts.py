@@ -1,14 +1,18 @@
 """Parts of a corpus that are prepared apart are one corpus; a part that does not fit is refused."""
 
+import itertools
+import json
 import os
 
-import numpy as np
 import pytest
 from conftest import SMALL, write_books
 
 from d2l_bert.cli import main
+from d2l_bert.errors import UserError
+from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.text_store import held_out_documents
 
 
 OPTIONS = [*(option for option in SMALL if not option.startswith("--vocab_size")), "--mixed_precision=no"]
@@ -57,8 +61,10 @@ def refused(capsys, *arguments):
 
 
 def documents(text):
-    """The token ids of each document."""
-    return [text.tokens.tokens(number).tolist() for number in range(len(text.tokens))]
+    """The token ids of each document, those to train on and those that are held out."""
+    return [
+        [corpus.tokens(number).tolist() for number in range(len(corpus))] for corpus in (text.train, text.held_out)
+    ]
 
 
 def paths(folders):
@@ -72,15 +78,114 @@ def paths(folders):
 def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts, tokenizer):
     together = prepare(TextConfig(corpus=paths(parts)))
     whole = prepare(TextConfig(corpus=paths(texts), tokenizer=str(tokenizer)))
-    assert documents(together) == documents(whole) and len(together.tokens) == PARTS * 24
-    assert together.source_ends == whole.source_ends == [24, 48, 72, 96]
-    for table in ("sentence_ends", "paragraph_ends", "document_ends", "document_words"):
-        tables = [getattr(text.tokens, table) for text in (together, whole)]
-        found, expected = (table.at(np.arange(len(table))).tolist() for table in tables)
-        assert found == expected, table
-    assert np.concatenate(together.text_hashes).tolist() == np.concatenate(whole.text_hashes).tolist()
+    (train, held_out), of_whole = documents(together), documents(whole)
+    assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
+    # Each part holds out some of its own documents, and the order within each is that of the text.
+    ends = [0]
+    for text in texts:
+        part = prepare(TextConfig(corpus=[str(text)], tokenizer=str(tokenizer)))
+        ends.append(ends[-1] + len(part.train))
+        assert documents(part)[0] == train[ends[-2] : ends[-1]]
+    assert together.train.source_ends == ends[1:]
+    assert together.text_fingerprint == whole.text_fingerprint
     assert together.reading == whole.reading
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+
+
+def rows_of(first, count):
+    """Rows of several sentences; no two are equal."""
+    return [
+        f"Row {number} is about the {number}th thing. It has {number * 7} parts." for number in range(first, count)
+    ]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def as_lines(folder, rows):
+    (folder / "lines.txt").write_text("".join(f"{row}\n" for row in rows * 3))
+    return {"corpus": [str(folder / "lines.txt")], "documents": "line"}
+
+
+def as_rows(folder, rows):
+    return {"corpus": [str(write_rows(folder / "rows.jsonl", [row for row in rows for _ in range(3)]))]}
+
+
+def as_files(folder, rows):
+    for number, row in enumerate(rows * 3):
+        (folder / f"{number}.txt").write_text(row)
+    return {"corpus": [str(folder)]}
+
+
+def as_parts(folder, rows):
+    """Each part has all rows, in an order of its own and beside rows that it alone has."""
+    parts = []
+    for number in range(3):
+        others = rows_of(1000 * (number + 1), 1000 * (number + 1) + 40)
+        text = write_rows(folder / f"{number}.jsonl", [*rows[10 * number :], *others, *rows[: 10 * number]])
+        tokenizer = [f"--tokenizer={parts[0]}"] if parts else ["--vocab_size=300"]
+        parts.append(folder / f"part-{number}")
+        assert main(["prepare", f"--corpus={text}", f"--output_dir={parts[-1]}", *tokenizer]) == 0
+    return {"corpus": paths(parts)}
+
+
+def as_parts_with_split_copies(folder, rows):
+    """The first part is so small that its held-out rows are others than those of the second, which has them, too."""
+    parts = []
+    for number, some in enumerate((rows[:30], [*rows, *rows_of(1000, 1400)])):
+        tokenizer = [f"--tokenizer={parts[0]}"] if parts else ["--vocab_size=300"]
+        parts.append(folder / f"part-{number}")
+        text = write_rows(folder / f"{number}.jsonl", some)
+        fraction = "--validation_fraction=0.3"
+        assert main(["prepare", f"--corpus={text}", f"--output_dir={parts[-1]}", fraction, *tokenizer]) == 0
+    return {"corpus": paths(parts)}
+
+
+@pytest.mark.parametrize("write", [as_lines, as_rows, as_files, as_parts, as_parts_with_split_copies])
+@pytest.mark.parametrize("count", [6, 60])
+def test_no_copy_of_a_held_out_document_is_trained_on(write, count, tmp_path):
+    """Judged by the decoded tokens; six rows, three times each, are so few that blocks count as documents."""
+    rows = rows_of(0, count)
+    if write is as_parts_with_split_copies and count < 30:
+        pytest.skip("needs more rows")
+    text = prepare(TextConfig(**write(tmp_path, rows), vocab_size=300))
+    train, held_out = (set(map(text.tokenizer.decode, found)) for found in documents(text))
+    assert len(train) >= 2 and len(held_out) >= 2 and not train & held_out
+
+
+def test_copies_are_counted_and_said(tmp_path, caplog):
+    caplog.set_level("INFO", "d2l_bert")
+    text = prepare(TextConfig(**as_rows(tmp_path, rows_of(0, 60)), vocab_size=300))
+    assert text.reading["copies"] == 120 and "120 of 180 documents are copies" in caplog.text
+
+
+def test_held_out_documents_of_a_part_that_another_trains_on_are_left_out_and_said(tmp_path, caplog, capsys):
+    caplog.set_level("INFO", "d2l_bert")
+    parts = as_parts_with_split_copies(tmp_path, rows_of(0, 60))["corpus"]
+    each = [documents(prepare(TextConfig(corpus=[part]))) for part in parts]
+    caplog.clear()
+    train, held_out = documents(prepare(TextConfig(corpus=parts)))
+    assert train == each[0][0] + each[1][0]  # nothing moves
+    left_out = [ids for ids in each[0][1] + each[1][1] if ids in train]
+    assert left_out and held_out == [ids for ids in each[0][1] + each[1][1] if ids not in train]
+    assert f"{len(left_out)} of {len(each[0][1] + each[1][1])} held-out documents are left out" in caplog.text
+
+
+def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tmp_path, monkeypatch):
+    """The second part has the rows of the first, and holds out what the first trains on."""
+    text = write_rows(tmp_path / "rows.jsonl", rows_of(0, 40))
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["prepare", f"--corpus={text}", f"--output_dir={first}", "--vocab_size=300"]) == 0
+    monkeypatch.setattr(preparing, "held_out_documents", lambda *given: ~held_out_documents(*given))
+    assert main(["prepare", f"--corpus={text}", f"--output_dir={second}", f"--tokenizer={first}"]) == 0
+    with pytest.raises(UserError, match="fewer than two held-out documents"):
+        prepare(TextConfig(corpus=paths([first, second])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

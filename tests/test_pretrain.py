@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.cli import main
 from d2l_bert.tokenization import prepare
-from d2l_bert.tokenization.token_store import Only
 from d2l_bert.training import data
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import Selection
@@ -37,9 +36,9 @@ def check_figures(books, trained):
     config = PretrainConfig(**{**record["run"], "corpus": [str(books)]})
     text = prepare.prepare(config)
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    make_batch = data.BatchMaker(text.tokens, tokenizer, config.mlm_probabilities()[1], config.max_seq_length)
+    make_batch = data.BatchMaker(text.held_out, tokenizer, config.mlm_probabilities()[1], config.max_seq_length)
     pairing = {"pairing": "segments", "max_seq_length": config.max_seq_length, "short_seq_prob": 0.1}
-    selection = Selection(text.tokens, Only(text.held_out), [len(text.tokens)], is_one_stretch=True)
+    selection = Selection(text.held_out)
     held_out = data.HeldOutPairs(selection, pairing, make_batch, 1)
     model = D2lBertForPreTraining.from_pretrained(trained).eval()
     losses, right, followed = [], [], []
@@ -52,7 +51,8 @@ def check_figures(books, trained):
                 scores = logits.prediction_logits[0, place].log_softmax(-1)
                 losses.append(-float(scores[label]))
                 right.append(int(scores.argmax()) == int(label))
-            followed.append(int(logits.seq_relationship_logits[0].argmax()) == int(batch["next_sentence_label"][0]))
+            if (label := int(batch["next_sentence_label"][0])) != -100:
+                followed.append(int(logits.seq_relationship_logits[0].argmax()) == label)
     metrics = json.loads((trained / "metrics.json").read_text())
     assert metrics["eval_masked_tokens"] == len(losses) and metrics["eval_pairs"] == len(followed)
     assert metrics["eval_mlm_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)

@@ -103,26 +103,23 @@ def test_the_embedded_corpus_is_english_text_about_python_without_duplicates():
 
 
 def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatch):
-    files = [(file.stem, file) for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[ab]*.py"))]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[ab]*.py"))
     (tmp_path / "bad.py").write_text('"""This file has a docstring, and does not parse."""\ndef (:\n')
-    files += [("bad", tmp_path / "bad.py"), ("gone", tmp_path / "gone.py"), ("again", files[0][1])]
+    files += [tmp_path / "bad.py", tmp_path / "gone.py", files[0]]
     monkeypatch.setattr(topics, "topics", {"ONE": "This is the text of a topic.", "TWO": "Too short."})
-    monkeypatch.setattr(python_docs_module, "_standard_library", lambda: iter(files))
-    monkeypatch.setattr(python_docs_module, "_dependencies", lambda: iter(()))
+    monkeypatch.setattr(python_docs_module, "_source_files", lambda: iter(files))
     monkeypatch.setattr(python_docs_module, "FILES_AT_ONCE", 3)
 
     two, one = python_docs(2), python_docs(1)
     topic, first = next(two), next(two)
-    assert topic == Document("topic ONE", ["This is the text of a topic."])
+    assert topic == Document(["This is the text of a topic."])
     assert len(multiprocessing.active_children()) == 2
     found = [first, *two]
     assert [topic, *found] == list(one) and len(found) > 10
     # The documents by a plain loop over the files.
-    paragraphs = {name: [p for text in docstrings(file) for p in prose(text)] for name, file in files}
-    assert [document.name for document in found] == [
-        name for name in paragraphs if paragraphs[name] and name not in ("bad", "gone", "again")
-    ]
-    assert list(dict.fromkeys(itertools.chain(*paragraphs.values()))) == [
+    of_files = [[p for text in docstrings(file) for p in prose(text)] for file in files]
+    assert len(found) == len(list(filter(None, of_files[:-3])))
+    assert list(dict.fromkeys(itertools.chain(*of_files))) == [
         paragraph for document in found for paragraph in document.paragraphs
     ]
 

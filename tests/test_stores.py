@@ -3,6 +3,7 @@
 import pickle
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,19 +14,13 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from d2l_bert import train_wordpiece
-from d2l_bert.random_numbers import random_keys, random_numbers
-from d2l_bert.tokenization import prepare, text_store, token_store, wordpiece
+from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
 from d2l_bert.tokenization.rules import Rules
-from d2l_bert.tokenization.sentences import Cleaning
 from d2l_bert.tokenization.sources import file_source
-from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
-from d2l_bert.tokenization.token_store import (
-    JoinedTable,
-    TokenizedCorpus,
-    held_out_documents,
-)
+from d2l_bert.tokenization.text_store import TextStore, held_out_documents, prepare_text
+from d2l_bert.tokenization.token_store import JoinedTable, TokenizedCorpus, read_store
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 
@@ -48,13 +43,14 @@ tables = st.lists(
 )
 
 
-@given(tables)
-def test_joined_tables_of_ends_are_one_table(parts):
+@given(tables, st.sampled_from([0, 10**6]))
+def test_joined_tables_of_ends_are_one_table(parts, most_in_memory):
     """Each part: what its entries count, and what is left behind its last entry."""
     ends, totals = [np.cumsum(sizes) for sizes, _ in parts], [sum(sizes) + rest for sizes, rest in parts]
     starts = np.cumsum([0, *totals])
     plain = np.concatenate([start + part for start, part in zip(starts, ends, strict=False)])
-    joined = JoinedTable(ends, totals)
+    with mock.patch.object(token_store, "MOST_IN_MEMORY", most_in_memory):
+        joined = JoinedTable(ends, totals)
     numbers = np.arange(len(plain))
     assert len(joined) == len(plain)
     np.testing.assert_array_equal(joined.at(numbers), plain)
@@ -78,7 +74,8 @@ def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(st
             ids = [rng.randrange(vocab_size) for document in documents for _ in range(sum(document))]
             folders.append(write_store(Path(folder, str(number)), documents, vocab_size, ids))
             everything += ids
-        corpus = TokenizedCorpus(*folders)
+        with mock.patch.object(token_store, "MOST_IN_MEMORY", rng.choice([0, 10**6])):
+            corpus = TokenizedCorpus(*map(read_store, folders))
         sizes = [sum(document) for documents in stores for document in documents]
         ends = np.cumsum(sizes)
         assert len(corpus.ids) == len(everything) and len(corpus) == len(sizes)
@@ -86,7 +83,6 @@ def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(st
             assert found.ids.at(np.arange(len(everything))).tolist() == everything
         backwards = np.arange(len(everything))[::-1].reshape(-1, 1)
         assert corpus.ids.at(backwards).tolist() == np.array(everything)[backwards].tolist()
-        assert corpus.sizes(np.arange(len(sizes))).tolist() == sizes
         assert corpus.first_tokens(np.arange(len(sizes) + 1)).tolist() == [0, *ends]
         assert corpus.document_words.at(np.arange(len(sizes))).tolist() == ends.tolist()
         sentence = 0
@@ -94,6 +90,24 @@ def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(st
             assert corpus.tokens(number).tolist() == everything[ends[number] - sizes[number] : ends[number]]
             assert corpus.sentences(number).tolist() == list(range(sentence, sentence + len(document)))
             sentence += len(document)
+        kept = [number for number in range(len(corpus)) if rng.random() < 0.5] or [0]
+        small = corpus.only(np.array(kept))
+        assert [small.tokens(number).tolist() for number in range(len(kept))] == [
+            corpus.tokens(number).tolist() for number in kept
+        ]
+        for table in ("sentence_ends", "document_ends", "document_words"):
+            number_of = [len(list_of(corpus, table, [number])) for number in kept]
+            assert len(getattr(small, table)) == sum(number_of)
+            assert list_of(small, table, range(len(kept))) == list_of(corpus, table, kept)
+
+
+def list_of(corpus, table, documents):
+    """What the entries of a table count in some documents, one after the other; each document is a paragraph."""
+    table, found = getattr(corpus, table), []
+    for document in documents:
+        numbers = corpus.sentences(document) if table is corpus.sentence_ends else np.array([document])
+        found += (table.at(numbers) - table.before(numbers)).tolist()
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,44 +119,58 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     monkeypatch.setattr(text_store, "BATCH_CHARACTERS", characters)
     lines = [f"line {number} of the log" for number in range(1000)]
     (tmp_path / "app.log").write_text("\n".join(lines))
-    found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, Cleaning(), tmp_path))
-    assert len(found) == len(found.text_hashes) == len(set(found.text_hashes.tolist())) == 1000
-    assert [row["sentences"] for row in found.rows()] == [[line] for line in lines]
-    assert found.reading["characters"] == found.document_characters[-1] == sum(map(len, lines))
+    found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, {}, tmp_path))
+    assert len(found) == len(found.hashes) == len(set(found.hashes.tolist())) == 1000
+    assert list(found.part()) == lines
+    assert found.reading["characters"] == found.characters.sum() == sum(map(len, lines))
     assert found.reading["documents"] == found.reading["sentences"] == 1000
-    left_out = np.array([0, 7, 500, 999])
-    kept = [line for number, line in enumerate(lines) if number not in left_out]
-    assert list(SentenceSample(found, left_out)) == [lines[number] for number in left_out]
-    assert list(SentenceSample(found, left_out, leave_out=True)) == kept
-    sample = list(SentenceSample(found, left_out, leave_out=True, most_characters=3000))
+    is_chosen = np.isin(np.arange(1000), [0, 7, 500, 999])
+    kept = [line for line, is_out in zip(lines, is_chosen, strict=True) if not is_out]
+    assert list(found.part(is_chosen)) == [lines[number] for number in (0, 7, 500, 999)]
+    assert list(found.part(~is_chosen)) == kept and list(found.part(~is_chosen).sample()) == kept
+    sample = list(found.part(~is_chosen).sample(3000))
     assert 2900 < sum(map(len, sample)) < 3100 and sample == [line for line in kept if line in sample]
     gaps = np.diff([kept.index(line) for line in sample])
     assert gaps.min() >= 0.9 * gaps.max() - 1
 
 
 def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
-    found = TextStore(prepare_text([file_source(books)], "en", Cleaning(), cache_folder()))
-    rows, ends = found.rows(), found.document_ends
-    several = TokenizedCorpus(prepare_tokens(found, text.tokenizer, tmp_path, processes=2))
-    assert several.fingerprint() == text.tokens.fingerprint()
-    for document in (0, 5, len(text.tokens) - 1):
-        blocks = rows[int(ends[document - 1]) if document else 0 : int(ends[document])]
-        expected = ids_of(text.tokenizer, [sentence for block in blocks["sentences"] for sentence in block])
-        for tokens in (text.tokens, several):
-            sentences, first = tokens.sentences(document), int(tokens.first_tokens(document))
-            assert tokens.tokens(document).tolist() == [token for ids in expected for token in ids]
-            assert (tokens.sentence_ends.at(sentences) - first).tolist() == np.cumsum(
-                list(map(len, expected))
-            ).tolist()
-            ends_inside = [sentences[0] + 3 * paragraph for paragraph in range(1, 11)]
-            assert set(ends_inside) <= set(tokens.paragraph_ends.at(np.arange(len(tokens.paragraph_ends))))
+    found = TextStore(prepare_text([file_source(books)], "en", {}, cache_folder()))
+    several = TokenizedCorpus(read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes=2)))
+    is_held_out = np.isin(several.hashes(), text.held_out.hashes())
+    assert is_held_out.sum() == len(text.held_out) == 24 - len(text.train)
+    for is_chosen, tokens in ((is_held_out, text.held_out), (~is_held_out, text.train), (np.ones(24, bool), several)):
+        for number, document in enumerate(np.flatnonzero(is_chosen)):
+            expected = ids_of(text.tokenizer, list(found.part(np.arange(24) == document)))
+            sentences, first = tokens.sentences(number), int(tokens.first_tokens(number))
+            assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
+            ends = np.cumsum(list(map(len, expected))).tolist()
+            assert (tokens.sentence_ends.at(sentences) - first).tolist() == ends
+
+
+@pytest.mark.parametrize("at_once", [1, 200])
+def test_a_store_does_not_depend_on_how_much_is_tokenized_at_once(text, at_once, tmp_path, monkeypatch):
+    """A document of many blocks, of a single paragraph, goes on in several sections; others have no token."""
+    (tmp_path / "texts").mkdir()
+    for number in range(25):
+        content = (
+            "\ue000" if number % 5 == 2 else " ".join(f"Anna met number {place}." for place in range(number * 30))
+        )
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(content)
+    found = TextStore(prepare_text([file_source(tmp_path / "texts")], "en", {}, tmp_path))
+    expected = read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path / "whole"))
+    monkeypatch.setattr(encoding, "TOKENIZED_AT_ONCE", at_once)
+    store = read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path / "parts"))
+    assert store.fingerprint == expected.fingerprint and len(store.document_ends) == len(found) - 5 == 19
+    for name in token_store.ARRAYS:
+        assert getattr(store, name).tolist() == getattr(expected, name).tolist(), name
 
 
 RULES = [
     {},
     {"lowercase": False},
     {"strip_accents": True, "individual_digits": True},
-    {"zero_width_spaces": True, "keep_joiners": True, "cut_long_words": True, "individual_digits": True},
+    {"zero_width_spaces": True, "keep_joiners": True, "pre_tokenizer": "kmers:100", "individual_digits": True},
     {"zero_width_spaces": True, "pre_tokenizer": "kmers:3", "unicode_normalization": "NFKC"},
 ]
 
@@ -182,18 +210,23 @@ def test_documents_without_a_token_do_not_shift_the_sources_or_the_held_out_docu
         (tmp_path / source).mkdir()
         for number in range(30):
             is_bare = number % 3 == 0 and number < 20 if source == "a" else number < 20
-            lines.append("\ue000" if is_bare else f"Anna {source} has {number} apples. Boris sold {number}.")
+            bare = "\ue000" * (1 + len(lines))
+            lines.append(bare if is_bare else f"Anna {source} has {number} apples. Boris sold {number}.")
             (tmp_path / source / f"{number:02d}.txt").write_text(lines[-1])
     run = PretrainConfig(corpus=[str(tmp_path / "a"), str(tmp_path / "b")], vocab_size=100, validation_fraction=0.3)
     prepared = prepare.prepare(run)
-    kept = [number for number, line in enumerate(lines) if len(line) > 1]
-    assert len(prepared.tokens) == len(kept) == 33 and prepared.source_ends == [23, 33]
-    for number, line in enumerate(ids_of(prepared.tokenizer, [lines[number] for number in kept])):
-        assert prepared.tokens.tokens(number).tolist() == line
-    characters = np.cumsum([len(line.replace(". ", ".")) for line in lines])
-    in_text = held_out_documents(characters, 0.3, 10**9).tolist()
-    assert not set(in_text) <= set(kept)
-    assert [kept[number] for number in prepared.held_out] == [number for number in in_text if number in kept]
+    kept = [line for line in lines if "Anna" in line]
+    ids = [tokens for line in kept for tokens in ids_of(prepared.tokenizer, [line])]
+    train, held_out = (
+        [corpus.tokens(number).tolist() for number in range(len(corpus))]
+        for corpus in (prepared.train, prepared.held_out)
+    )
+    assert sorted(train + held_out) == sorted(ids) and len(ids) == 33 and len(held_out) > 2
+    assert train == [tokens for tokens in ids if tokens in train]  # in the order of the text
+    first_source = [tokens for line, tokens in zip(kept, ids, strict=True) if "Anna a" in line]
+    for corpus, found in ((prepared.train, train), (prepared.held_out, held_out)):
+        end = sum(tokens in first_source for tokens in found)
+        assert corpus.source_ends == [end, len(found)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,13 +234,13 @@ def test_documents_without_a_token_do_not_shift_the_sources_or_the_held_out_docu
 
 
 def test_a_sample_of_sentences_is_spread_over_the_text_limited_in_size_and_repeatable(books, text):
-    found = TextStore(prepare_text([file_source(books)], "en", Cleaning(), cache_folder()))
-    everything = SentenceSample(found, np.arange(24))
+    found = TextStore(prepare_text([file_source(books)], "en", {}, cache_folder()))
+    everything = found.part()
     assert list(everything) == list(everything) and len(list(everything)) == 24 * 30
-    half = SentenceSample(found, np.arange(24), most_characters=sum(map(len, everything)) // 2)
-    assert sum(map(len, half)) == pytest.approx(sum(map(len, everything)) / 2, rel=0.1)
-    assert len(half.blocks) in (11, 12, 13) and half.blocks[0] < 3 and half.blocks[-1] > 19
-    some = list(SentenceSample(found, np.array([3, 7])))
+    half = everything.sample(sum(map(len, everything)) // 2)
+    assert sum(map(len, half)) == pytest.approx(sum(map(len, everything)) / 2, rel=0.25)
+    assert half.blocks[0] < 3 and half.blocks[-1] > len(everything.blocks) - 5
+    some = list(found.part(np.isin(np.arange(24), (3, 7))))
     assert len(some) == 60 and set(some) <= set(everything)
 
 
@@ -216,30 +249,43 @@ def test_a_sample_of_sentences_is_spread_over_the_text_limited_in_size_and_repea
 
 
 @given(
-    st.lists(st.one_of(st.integers(1, 30), st.integers(500, 2000)), min_size=4, max_size=60),
+    st.lists(
+        st.tuples(st.one_of(st.integers(1, 30), st.integers(500, 2000)), st.integers(1, 3)), min_size=4, max_size=60
+    ),
     st.floats(0.01, 0.9),
     st.sampled_from([10, 100, 10**9]),
+    st.randoms(use_true_random=False),
 )
-def test_held_out_documents_are_the_first_by_random_rank_the_large_ones_last(sizes, fraction, most):
-    ranks = random_numbers(random_keys((token_store.HELD_OUT_SEED,), np.arange(len(sizes))), 0)
-    wanted = min(fraction * sum(sizes), most)
-    order = sorted(
-        range(len(sizes)), key=lambda number: (max(sizes[number] * (sizes[number] > wanted), 0), ranks[number])
-    )
+def test_held_out_documents_are_those_of_the_smallest_hashes_the_large_ones_last(texts, fraction, most, rng):
+    """Each text has a size and some copies, which stand anywhere."""
+    hashes = list(range(len(texts)))
+    rng.shuffle(hashes)
+    documents = [number for number, (_, copies) in enumerate(texts) for _ in range(copies)]
+    rng.shuffle(documents)
+    totals = [size * copies for size, copies in texts]
+    wanted = min(fraction * sum(totals), most)
+    order = sorted(range(len(texts)), key=lambda text: (totals[text] * (totals[text] > wanted), hashes[text]))
     chosen = []
-    while len(chosen) < 2 or (sum(sizes[number] for number in chosen) < wanted and len(chosen) < len(sizes) - 2):
+    while len(chosen) < 2 or (sum(totals[text] for text in chosen) < wanted and len(chosen) < len(texts) - 2):
         chosen.append(order[len(chosen)])
-    assert held_out_documents(np.cumsum(sizes), fraction, most).tolist() == sorted(chosen)
+    found = held_out_documents(
+        np.array([hashes[text] for text in documents]),
+        np.array([texts[text][0] for text in documents]),
+        fraction,
+        most,
+    )
+    assert found.tolist() == [text in chosen for text in documents]
 
 
 def test_held_out_documents_are_enough_text_and_no_more():
-    sizes = np.random.default_rng(0).integers(50, 500, 300)
-    held_out = held_out_documents(np.cumsum(sizes), 0.1, 10**9)
+    rng = np.random.default_rng(0)
+    sizes, hashes = rng.integers(50, 500, 300), rng.integers(-(2**63), 2**63, 300)
+    held_out = held_out_documents(hashes, sizes, 0.1, 10**9)
     assert 0.1 * sizes.sum() <= sizes[held_out].sum() < 0.1 * sizes.sum() + 500
-    assert sizes[held_out_documents(np.cumsum(sizes), 0.1, 2000)].sum() < 2500
-    assert len(held_out_documents(np.array([5, 10, 15, 20]), 0.9, 10**9)) == 2
+    assert sizes[held_out_documents(hashes, sizes, 0.1, 2000)].sum() < 2500
+    assert held_out_documents(np.arange(4), np.full(4, 5), 0.9, 10**9).sum() == 2
     with pytest.raises(ValueError, match="too little text: 3 documents"):
-        held_out_documents(np.array([5, 10, 15]), 0.1, 10**9)
+        held_out_documents(np.array([1, 2, 3, 3]), np.full(4, 5), 0.1, 10**9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

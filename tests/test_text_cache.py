@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import atomic_folder
 from d2l_bert.progress import messages_shown
 from d2l_bert.tokenization import text_store
 from d2l_bert.tokenization.cache import write_once
@@ -46,6 +47,15 @@ def test_a_cache_that_cannot_be_written_names_the_cause_and_the_way_out(tmp_path
     with pytest.raises(UserError) as refusal:
         write_once(tmp_path / "x", "writing", fail)
     assert str(refusal.value) == f"{tmp_path / 'x'}: cannot be written {words}"
+
+
+def test_folders_of_the_same_name_below_two_new_parents_are_written_at_once(tmp_path):
+    first, second = (tmp_path / parent / "deeper" / "model" for parent in ("one", "two"))
+    with atomic_folder(first, "") as one, atomic_folder(second, "") as two:
+        for path, text in ((one, "one"), (two, "two")):
+            (path / "name.txt").write_text(text)
+    assert [(path / "name.txt").read_text() for path in (first, second)] == ["one", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
 def test_half_written_files_of_a_killed_process_are_removed_by_the_next_write(tmp_path):

@@ -66,13 +66,13 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     held_out = make_held_out(run, text)
     (pairs,) = [pairs for pairs, _ in held_out.parts()]
     spans = [(pair["a_start"], pair["a_end"]) for pair in pairs] + [(pair["b_start"], pair["b_end"]) for pair in pairs]
-    sentences = text.validation.tokens.sentence_ends
+    sentences = text.held_out.sentence_ends
     met = {int(sentences.find(start)) for start, end in spans if end > start}
-    assert len(text.validation.tokens) == BOOKS
-    assert len(text.validation.tokens.ids) == sum(
+    assert len(text.held_out) == BOOKS
+    assert len(text.held_out.ids) == sum(
         len(text.tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]) for path in check_books.iterdir()
     )
-    assert max(end for _, end in spans) <= len(text.validation.tokens.ids) and len(met) > len(sentences) / 4
+    assert max(end for _, end in spans) <= len(text.held_out.ids) and len(met) > len(sentences) / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,11 +117,11 @@ def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
             corpus=[str(corpus)], validation_corpus=[str(tmp_path / "check.txt")], max_steps=1, **options
         )
         text = prepare(run)
-        found.append((len(text.validation.tokens), text.tokenizer_report["words"]))
+        found.append((len(text.held_out), text.tokenizer_report["words"]))
     assert found == [(60, 60 * 9)] * 2
 
 
 def overlap(corpus, **options):
     """Texts of the validation text, and how many of them the training text has."""
     text = prepare(PretrainConfig(corpus=[str(corpus)], max_steps=1, vocab_size=300, **options))
-    return text.validation.texts, text.validation.texts_in_training
+    return text.validation["texts"], text.validation["texts_in_training"]

@@ -53,18 +53,18 @@ def test_numbers_that_do_not_increase_are_refused(entries):
 
 
 def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
-    """Ten texts, of which each has words of another length, so that tokens a word differ."""
+    """Twenty texts, of which each has words of another length, so that tokens a word differ."""
     (tmp_path / "text").mkdir()
-    for number in range(10):
-        words = " ".join("abcdefghij"[number] * (1 + number) + " of the book." for _ in range(40))
+    for number in range(20):
+        words = " ".join("abcdefghijklmnopqrst"[number] * (1 + number) + " of the book." for _ in range(40))
         (tmp_path / "text" / f"{number}.txt").write_text(words)
     text = prepare(TextConfig(corpus=[str(tmp_path / "text")], vocab_size=60, preprocessing_num_workers=1))
-    corpus = text.tokens
-    pairs = EpochPairs(Selection(corpus, text.train_documents(), text.source_ends), PAIRING, seed=1).window(0, 0)
+    corpus = text.train
+    pairs = EpochPairs(Selection(corpus), PAIRING, seed=1).window(0, 0)
     expected = 0.0
     starts = corpus.first_tokens(np.arange(len(corpus) + 1))
-    words = [4 * 40] * 10  # in each text
-    assert (np.diff([0, *corpus.document_words.at(np.arange(10))]) == words).all()
+    words = [4 * 40] * len(corpus)  # in each text
+    assert (np.diff([0, *corpus.document_words.at(np.arange(len(corpus)))]) == words).all()
     for pair in pairs:
         for side in "ab":
             for token in range(pair[f"{side}_start"], pair[f"{side}_end"]):

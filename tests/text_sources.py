@@ -12,7 +12,7 @@ from d2l_bert.tokenization import tables
 
 
 def texts(source):
-    return [(document.name, list(document.paragraphs)) for document in source.documents]
+    return [list(document.paragraphs) for document in source.documents]
 
 
 def write_table(file, rows):
@@ -25,7 +25,8 @@ def write_table(file, rows):
     if kind == ".jsonl":
         text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
-        writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+        tsv = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+        writer = csv.DictWriter(text, list(rows[0]), **tsv if kind == ".tsv" else {})
         writer.writeheader()
         writer.writerows(rows)
     data = text.getvalue().encode()

@@ -1,27 +1,24 @@
 """The account of a text: what its tokenizer drops, reads as `[UNK]` or makes equal, said with cause and option."""
 
-import functools
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.tokenization.encoding import WordUnit, text_backend
+from d2l_bert.tokenization.encoding import SentenceEncoder, plain_backend, text_backend
 from d2l_bert.tokenization.rules import (
     MOST_MIXED_CASE,
     NOTICEABLE,
     ZERO_WIDTH_SPACE,
-    Contents,
+    WordUnit,
     count_characters,
+    count_marks,
     count_words,
+    normalized,
+    split_words,
 )
-from d2l_bert.tokenization.wordpiece import CONTINUATION
 
-
-# Words that are encoded in one call.
-WORDS_AT_ONCE = 10_000
 
 # Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK], of marks dropped
 # beside all characters, of word types that became equal to another, and of vocabulary entries with a digit.
@@ -63,7 +60,8 @@ LATIN_TOO = {"kk", "mn", "sr", "tg", "tt", "ug"}
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    return describe(tokenizer, texts)["unknown_share"]
+    account = account_of(count_words(texts), tokenizer)
+    return account["unknown_characters"] / max(account["characters"], 1)
 
 
 def describe(
@@ -78,50 +76,17 @@ def describe(
     Returns:
         `words`: number of words in the texts.
         `pieces_per_word`: mean number of tokens in a word; 0 without words.
-        `unknown_share`: share of the characters, white space aside, that stand in `[UNK]`.
+        `unknown_share`: as the function.
     """
     words = count_words(texts)
-    counts = unknown_and_pieces(tokenizer, words, word_unit)
+    account, counts = account_of(words, tokenizer), list(words.values())
+    _, pieces, units = SentenceEncoder(text_backend(tokenizer), word_unit)(list(words))
+    total = int(units @ counts)
     return {
-        "words": counts["words"],
-        "pieces_per_word": counts["pieces"] / max(counts["words"], 1),
-        "unknown_share": counts["unknown_characters"] / max(sum(len(word) * words[word] for word in words), 1),
+        "words": total,
+        "pieces_per_word": int(pieces @ counts) / max(total, 1),
+        "unknown_share": account["unknown_characters"] / max(account["characters"], 1),
     }
-
-
-def unknown_and_pieces(
-    tokenizer: PreTrainedTokenizerBase, words: Counter, word_unit: WordUnit = "white space"
-) -> Counter:
-    """The `unknown_characters`, which stand in `[UNK]`, the `words` and the `pieces` of what `count_words` counted."""
-    counts = Counter()
-    for word, encoding in encodings(tokenizer, words):
-        by_tokens = word_unit == "tokenizer"
-        begun = sum(not token.startswith(CONTINUATION) for token in encoding.tokens) if by_tokens else 1
-        counts["words"] += words[word] * begun
-        counts["pieces"] += words[word] * len(encoding)
-        counts["unknown_characters"] += words[word] * _unknown(encoding, tokenizer)
-    return counts
-
-
-def encodings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[str, Encoding]]:
-    """Yield each word with its encoding, without special tokens."""
-    backend = Tokenizer.from_str(text_backend(tokenizer))
-    backend.encode_special_tokens = True  # a "[MASK]" in a text is text
-    backend.no_truncation()
-    backend.no_padding()
-    words = list(words)
-    for first in range(0, len(words), WORDS_AT_ONCE):
-        some = words[first : first + WORDS_AT_ONCE]
-        yield from zip(some, backend.encode_batch(some, add_special_tokens=False), strict=True)
-
-
-def _unknown(encoding, tokenizer):
-    """The characters of an encoded text that stand in `[UNK]`, by the tokens' offsets."""
-    if tokenizer.unk_token_id not in (ids := encoding.ids):
-        return 0
-    return sum(
-        end - start for id, (start, end) in zip(ids, encoding.offsets, strict=True) if id == tokenizer.unk_token_id
-    )
 
 
 def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
@@ -137,28 +102,26 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
         `word_types`, and of them `merged_types`, which have the tokens of another word type that differs by more than
         case; `merged_examples`, a few of these.
     """
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    normalize = normalizer.normalize_str if normalizer else str
-    if normalize(ZERO_WIDTH_SPACE).isspace():  # to this tokenizer it ends a word
-        spaced = Counter()
-        for word, count in words.items():
-            for part in filter(None, word.split(ZERO_WIDTH_SPACE)):
-                spaced[part] += count
-        words = spaced
+    normalizer, unk = tokenizer.backend_tokenizer.normalizer, tokenizer.unk_token_id
+    if normalized(ZERO_WIDTH_SPACE, normalizer).isspace():  # to this tokenizer it ends a word
+        words = split_words(words, None, pre_tokenizers.Split(ZERO_WIDTH_SPACE, "removed"))
     characters = count_characters(words)
-    marks, dropped, unknown = 0, 0, 0
+    marks, dropped, unknown, merged = 0, 0, 0, 0
     for character, count in characters.items():
-        kept = normalize(character)
-        lost = _marks(character) - _marks(kept)
+        kept = normalized(character, normalizer)
+        lost = count_marks(character) - count_marks(kept)
         marks += count * max(lost, 0)
         dropped += count * (not kept and not lost)
-    of_tokens = {}
-    for word, encoding in encodings(tokenizer, words):
-        unknown += words[word] * _unknown(encoding, tokenizer)
-        of_tokens.setdefault(tuple(encoding.ids), []).append(word)
-    merged, examples = 0, []
+    backend, of_tokens, examples = plain_backend(text_backend(tokenizer)), {}, []
+    for word, count in words.items():
+        encoding = backend.encode(word, add_special_tokens=False)
+        if unk in (ids := encoding.ids):
+            spans = zip(ids, encoding.offsets, strict=True)
+            unknown += count * sum(end - start for id, (start, end) in spans if id == unk)
+        of_tokens.setdefault(tuple(ids), []).append(word)
     for same in of_tokens.values():
-        if len(same) > 1 and len(different := {word.lower(): word for word in same}) > 1:
+        different = {word.lower(): word for word in same}
+        if len(different) > 1:
             merged += len(same)
             examples.append((sum(words[word] for word in same), list(different.values())[:2]))
     return {
@@ -172,21 +135,21 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
     }
 
 
-@functools.cache
-def _marks(text):
-    return sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
+def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """
+    What a tokenizer is.
 
-
-def case_and_marks(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Whether a tokenizer has `lowercase`, and whether it has `strip_accents`: read off what it makes of letters."""
+    Returns:
+        `class`: its name; `lowercase` and `strip_accents`: whether it has them, read off what it makes of letters;
+        `entries_with_digits`: how many entries of the vocabulary are digits, or hold one.
+    """
     normalizer = tokenizer.backend_tokenizer.normalizer
-    normalize = normalizer.normalize_str if normalizer else str
-    return {"lowercase": normalize("A") == "a", "strip_accents": normalize("\u00e9") == "e"}
-
-
-def entries_with_digits(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many entries of the vocabulary are digits, or hold one."""
-    return sum(any(map(str.isdecimal, entry)) for entry in tokenizer.get_vocab())
+    return {
+        "class": type(tokenizer).__name__,
+        "lowercase": normalized("A", normalizer) == "a",
+        "strip_accents": normalized("\u00e9", normalizer) == "e",
+        "entries_with_digits": sum(any(map(str.isdecimal, entry)) for entry in tokenizer.get_vocab()),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,18 +168,18 @@ def account_line(account: dict) -> str:
 
 
 def remarks(
-    account: dict, contents: Contents, tokenizer: PreTrainedTokenizerBase, is_given: bool, language: str | None
+    account: dict, contents: dict, tokenizer: PreTrainedTokenizerBase, is_given: bool, language: str | None
 ) -> list[str]:
     """
     A line for each thing that is lost, with its cause and the option that mends it.
 
     Args:
         account: from `account_of`.
-        contents: what the text is made of.
+        contents: what the text is made of (`contents_of`).
         is_given: whether the tokenizer existed before.
         language: the option.
     """
-    drops, characters = case_and_marks(tokenizer), max(account["characters"], 1)
+    facts, characters = facts_of(tokenizer), max(account["characters"], 1)
     other = "another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
     strip = f"give {other}" if is_given else "--strip_accents false keeps them"
     case = f"give {other}" if is_given else "--lowercase false keeps it"
@@ -227,14 +190,18 @@ def remarks(
     )
     examples = "; ".join(" = ".join(map(repr, pair)) for pair in account["merged_examples"])
     invisible = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
-    counts = [account[key] for key in ("dropped_characters", "unknown_characters", "dropped_marks")]
-    cause = (invisible, alphabet, strip)[counts.index(max(counts))]
-    digits = entries_with_digits(tokenizer) / len(tokenizer)
-    wanted = SCRIPTS.get(contents.script, "").split()
+    causes = {
+        invisible: account["dropped_characters"],
+        alphabet: account["unknown_characters"],
+        strip: account["dropped_marks"],
+    }
+    cause = max(causes, key=causes.get)
+    digits = facts["entries_with_digits"] / len(tokenizer)
+    wanted = SCRIPTS.get(contents["script"], "").split()
     # A language without an entry in SCRIPTS is written in Latin letters.
     known = {code for codes in SCRIPTS.values() for code in codes.split()}
     code = (language or "en").partition("-")[0]
-    is_turkish = contents.dotless > NOTICEABLE or code in ("tr", "az")
+    is_turkish = contents["dotless"] > NOTICEABLE or code in ("tr", "az")
     lines = {
         f"{account['unknown_characters'] / characters:.1%} of the characters stand in [UNK]; {alphabet}": (
             account["unknown_characters"] > REMARKED_UNKNOWN * characters
@@ -245,17 +212,17 @@ def remarks(
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
         "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
-        "--unicode_normalization NFC makes them one": contents.mixed_forms > NOTICEABLE,
-        f"{contents.mixed_case:.0%} of the words have a capital letter inside (aBc), so that case tells words apart, "
-        f"and the tokenizer drops it; {case}": drops["lowercase"] and contents.mixed_case > MOST_MIXED_CASE,
+        "--unicode_normalization NFC makes them one": contents["mixed_forms"] > NOTICEABLE,
+        f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
+        f"apart, and the tokenizer drops it; {case}": facts["lowercase"] and contents["mixed_case"] > MOST_MIXED_CASE,
         f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "
-        f"{case}": drops["lowercase"] and is_turkish,
+        f"{case}": facts["lowercase"] and is_turkish,
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (
             digits > REMARKED_DIGITS and not is_given
         ),
-        f"most letters are {contents.script.capitalize().replace('Cjk', 'Chinese')}, and sentences are split as in "
+        f"most letters are {contents['script'].capitalize().replace('Cjk', 'Chinese')}, and sentences are split as in "
         f"language {code!r}{'' if language else ', the default'}; name the text's own with --language": (
-            code not in wanted if wanted else contents.script == "LATIN" and code in known - LATIN_TOO
+            code not in wanted if wanted else contents["script"] == "LATIN" and code in known - LATIN_TOO
         ),
     }
     return [line for line, holds in lines.items() if holds]

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert import folders
-from d2l_bert.errors import explained, writing
+from d2l_bert.errors import UserError, explained, writing
 
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
     return Path(constants.HF_HOME) / "d2l_bert"
 
 
-def fingerprint(*values) -> str:
+def short_hash(*values) -> str:
     """16 hexadecimal digits: the start of the SHA-256 of the values' JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -36,6 +36,42 @@ def content_hash(file: Path) -> str:
     """The SHA-256 of a file. Raises `UserError` if the file cannot be read."""
     with explained(f"{file}: cannot be read", "allow reading it, or leave it out", OSError), file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def rows_hash(rows) -> str:
+    """16 hexadecimal digits: the start of the SHA-256 of the rows of a `datasets.Dataset`, wherever they lie."""
+    digest = hashlib.sha256()
+    for batch in rows.with_format(None).iter(1000):
+        digest.update(json.dumps(batch, default=repr).encode())
+    return digest.hexdigest()[:16]
+
+
+def dataset_folder(rows, column: str) -> str:
+    """
+    Write the text of a `datasets.Dataset` that a program has in memory to the cache, under the hash of this text.
+
+    Returns:
+        The folder, for `sources.dataset_source`.
+
+    Raises:
+        UserError: `rows` is something else, has no such column, or the cache cannot be written.
+    """
+    import datasets
+
+    if not isinstance(rows, datasets.Dataset):
+        raise UserError(
+            f"dataset: a {type(rows).__name__} is neither a name, a folder nor a datasets.Dataset; give one of these, "
+            f"such as a split of a DatasetDict, or a folder of save_to_disk"
+        )
+    if column not in rows.column_names:
+        raise UserError(
+            f"dataset: the datasets.Dataset has no column {column}, but {', '.join(rows.column_names)}; name one of "
+            f"them with text_column"
+        )
+    rows = rows.select_columns([column])
+    path = cache_folder() / f"dataset-{rows_hash(rows)}"
+    write_once(path, "writing a dataset", rows.save_to_disk)
+    return str(path)
 
 
 def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:

@@ -8,7 +8,11 @@ from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, option
+from d2l_bert.tokenization.cache import dataset_folder
 from d2l_bert.tokenization.rules import Rules
+
+
+Separator = Literal["auto", ",", ";", "tab", "pipe"]  # as in `tables.table_rows`
 
 
 @dataclass(kw_only=True)
@@ -22,8 +26,8 @@ class SourceConfig(Options):
 
     corpus: list[str] | None = option(
         None,
-        "text files and folders of text files (.txt, .md, .jsonl, .csv, .tsv, .parquet, also packed as .gz or .zst), "
-        "or python-docs, the documentation installed with Python; the default without a dataset is python-docs",
+        "text files and folders of text files (.txt, .md, .jsonl, .csv, .tsv, .parquet, also packed as .gz, .zst or "
+        ".bz2), or python-docs, the documentation installed with Python; the default without a dataset is python-docs",
         TEXT,
         identity=False,
         metavar="PATH",
@@ -48,6 +52,12 @@ class SourceConfig(Options):
     text_column: str = option(
         "text", "column that holds the text in datasets and tables", TEXT, identity=False, metavar="NAME"
     )
+    separator: Separator = option(
+        "auto",
+        "what separates the cells of .csv files; auto takes the one that stands most often in the first line",
+        TEXT,
+        identity=False,
+    )
     max_documents: int | None = option(
         None, "most documents to read from each path and dataset", TEXT, within="[1, inf)"
     )
@@ -71,6 +81,20 @@ class SourceConfig(Options):
         identity=False,
         within="[1, inf)",
     )
+
+    def __post_init__(self):
+        """
+        Write a `datasets.Dataset` that stands in place of a name to the cache, so that it has a name.
+
+        Raises:
+            UserError: as in `cache.dataset_folder`.
+        """
+        for name in {"dataset", "validation_dataset"} & vars(self).keys():
+            given = getattr(self, name)
+            if not isinstance(given, str):  # which `check` refuses
+                given = given if isinstance(given, list) else [given]
+                named = [one if isinstance(one, str) else dataset_folder(one, self.text_column) for one in given]
+                setattr(self, name, named)
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""

@@ -29,6 +29,11 @@ class Division:
     documents: Documents
     lines: Literal["wrapped", "paragraphs", "sentences"]
 
+    def __str__(self):
+        documents = {"file": "read whole", "blank_line": "divided at empty lines", "line": "divided into lines"}
+        lines = {"wrapped": "lines joined", "paragraphs": "a paragraph a line", "sentences": "a sentence a line"}
+        return f"{documents[self.documents]}, {lines[self.lines]}"
+
 
 # Full stops: those that also stand within words and numbers end a sentence only before white space or a line's end.
 _LATIN_STOPS = ".!?…"
@@ -38,6 +43,7 @@ _CLOSING = " \t\"'`*_)]}>”’“‘»«›‹」』】）］〉》〕〗"  # m
 _STOP_INSIDE = re.compile(rf"[{_LATIN_STOPS}][{re.escape(_CLOSING)}]*\s|[{_OTHER_STOPS}]")
 # Lines of Chinese and Japanese, which have no spaces, break behind any character.
 _SPACE = re.compile(r"[\s，、。]")
+_SPACES = re.compile(r"\s{2,}|[^\S ]")  # white space other than a single space
 _FIRST_WORD = re.compile(r"[\u2e80-\u9fff\uff00-\uffef]|\S+")
 
 
@@ -122,7 +128,8 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         lines: the lines of the text.
         longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
     """
-    lines = (" ".join(line.split()) for line in lines)
+    # The words of a text in one line would take twelve times the memory of the line.
+    lines = (" ".join(line.split()) if len(line) < longest else _SPACES.sub(" ", line).strip() for line in lines)
     if division.documents == "line":
         yield from ([line] for line in lines if line)
         return

@@ -4,17 +4,18 @@ import importlib.metadata
 import itertools
 import json
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from d2l_bert.progress import with_progress
-from d2l_bert.tokenization.cache import fingerprint, write_once
+from d2l_bert.tokenization.cache import short_hash, write_once
 from d2l_bert.tokenization.processes import in_order
-from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE
-from d2l_bert.tokenization.text_store import TextStore
-from d2l_bert.tokenization.token_store import STORE_FORMAT, write_store
+from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
+from d2l_bert.tokenization.text_store import Blocks, TextPart
+from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, write_store
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 
 
@@ -24,85 +25,99 @@ ENCODING_FORMAT = 2
 
 TOKENIZED_AT_ONCE = 400_000  # about the characters that a process encodes in one call
 
-WordUnit = Literal["white space", "tokenizer"]
-
 # About the most words whose ids a process keeps: the first words in its blocks, which are mostly common words.
 MOST_KNOWN_WORDS = 200_000
 
 
 def prepare_tokens(
-    text: TextStore, tokenizer, folder: Path, processes: int = 1, word_unit: WordUnit = "white space"
+    part: TextPart, tokenizer, folder: Path, processes: int = 1, word_unit: WordUnit = "white space"
 ) -> Path:
     """
     Write a token store, unless `folder` already has a store of the same text and tokenizer.
 
-    A sentence without tokens, because the tokenizer drops all its characters, is left out of the store.
+    Sentences and documents without tokens, because the tokenizer drops all their characters, are left out.
 
     Args:
+        part: whole documents of a text.
         folder: the cache.
         processes: how many processes encode.
         word_unit: what the store counts as words.
 
     Returns:
-        The store's path in `folder`, for `TokenizedCorpus`.
+        The store's path in `folder`, for `read_store`.
 
     Raises:
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be
             started.
     """
     backend, versions = text_backend(tokenizer), [importlib.metadata.version("tokenizers")]
-    identity = [ENCODING_FORMAT, STORE_FORMAT, versions, text.folder.name, backend, word_unit]
-    path = folder / f"tokens-{fingerprint(identity)}"
+    path = (
+        folder
+        / f"tokens-{short_hash([ENCODING_FORMAT, STORE_FORMAT, versions, *part.identity(), backend, word_unit])}"
+    )
     if not path.exists():
-        blocks = len(text.rows())
-        at_once = max(1, blocks * TOKENIZED_AT_ONCE // max(int(text.document_characters[-1:].sum()), 1))
-        firsts = range(0, blocks, at_once)
-        spans = ((first, min(first + at_once, blocks)) for first in firsts)
+        text, blocks = part.text, part.blocks
+        at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
+        documents = text.documents[blocks]
+        ends_document = np.diff(documents, append=-1) != 0
+
+        def spans():
+            for first in range(0, len(blocks), at_once):
+                some = slice(first, first + at_once)
+                ended = documents[some][ends_document[some]]
+                yield blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]
+
         arguments = (text.folder, backend, word_unit)
-        sections = in_order(_tokenize, spans, min(processes, len(firsts)), _open_text, arguments)
-        sections = with_progress(sections, "tokenizing", len(text), lambda section: len(section[3]))
-        write_once(path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), sections))
+        sections = in_order(_tokenize, spans(), min(processes, -(-len(blocks) // at_once)), _open_text, arguments)
+        sections = with_progress(
+            sections, "tokenizing", part.document_count(), lambda section: len(section.document_ends)
+        )
+        write_once(
+            path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), text.source_count, sections)
+        )
     return path
 
 
 def text_backend(tokenizer) -> str:
     """
-    The JSON of a tokenizer for `SentenceEncoder`: only the tokens with a role, such as [MASK], are special.
+    The JSON of a tokenizer for `plain_backend`: only the tokens with a role, such as [MASK], are special.
 
     A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
     """
-    backend = tokenizer.backend_tokenizer.to_str()
-    parts, roles = json.loads(backend), set(map(str, tokenizer.special_tokens_map.values()))
-    others = [token for token in parts["added_tokens"] if token["special"] and token["content"] not in roles]
-    for token in others:
-        token["special"] = False
-    return json.dumps(parts) if others else backend
+    parts, roles = (
+        json.loads(tokenizer.backend_tokenizer.to_str()),
+        set(map(str, tokenizer.special_tokens_map.values())),
+    )
+    for token in parts["added_tokens"]:
+        token["special"] = token["special"] and token["content"] in roles
+    return json.dumps(parts)
+
+
+def plain_backend(backend: str) -> Tokenizer:
+    """The tokenizer of `text_backend`. Texts are taken whole and literally: a "[MASK]" in a text is text, no mask."""
+    tokenizer = Tokenizer.from_str(backend)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _open_text(folder, backend, word_unit):
     """Set up a process for `_tokenize`."""
-    global _text, _rows, _encode
-    _text, _encode = TextStore(folder), SentenceEncoder(backend, word_unit)
-    _rows = _text.rows()
+    global _blocks, _encode
+    _blocks, _encode = Blocks(folder), SentenceEncoder(backend, word_unit)
 
 
 def _tokenize(span):
-    """A section of `write_store`: the blocks from the first up to the second number of `span`."""
-    first, end = span
-    rows = _rows[first:end]
-    ids, lengths, words = _encode(list(itertools.chain(*rows["sentences"])))
-    block_ends = np.cumsum([len(sentences) for sentences in rows["sentences"]])
-    starts = np.append(0, block_ends[:-1])
-    paragraph_ends = np.concatenate(
-        [start + np.array(ends, dtype=np.int64) for start, ends in zip(starts, rows["paragraph_ends"], strict=True)]
-    )
-    ended_documents = slice(*np.searchsorted(_text.document_ends, (first, end), side="right"))
-    document_ends = block_ends[_text.document_ends[ended_documents] - first - 1]
-    kept_before = np.append(0, np.cumsum(lengths > 0))  # the number of sentences with tokens before each sentence
-    words_before = np.append(0, np.cumsum(words))
-    document_words = words_before[np.append(document_ends, len(lengths))]
-    sentence_ends = np.cumsum(lengths)[lengths > 0]
-    return ids, sentence_ends, kept_before[paragraph_ends], kept_before[document_ends], document_words
+    """The `Section` of some blocks, given with those among them that end a document, and these documents."""
+    blocks, last_blocks, hashes, sources = span
+    rows = pa.Table.from_batches(_blocks.read(blocks))
+    block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
+    ids, lengths, words = _encode(pc.list_flatten(rows["sentences"]).to_pylist())
+    has_tokens = lengths > 0
+    kept_before = np.append(0, np.cumsum(has_tokens))  # the number of sentences with tokens before each sentence
+    document_ends = kept_before[block_ends[last_blocks]]
+    return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, hashes, sources)
 
 
 class SentenceEncoder:
@@ -120,10 +135,7 @@ class SentenceEncoder:
     """
 
     def __init__(self, backend: str, word_unit: WordUnit = "white space"):
-        self.backend = Tokenizer.from_str(backend)
-        self.backend.encode_special_tokens = True  # a "[MASK]" in the text is text, not a mask
-        self.backend.no_truncation()
-        self.backend.no_padding()
+        self.backend = plain_backend(backend)
         parts = json.loads(backend)
         added = self.backend.get_added_tokens_decoder().values()
         self.by_word = _is_word_by_word(parts["normalizer"] or {}, parts["pre_tokenizer"] or {}) and not any(

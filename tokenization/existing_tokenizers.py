@@ -189,16 +189,14 @@ def _read_vocabulary(file):
 def _read_rules(file):
     """The tokenizer of a tokenizer.json: a `BertTokenizer` if that has the same rules."""
     backend = Tokenizer.from_file(str(file))
-    vocabulary, normalizer = backend.get_vocab(with_added_tokens=False), backend.normalizer
     if missing := [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]:
         raise UserError(f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another")
-    if type(backend.model).__name__ == "WordPiece" and len(vocabulary) == backend.get_vocab_size():
-        bert = BertTokenizer(
-            vocab=vocabulary,
-            do_lower_case=getattr(normalizer, "lowercase", False),
-            strip_accents=getattr(normalizer, "strip_accents", None),
-            tokenize_chinese_chars=getattr(normalizer, "handle_chinese_chars", True),
-        )
-        if rules_of(bert.backend_tokenizer) == rules_of(backend):
-            return bert
-    return general_tokenizer(backend)
+    bert = BertTokenizer(
+        vocab=backend.get_vocab(with_added_tokens=False),
+        do_lower_case=getattr(backend.normalizer, "lowercase", False),
+        strip_accents=getattr(backend.normalizer, "strip_accents", None),
+        tokenize_chinese_chars=getattr(backend.normalizer, "handle_chinese_chars", True),
+    )
+    has_others = backend.get_vocab_size() > backend.get_vocab_size(with_added_tokens=False)
+    is_bert = not has_others and rules_of(bert.backend_tokenizer) == rules_of(backend)
+    return bert if is_bert else general_tokenizer(backend)

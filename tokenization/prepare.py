@@ -16,26 +16,26 @@ from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
+from d2l_bert.progress import counted
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
     account_line,
     account_of,
-    case_and_marks,
     describe,
-    entries_with_digits,
+    facts_of,
     remarks,
 )
-from d2l_bert.tokenization.cache import cache_folder, cached_json, fingerprint
+from d2l_bert.tokenization.cache import cache_folder, cached_json, short_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
-from d2l_bert.tokenization.encoding import WordUnit, prepare_tokens, text_backend
+from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
-from d2l_bert.tokenization.prepared_folder import PreparedText, ValidationText
-from d2l_bert.tokenization.rules import Contents, Rules, choose_rules, count_words
-from d2l_bert.tokenization.sentences import LONGEST_SENTENCE, Cleaning
-from d2l_bert.tokenization.sources import READ_AS, Source, dataset_source, file_source
-from d2l_bert.tokenization.text_store import SentenceSample, TextStore, prepare_text
-from d2l_bert.tokenization.token_store import TokenizedCorpus, held_out_documents
+from d2l_bert.tokenization.prepared_folder import PreparedText
+from d2l_bert.tokenization.rules import Rules, WordUnit, choose_rules, contents_of, count_words, word_unit_of
+from d2l_bert.tokenization.sentences import CLEANING, LONGEST_SENTENCE
+from d2l_bert.tokenization.sources import Source, dataset_source, file_source
+from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
+from d2l_bert.tokenization.token_store import TokenizedCorpus, read_store
 from d2l_bert.tokenization.wordpiece import make_tokenizer, train_on_words
 
 
@@ -47,7 +47,7 @@ DESCRIBED_SENTENCES = 20_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary: cached tokenizers
 # are then trained again. `tests/test_formats.py` fails until it is raised.
-TOKENIZER_FORMAT = 2
+TOKENIZER_FORMAT = 3
 
 # Raise ACCOUNT_FORMAT by 1 when the same text with the same tokenizer would give another account.
 ACCOUNT_FORMAT = 2
@@ -84,69 +84,82 @@ def prepare(run: TextConfig) -> PreparedText:
     if prepared is None:
         prepared = _from_text(run, bool(validation))
     if validation:
-        prepared.held_out = prepared.held_out[:0]
         _add_validation(prepared, validation, run)
     logger.info(prepared.summary())
     return prepared
 
 
 def _from_text(run, has_validation):
-    """The `PreparedText` of files and datasets, without the validation text."""
+    """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
     existing = run.existing_tokenizer()
     tokenizer = None if existing is None else load_tokenizer(existing)
     sources = open_sources(run.text_paths(), run.named_datasets(), run.dataset_split, run, run.max_documents)
-    corpus_name, text = read_sources(sources, run.language, Cleaning.of(run.token_options()))
+    corpus_name, text = read_sources(sources, run.language, run.token_options())
     cache = cache_folder()
     with explained(corpus_name, "", UserError):
-        held_out = np.zeros(0, dtype=np.int64)
+        is_held_out = np.zeros(len(text), dtype=bool)
         if not has_validation:
-            fraction, most = run.validation_fraction, run.max_validation_characters
-            held_out = held_out_documents(text.document_characters, fraction, most)
-        sample = SentenceSample(text, held_out, leave_out=True)
+            is_held_out = held_out_documents(
+                text.hashes, text.characters, run.validation_fraction, run.max_validation_characters
+            )
+        if copies := len(text) - len(np.unique(text.hashes)):
+            text.reading["copies"] = copies
+            logger.info(
+                f"{corpus_name}: {copies:,} of {len(text):,} documents are copies of others; all copies of a document "
+                f"are trained on, or all are held out"
+            )
+        train = text.part(~is_held_out)
+        sample = train.sample()
         words = functools.cache(lambda: count_words(sample))
         if tokenizer is None:
             tokenizer = train_or_load_tokenizer(run, sample, words, cache)
         elif run.extend_vocab:
-            tokenizer = extend_tokenizer(tokenizer, sample, run)
+            tokenizer = extend_tokenizer(tokenizer, words(), run)
         account, contents = take_account(tokenizer, sample, words, cache)
         logger.info(account_line(account))
         for line in remarks(account, contents, tokenizer, existing is not None, run.language):
             logger.warning(line)
         check_unknown_share(account, run)
-    word_unit = "white space" if contents.has_white_space_words() else "tokenizer"
-    folder = prepare_tokens(text, tokenizer, cache, run.preprocessing_num_workers or default_processes(), word_unit)
-    tokens = TokenizedCorpus(folder)
-    if len(empty := tokens.stores[0].empty_documents):
-        logger.warning(f"{corpus_name}: {len(empty):,} documents without a token are left out")
-    facts = {
-        "class": type(tokenizer).__name__,
-        **case_and_marks(tokenizer),
-        "word_unit": word_unit,
-        "entries_with_digits": entries_with_digits(tokenizer),
-    }
-    if not has_validation:
-        facts |= describe_tokenizer(tokenizer, SentenceSample(text, held_out), word_unit)
-    held_out = documents_with_tokens(held_out, tokens)
-    source_ends = np.array(text.source_ends) - np.searchsorted(empty, text.source_ends)
-    if len(tokens) - len(held_out) < 2 or (len(held_out) < 2 and not has_validation):
-        raise UserError(f"{corpus_name}: too few documents hold a token that the tokenizer knows; give more text")
+    facts = {**facts_of(tokenizer), "word_unit": word_unit_of(contents)}
     options = run.token_options()
     if existing is None:
         options["strip_accents"] = facts["strip_accents"]
-    return PreparedText(
+    prepared = PreparedText(
         token_options=options,
         corpus_name=corpus_name,
         hub_datasets=list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
-        source_fingerprints=[fingerprint(source.identity) for source in sources],
+        source_fingerprints=[short_hash(source.identity) for source in sources],
+        text_fingerprint=text.fingerprint(),
         reading=text.reading,
         account=account,
         tokenizer=tokenizer,
         tokenizer_report=facts,
-        tokens=tokens,
-        source_ends=source_ends.tolist(),
-        held_out=held_out,
-        text_hashes=[text.text_hashes],
+        train=_tokenize(train, tokenizer, facts, run, corpus_name),
     )
+    if not has_validation:
+        _hold_out(prepared, text.part(is_held_out), run, corpus_name)
+    return prepared
+
+
+def _tokenize(part, tokenizer, facts, run, name):
+    """The tokens of a part of a text, at least two documents."""
+    processes = run.preprocessing_num_workers or default_processes()
+    with explained(name, "", UserError):
+        tokens = TokenizedCorpus(
+            read_store(prepare_tokens(part, tokenizer, cache_folder(), processes, facts["word_unit"]))
+        )
+        if empty := part.document_count() - len(tokens):
+            logger.warning(f"{name}: {empty:,} documents without a token are left out")
+        if len(tokens) < 2:
+            raise UserError("too few documents hold a token that the tokenizer knows; give more text")
+    return tokens
+
+
+def _hold_out(prepared, part, run, name):
+    """Make a part of a text the one to evaluate on, and describe the tokenizer on it."""
+    tokenizer, facts = prepared.tokenizer, prepared.tokenizer_report
+    prepared.held_out = _tokenize(part, tokenizer, facts, run, name)
+    prepared.tokenizer_report = {**facts, **describe_tokenizer(tokenizer, part, facts["word_unit"])}
 
 
 def check_unknown_share(account: dict, run: TextConfig) -> None:
@@ -159,44 +172,20 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
         )
 
 
-def documents_with_tokens(documents: np.ndarray, tokens: TokenizedCorpus) -> np.ndarray:
-    """
-    The numbers that documents of a text store have in the token store that was written from it.
-
-    The token store leaves out documents without tokens, so that later documents have smaller numbers there.
-
-    Args:
-        documents: numbers in the text store, ascending (n,). Those without tokens are left out.
-    """
-    empty = tokens.stores[0].empty_documents
-    documents = documents[~np.isin(documents, empty)]
-    return documents - np.searchsorted(empty, documents)
-
-
 def _add_validation(prepared, sources, run):
-    """Read and tokenize the validation text like the training text, and count the texts that are in both."""
-    options, cache = prepared.token_options, cache_folder()
-    name, text = read_sources(sources, options["language"], Cleaning.of(options))
-    processes = run.preprocessing_num_workers or default_processes()
-    with explained(f"validation text {name}", "", UserError):
-        word_unit = prepared.tokenizer_report["word_unit"]
-        tokens = TokenizedCorpus(prepare_tokens(text, prepared.tokenizer, cache, processes, word_unit))
-    if len(tokens) < 2:
-        raise UserError(
-            f"validation text {name}: too few documents hold a token that the tokenizer knows; give more text"
-        )
-    in_both = int(np.any([np.isin(text.text_hashes, hashes) for hashes in prepared.text_hashes], axis=0).sum())
-    prepared.validation = ValidationText(name, tokens, len(text.text_hashes), in_both)
-    sample = SentenceSample(text, np.arange(min(len(text), DESCRIBED_SENTENCES)))
-    prepared.tokenizer_report |= describe_tokenizer(prepared.tokenizer, sample, word_unit)
+    """Read and tokenize the validation text like the training text, and count the documents that are in both."""
+    name, text = read_sources(sources, prepared.token_options["language"], prepared.token_options)
+    documents, in_both = text.documents_in(prepared.train.hashes())
+    _hold_out(prepared, text.part(), run, f"validation text {name}")
+    prepared.validation = {"corpus_name": name, "texts": documents, "texts_in_training": in_both}
     if in_both:
         logger.warning(
-            f"validation text {name}: {in_both:,} of its {len(text.text_hashes):,} files and rows stand in the "
-            f"training text, too: its metrics are better than those of an unseen text"
+            f"validation text {name}: {in_both:,} of its {documents:,} documents stand in the training text, "
+            f"too: its metrics are better than those of an unseen text"
         )
 
 
-def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: SentenceSample, word_unit: WordUnit) -> dict:
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: TextPart, word_unit: WordUnit) -> dict:
     """The statistics of `account.describe`, logged in one line."""
     report = describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES), word_unit)
     unit = " (as the tokenizer splits them)" if word_unit == "tokenizer" else ""
@@ -236,7 +225,8 @@ def open_sources(
         UserError: a source does not exist or cannot be opened.
     """
     processes = run.preprocessing_num_workers or default_processes()
-    files = [file_source(path, run.text_column, max_documents, processes, run.documents) for path in paths]
+    reading = (run.text_column, max_documents, processes, run.documents, run.separator)
+    files = [file_source(path, *reading) for path in paths]
     reading = (split, run.text_column, run.streaming, max_documents, options, run.documents)
     sources = files + [dataset_source(name, config, *reading) for name, config in datasets]
     identities = [source.identity for source in sources]
@@ -250,39 +240,44 @@ def default_processes() -> int:
     return min(cores(), 8)
 
 
-# What reading a text counts (`TextStore.reading`), as far as the user should know of it.
+# What reading a text counts (`TextStore.reading`), in words that begin with a noun in the singular. The names of the
+# other counts are such words themselves.
 COUNTS_SHOWN = {
-    "documents": "documents",
-    "sentences": "sentences",
-    "characters": "characters read",
-    "characters_cleaned": "of them removed by cleaning",
-    **READ_AS,
-    "files_without_text": "files without text",
-    "rows_without_text": "rows without text",
-    "files_of_other_kinds": "files of other kinds",
-    "long_sentences": f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any",
-    "blocks_as_documents": "blocks of sentences that count as documents, as there are few",
-    "normalized": "normalised paragraphs",
-    "too_short": "paragraphs too short",
-    "duplicates": "duplicate paragraphs",
+    "documents": "document",
+    "paragraphs": "paragraph",
+    "sentences": "sentence",
+    "characters": "character read",
+    "characters_cleaned": "character removed by cleaning",
+    "long_sentences": f"sentence of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any",
+    "blocks_as_documents": "block of sentences in place of documents, as there are few",
+    "normalized": "paragraph normalised",
+    "too_short": "paragraph dropped as too short",
+    "duplicates": "paragraph dropped as duplicate",
 }
 
 
-def read_sources(sources: Sequence[Source], language: str, cleaning: Cleaning) -> tuple[str, TextStore]:
+def read_sources(sources: Sequence[Source], language: str | None, options: dict) -> tuple[str, TextStore]:
     """
     The names of some sources, and their text, read or found in the cache.
 
     Logs which files and rows reading passed over, how many sentences it cut, and what cleaning did.
+
+    Args:
+        options: those of `TextConfig`, of which cleaning needs some.
     """
     name = ", ".join(source.name for source in sources)
+    cleaning = {option: options[option] for option in CLEANING}
     store = TextStore(prepare_text(sources, language or "en", cleaning, cache_folder()))
-    if shown := [f"{store.reading[key]:,} {words}" for key, words in COUNTS_SHOWN.items() if store.reading.get(key)]:
-        logger.info(f"{name}: {'; '.join(shown)}")
+    shown = []
+    for key, count in (+Counter(store.reading)).items():
+        noun, _, rest = COUNTS_SHOWN.get(key, key).partition(" ")
+        shown.append(f"{counted(count, noun)} {rest}".rstrip())
+    logger.info(f"{name}: {'; '.join(shown)}")
     return name, store
 
 
 def train_or_load_tokenizer(
-    run: TextConfig, sample: SentenceSample, words: Callable[[], Counter], cache: Path
+    run: TextConfig, sample: TextPart, words: Callable[[], Counter], cache: Path
 ) -> PreTrainedTokenizerBase:
     """
     Train a tokenizer on the sample, or read the cached tokenizer of the same sample and options.
@@ -292,14 +287,14 @@ def train_or_load_tokenizer(
     """
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     inputs = [TOKENIZER_FORMAT, importlib.metadata.version("tokenizers"), sample.identity(), options]
-    path = cache / f"tokenizer-{fingerprint(inputs)}"
+    path = cache / f"tokenizer-{short_hash(inputs)}"
 
     def train():
         share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
         start = time.monotonic()
         names = ("lowercase", "strip_accents", "pre_tokenizer", "individual_digits", "unicode_normalization")
-        rules = choose_rules(Contents.of(words()), **{name: getattr(run, name) for name in names})
+        rules = choose_rules(contents_of(words()), **{name: getattr(run, name) for name in names})
         tokenizer = train_on_words(words(), rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
         logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
         return {"rules": vars(rules), "pieces": tokenizer.convert_ids_to_tokens(range(len(tokenizer)))}
@@ -307,34 +302,33 @@ def train_or_load_tokenizer(
     content = cached_json(path, "training a tokenizer", train)
     rules = Rules(**content["rules"])
     tokenizer = make_tokenizer(content["pieces"], rules)
-    logger.info(
-        f"tokenizer: {rules}; {len(tokenizer):,} entries, {entries_with_digits(tokenizer):,} of them with digits"
-    )
+    with_digits = facts_of(tokenizer)["entries_with_digits"]
+    logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
     return tokenizer
 
 
 def take_account(
-    tokenizer: PreTrainedTokenizerBase, sample: SentenceSample, words: Callable[[], Counter], cache: Path
-) -> tuple[dict, Contents]:
-    """The account of the sample (`account_of`), and what the sample is made of; from the cache if they are there."""
+    tokenizer: PreTrainedTokenizerBase, sample: TextPart, words: Callable[[], Counter], cache: Path
+) -> tuple[dict, dict]:
+    """The account of the sample (`account_of`), and its contents (`contents_of`); from the cache if they are there."""
     backend = text_backend(tokenizer)
     versions = [importlib.metadata.version("tokenizers"), unicodedata.unidata_version]
-    path = cache / f"account-{fingerprint(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
+    path = cache / f"account-{short_hash(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
 
     def take():
-        return {"account": account_of(words(), tokenizer), "contents": vars(Contents.of(words()))}
+        return {"account": account_of(words(), tokenizer), "contents": contents_of(words())}
 
     content = cached_json(path, "taking account of the text", take)
-    return content["account"], Contents(**content["contents"])
+    return content["account"], content["contents"]
 
 
-def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, sample, run: TextConfig) -> PreTrainedTokenizerBase:
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, words: Counter, run: TextConfig) -> PreTrainedTokenizerBase:
     """
-    A copy of the tokenizer with at most `extend_vocab` words of the sample added: those that save the most tokens.
+    A copy of the tokenizer with at most `extend_vocab` of some words added: those that save the most tokens.
 
     Logs how many words are added.
     """
-    extended = wordpiece.extend_wordpiece(tokenizer, sample, run.extend_vocab, run.min_frequency)
+    extended = wordpiece.extend_wordpiece(tokenizer, words, run.extend_vocab, run.min_frequency)
     added = len(extended) - len(tokenizer)
     line = f"added {added:,} words to the vocabulary"
     if added < run.extend_vocab:

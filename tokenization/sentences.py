@@ -2,12 +2,10 @@
 
 import dataclasses
 import hashlib
-import itertools
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
-import numpy as np
 import sentencex
 
 
@@ -17,45 +15,15 @@ class Document:
     One text as a sequence of paragraphs.
 
     Args:
-        name: names the origin of the text, such as a file.
         paragraphs: strings of one line each, or of one line a sentence. May be an iterator: read the paragraphs only
             once.
         source: the number of the document's source in the list of the run's sources, from 0.
-        is_rows: whether each paragraph is a row of a table, and so a separate text.
         are_sentences: whether each line of a paragraph is a sentence.
     """
 
-    name: str
     paragraphs: Iterable[str]
     source: int = 0
-    is_rows: bool = False
     are_sentences: bool = False
-
-
-def hashed(documents: Iterable[Document], write: Callable[[np.ndarray], object]) -> Iterator[Document]:
-    """
-    Yield the same documents, and hash each text while the caller reads the text's paragraphs.
-
-    A text is a document, or a row of a table in a block of them. Texts with equal paragraphs have equal hashes.
-
-    Args:
-        write: called with the hash of each text, an int64 array (1,).
-    """
-    for document in documents:
-        document.paragraphs = _hashed(document.paragraphs, document.is_rows, write)
-        yield document
-
-
-def _hashed(paragraphs, are_rows, write):
-    digest = None  # of the text so far
-    for paragraph in itertools.chain(paragraphs, [None]):
-        if digest is not None and (are_rows or paragraph is None):
-            write(np.frombuffer(digest.digest(), dtype="<i8"))
-            digest = None
-        if paragraph is not None:
-            yield paragraph
-            digest = digest or hashlib.blake2b(digest_size=8)
-            digest.update(paragraph.encode(errors="surrogatepass") + b"\n\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,6 +33,9 @@ def _hashed(paragraphs, are_rows, write):
 # Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
 LONGEST_SENTENCE = 1000
 
+# The splitter's time grows with the square of the length where a quotation mark is never closed: 52 s for a megabyte.
+SPLIT_CHARACTERS = 1 << 14
+
 # Characters of a piece that is cut where there is no space: a multiple of the pieces that `Rules` cut words into, 100
 # characters and k-mers of 1 to 6, so that a long word has the same ids in training as in use.
 LONGEST_PIECE = 600
@@ -72,26 +43,21 @@ LONGEST_PIECE = 600
 # A block ends with the first paragraph that brings it to this many sentences, or at twice as many.
 BLOCK_SENTENCES = 64
 
-# A corpus with fewer documents has too few for random pairs from other documents, and for a held-out split of the
-# wanted size. Each block then counts as a document.
+# A corpus with fewer documents has too few for a held-out split of the wanted size: each block then counts as a
+# document.
 FEWEST_DOCUMENTS = 20
 
-
-@dataclasses.dataclass(frozen=True)
-class Cleaning:
-    """What to change in paragraphs, and which to drop; nothing by default. Fields are those of `TextConfig`."""
-
-    unicode_normalization: str = "none"
-    min_paragraph_characters: int = 0
-    drop_duplicate_paragraphs: bool = False
-
-    @classmethod
-    def of(cls, options: dict) -> "Cleaning":
-        """From `TextConfig.token_options`."""
-        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+# The options that change or drop paragraphs: the keyword arguments of `clean`.
+CLEANING = ("unicode_normalization", "min_paragraph_characters", "drop_duplicate_paragraphs")
 
 
-def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) -> Iterator[Document]:
+def clean(
+    documents: Iterable[Document],
+    counts: Counter,
+    unicode_normalization: str = "none",
+    min_paragraph_characters: int = 0,
+    drop_duplicate_paragraphs: bool = False,
+) -> Iterator[Document]:
     """
     The same documents with cleaned paragraphs. Paragraphs are cleaned one by one, when the caller reads them.
 
@@ -102,54 +68,57 @@ def clean(documents: Iterable[Document], cleaning: Cleaning, counts: Counter) ->
         counts: increased by the numbers of `documents`, `paragraphs` and their `characters` before cleaning; by the
             numbers that each rule changed or dropped: `normalized`, `too_short`, `duplicates`; and by the
             `characters_cleaned`, those of the paragraphs that were dropped.
+        unicode_normalization, min_paragraph_characters, drop_duplicate_paragraphs: as in `TextConfig`.
     """
     seen = set()
+
+    def is_dropped(paragraph):
+        if len(paragraph) < min_paragraph_characters:
+            return "too_short"
+        if drop_duplicate_paragraphs:
+            count = len(seen)
+            seen.add(content_key(paragraph))
+            return count == len(seen) and "duplicates"
+        return None
+
+    def cleaned(paragraphs):
+        for paragraph in paragraphs:
+            counts["paragraphs"] += 1
+            counts["characters"] += (length := len(paragraph))
+            if unicode_normalization != "none":
+                normal = unicodedata.normalize(unicode_normalization, paragraph)
+                counts["normalized"] += normal != paragraph
+                paragraph = normal
+            if reason := is_dropped(paragraph):
+                counts[reason] += 1
+                counts["characters_cleaned"] += length
+            else:
+                yield paragraph
+
     for document in documents:
         counts["documents"] += 1
-        document.paragraphs = _cleaned(document.paragraphs, cleaning, counts, seen)
+        document.paragraphs = cleaned(document.paragraphs)
         yield document
 
 
-def _cleaned(paragraphs, cleaning, counts, seen):
-    for paragraph in paragraphs:
-        counts["paragraphs"] += 1
-        length = len(paragraph)
-        counts["characters"] += length
-        if cleaning.unicode_normalization != "none":
-            normal = unicodedata.normalize(cleaning.unicode_normalization, paragraph)
-            counts["normalized"] += normal != paragraph
-            paragraph = normal
-        if len(paragraph) < cleaning.min_paragraph_characters:
-            counts["too_short"] += 1
-            counts["characters_cleaned"] += length
-            continue
-        if cleaning.drop_duplicate_paragraphs:
-            digest = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=8).digest()
-            key = int.from_bytes(digest, "big")
-            if key in seen:
-                counts["duplicates"] += 1
-                counts["characters_cleaned"] += length
-                continue
-            seen.add(key)
-        yield paragraph
+def content_key(text: str) -> bytes:
+    """A hash of a text, 8 bytes."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 @dataclasses.dataclass
 class Block:
     """
-    Some consecutive paragraphs of a document, split into sentences.
+    Some consecutive sentences of a document, mostly of whole paragraphs.
 
     Args:
         document: number of the document, from 0.
         source: number of the document's source, from 0.
-        paragraph_ends: for each paragraph that ends in this block, the number of sentences from the start of the
-            block to the end of the paragraph.
     """
 
     document: int
     source: int
     sentences: list[str]
-    paragraph_ends: list[int]
 
 
 def split_sentences(
@@ -159,7 +128,8 @@ def split_sentences(
     Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks.
 
     A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
-    Sentences longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
+    The first documents begin with smaller blocks, so that a corpus of one short document can be split, too. Sentences
+    longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
 
     Args:
         language: ISO 639 code of the language whose rules `sentencex` applies.
@@ -169,30 +139,56 @@ def split_sentences(
     counts = Counter() if counts is None else counts
     number = 0
     for document in documents:
-        has_sentences = False
-        for sentences, paragraph_ends in _blocks(document, language, counts):
+        before = counts["sentences"]
+        for sentences in _blocks(document, language, counts, number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
-            yield Block(number, document.source, sentences, paragraph_ends)
-            has_sentences = True
-        number += has_sentences
+            yield Block(number, document.source, sentences)
+        number += counts["sentences"] > before
 
 
-def _blocks(document, language, counts):
-    sentences, paragraph_ends = [], []
-    for paragraph in document.paragraphs:
-        for sentence in paragraph.split("\n") if document.are_sentences else sentencex.segment(language, paragraph):
-            counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
-            for piece in _cut(sentence.strip()):
-                if len(sentences) == 2 * BLOCK_SENTENCES:
-                    yield sentences, paragraph_ends
-                    sentences, paragraph_ends = [], []
-                sentences.append(piece)
-        paragraph_ends.append(len(sentences))
-        if len(sentences) >= BLOCK_SENTENCES:
-            yield sentences, paragraph_ends
-            sentences, paragraph_ends = [], []
+def _blocks(document, language, counts, is_divided):
+    """The sentences of each block; if the document `is_divided`, its first blocks are small."""
+    sentences, before = [], 0 if is_divided else 4 * BLOCK_SENTENCES
+    for piece in _pieces(document, language, counts):
+        smallest = min(BLOCK_SENTENCES, 1 + before // 4)
+        if len(sentences) >= (smallest if piece is None else 2 * smallest):
+            yield sentences
+            before += len(sentences)
+            sentences = []
+        if piece is not None:
+            sentences.append(piece)
     if sentences:
-        yield sentences, paragraph_ends
+        yield sentences
+
+
+def _pieces(document, language, counts):
+    """The sentences of a document, the long ones in pieces, and None at the end of each paragraph."""
+    for paragraph in document.paragraphs:
+        for sentence in paragraph.split("\n") if document.are_sentences else _segmented(paragraph, language):
+            counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
+            yield from _cut(sentence.strip())
+        yield None
+
+
+def _segmented(paragraph, language):
+    """The sentences of a paragraph, found in windows of `SPLIT_CHARACTERS` that each begin where a sentence does."""
+    start, begun = 0, []  # the windows so far of a sentence that is longer than one
+    while start < len(paragraph):
+        end = start + SPLIT_CHARACTERS
+        if end < len(paragraph):
+            end = paragraph.rfind(" ", start, end) + 1 or end
+        *ended, last = sentencex.segment(language, paragraph[start:end])
+        if end >= len(paragraph):
+            ended.append(last)
+        elif ended:
+            end -= len(last)  # it may be unfinished: the next window begins with it
+        else:
+            begun.append(last)
+        start = end
+        if ended:
+            yield "".join([*begun, ended[0]])
+            yield from ended[1:]
+            begun = []
 
 
 def _cut(sentence):
@@ -205,25 +201,3 @@ def _cut(sentence):
         start = end + (sentence[end] == " ")
     if start < len(sentence):
         yield sentence[start:]
-
-
-def enough_blocks(blocks: Iterable[Block]) -> Iterator[Block]:
-    """
-    Yield the blocks; if there are fewer than `FEWEST_DOCUMENTS`, cut them into about that many smaller blocks.
-
-    In a corpus that is so small, each block counts as a document (see `FEWEST_DOCUMENTS`).
-    """
-    blocks = iter(blocks)
-    first = list(itertools.islice(blocks, FEWEST_DOCUMENTS))
-    if len(first) == FEWEST_DOCUMENTS:
-        yield from itertools.chain(first, blocks)
-        return
-    smallest = -(-sum(len(block.sentences) for block in first) // FEWEST_DOCUMENTS)  # sentences, rounded up
-    for block in first:
-        start, paragraph_ends = 0, set(block.paragraph_ends)
-        for end in range(1, len(block.sentences) + 1):
-            size = end - start
-            if end == len(block.sentences) or size == 2 * smallest or (size >= smallest and end in paragraph_ends):
-                ends = [old_end - start for old_end in block.paragraph_ends if start < old_end <= end]
-                yield Block(block.document, block.source, block.sentences[start:end], ends)
-                start = end

@@ -1,97 +1,280 @@
-"""The texts in a column of CSV, TSV, JSONL and Parquet files, read by PyArrow; opens files packed by gzip or zstd."""
+"""The rows of CSV, TSV, JSONL and Parquet files, with their lines; what kind a file is; opens packed files."""
 
+import codecs
+import csv
+import io
+import itertools
+import json
+import logging
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet
 
-from d2l_bert.errors import READ_ERRORS, explained
+from d2l_bert.errors import READ_ERRORS, UserError, explained
 
 
-TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
-PACKED_SUFFIXES = (".gz", ".zst")
+logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 26  # PyArrow reads as much at a time; a row may not be longer
+# Suffixes that say what a file holds, and what it is.
+TABLE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+TABLE_KINDS = set(TABLE_SUFFIXES.values())
+
+# Files that are read packed, by their suffixes: the codec of PyArrow, and the first bytes.
+PACKED_SUFFIXES = {".gz": ("gzip", b"\x1f\x8b"), ".zst": ("zstd", b"\x28\xb5\x2f\xfd"), ".bz2": ("bz2", b"BZh")}
+
+# Files that hold text which is not read, by their first bytes.
+UNREAD = {
+    b"\xfd7zXZ": "a file packed by xz",
+    b"PK\x03\x04": "a zip archive, as .docx, .xlsx, .odt and .epub are",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"Rar!": "a RAR archive",
+    b"%PDF": "a PDF",
+    b"{\\rtf": "a document in RTF",
+    b"\xd0\xcf\x11\xe0": "a document of an old Office program",
+    b"PAR1": "a Parquet file with another suffix than .parquet",
+}
+
+# Where editors end a line. Other separators, as U+2028, are white space.
+LINE_END = re.compile(r"\r\n?|\n")
+
+# The longer marks first: that of UTF-32 begins with that of UTF-16.
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+BEGINNING = 1 << 22  # bytes that show what the lines of a file are
+LONGEST_CELL = 1 << 26  # characters; a quote that is not closed makes the rest of a CSV file one cell
+OBJECT_LINE = re.compile(rb'\s*\{\s*"[^"]*"\s*:(.*\}\s*|.{1000000,})')  # a long one may be cut off
+# An escape; the group is half a surrogate pair, which no encoding has. What else begins with a backslash is skipped.
+HALF_CHARACTER = re.compile(r"\\[^u]|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)")
 
 
 def suffix_unpacked(file: Path) -> str:
-    """The suffix of a file in lower case, after `.gz` or `.zst` is removed: `.jsonl` for `rows.jsonl.gz`."""
-    name = file.name.lower()
-    for suffix in PACKED_SUFFIXES:
-        name = name.removesuffix(suffix)
-    return Path(name).suffix
+    """The suffix of a file in lower case, after the one of a packed file is removed: `.jsonl` for `rows.jsonl.gz`."""
+    return Path(re.sub(r"\.(gz|zst|bz2)$", "", file.name.lower())).suffix
 
 
 def open_unpacked(file: Path) -> pa.NativeFile:
-    """Open a file for reading bytes, unpacked if its name ends in `.gz` or `.zst`. Raises `OSError` while reading."""
-    return pa.input_stream(str(file), compression="detect")
+    """
+    Open a file for reading bytes, unpacked if its name or its first bytes say that it is packed.
+
+    Raises:
+        UserError: the file is an archive, or a document that is not plain text.
+        OSError: the file cannot be opened; also while reading, as when it is cut short.
+    """
+    with file.open("rb") as opened:
+        beginning = opened.read(8)
+    for magic, what in UNREAD.items():
+        if beginning.startswith(magic):
+            raise UserError(f"{file}: {what}, which is not read as text; give the text that is in it, in UTF-8")
+    packed = (
+        codec
+        for suffix, (codec, magic) in PACKED_SUFFIXES.items()
+        if (beginning and file.suffix.lower() == suffix) or beginning.startswith(magic)
+    )
+    # As bytes: PyArrow encodes a string as UTF-8, which not every name is.
+    return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=next(packed, None))
 
 
-def text_rows(file: Path, column: str) -> Iterator[str | None]:
+def open_text(file: Path, stdin: BinaryIO | None = None) -> io.TextIOWrapper:
+    """
+    Open a text file as `open_unpacked`: UTF-8, or what a byte order mark says. Line ends are kept.
+
+    Args:
+        stdin: open this stream instead of the file.
+    """
+    opened = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20)
+    beginning = opened.peek(4)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
+    return io.TextIOWrapper(opened, encoding, newline="")
+
+
+def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
+    """
+    The lines of a text file, opened as `open_text`, with their ends (`LINE_END`).
+
+    Raises:
+        ValueError: the file is binary, or has another encoding; the message says in which line and what to do.
+    """
+    number = 0
+    with open_text(file, stdin) as text:
+        try:
+            for number, line in enumerate(text, 1):
+                if "\0" in line:
+                    raise ValueError(f"line {number:,}: holds NUL, as binary files do; leave it out, or write UTF-8")
+                yield line
+        except UnicodeDecodeError as error:  # its bytes follow the lines that are read
+            number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
+            is_utf8, binary = error.encoding == "utf-8", ", and holds NUL, as binary files do; leave it out"
+            way_out = encoding_advice(error.object) if is_utf8 else "repair it, or leave it out"
+            raise ValueError(
+                f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#04x})"
+                f"{binary if is_utf8 and bytes(1) in error.object else f'; {way_out}'}"
+            ) from None
+
+
+def encoding_advice(undecoded: bytes) -> str:
+    """What to do with a file whose bytes are not UTF-8. Only Windows has characters at 0x80 to 0x9f."""
+    encoding = "CP1252" if re.search(rb"[\x80-\x9f]", undecoded) else "LATIN1"
+    return f"convert it from the encoding that it has, as with `iconv -f {encoding} -t UTF-8`, or leave it out"
+
+
+def file_kind(file: Path) -> str:
+    """
+    What a file holds: `jsonl`, `csv`, `tsv`, `parquet`, `json` (a document of JSON), or `text`.
+
+    The suffix says so. Without one of a table the content does: lines most of which look like objects of JSON are
+    `jsonl`, also in a `.json` file.
+
+    Raises:
+        UserError: as `open_unpacked`, or the file cannot be read.
+    """
+    if kind := TABLE_SUFFIXES.get(suffix_unpacked(file)):
+        return kind
+    with explained(f"{file}: cannot be read", "repair the file, or leave it out", OSError):
+        with open_unpacked(file) as opened:
+            beginning = opened.read(BEGINNING)
+    lines = [line for line in beginning.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:16]
+    are_objects = 2 * sum(OBJECT_LINE.fullmatch(line) is not None for line in lines) > len(lines)
+    if suffix_unpacked(file) == ".json" and not (are_objects and len(lines) > 1):
+        return "json"
+    return "jsonl" if are_objects else "text"
+
+
+def text_rows(file: Path, column: str, separator: str = "auto") -> Iterator[str | None]:
     """
     The texts in a column of a table, one for each row, in order; None or an empty string for a row without text.
 
     Args:
-        file: a table, read as its suffix says: `.jsonl` (an object a line), `.csv` and `.tsv` (the first line has the
-            names of the columns), or `.parquet`.
         column: name of the column.
+        file, separator: as in `table_rows`.
 
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
-    with explained(
-        f"{file}: cannot be read as a table with a column {column!r} of text",
-        "name another column with --text_column, or repair the file",
-        *READ_ERRORS,
-    ):
-        for batch in table_batches(file, column):
-            yield from batch.column(column).to_pylist()
+    names = {}
+    with explained(file, "", *READ_ERRORS):
+        for place, row in table_rows(file, column, separator):
+            text = row.get(column)
+            if not isinstance(text, str | None):
+                raise ValueError(
+                    f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
+                    f"another column with --text_column"
+                )
+            names |= row
+            yield text
+        _check_columns(list(names), column)
 
 
-def table_batches(file: Path, column: str | None = None) -> Iterator[pa.RecordBatch]:
+def table_rows(file: Path, column: str | None = None, separator: str = "auto") -> Iterator[tuple[str, dict]]:
     """
-    The rows of a table, in batches. Every column of a CSV or TSV file is text, as `00012` and `NA` are.
+    The rows of a table, each with its place: the line at which it begins, of Parquet the number of the row.
+
+    Every value of a CSV or TSV file is text, as `00012` and `NA` are.
 
     Args:
-        column: read this column alone, which must hold text; None for all columns.
+        file: a table, read as `file_kind` says: JSONL (an object a line), CSV and TSV (the first line has the names of
+            the columns), or Parquet. A TSV file has no quotes: a tab or the end of a line ends a cell.
+        column: the column that will be used, so that others need not be read; None for all.
+        separator: between the cells of a line: `,`, `;`, `tab` or `pipe`. `auto` is the tab in TSV; in CSV it is the
+            one that stands most often in the first line, and is logged if it is not the comma.
 
     Raises:
-        OSError, ValueError, LookupError: PyArrow cannot read the file.
+        ValueError: the file is damaged or has no such column; the message says in which line and what to do.
     """
-    kind = suffix_unpacked(file)
-    if kind == ".parquet":
-        with pa.parquet.ParquetFile(file) as table:
-            if column is not None and not _is_text(table.schema_arrow.field(column).type):
-                raise ValueError(f"{column} holds {table.schema_arrow.field(column).type}")
-            yield from table.iter_batches(1000, columns=None if column is None else [column])
-    elif kind == ".jsonl":
-        options = {"read_options": pa.json.ReadOptions(block_size=BLOCK_BYTES)}
-        if column is None:
-            yield from pa.json.read_json(open_unpacked(file), **options).to_batches()
-            return
-        schema = pa.schema([(column, pa.string())])
-        parse = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-        for number, batch in enumerate(pa.json.open_json(open_unpacked(file), parse_options=parse, **options)):
-            if number == 0 and batch.column(column).null_count == len(batch):
-                raise LookupError(f"none of the first {len(batch):,} lines has it")
-            yield batch
-    else:
-        options = {
-            "read_options": pa.csv.ReadOptions(block_size=BLOCK_BYTES),
-            "parse_options": pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
-        }
-        names = pa.csv.open_csv(open_unpacked(file), **options).schema.names
-        if column is not None and column not in names:
-            raise LookupError(f"it has {', '.join(names)}")
-        convert = pa.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()), include_columns=None if column is None else [column]
-        )
-        yield from pa.csv.open_csv(open_unpacked(file), convert_options=convert, **options)
+    kind = file_kind(file)
+    if suffix_unpacked(file) not in TABLE_SUFFIXES:
+        logger.info(f"{file}: read as {kind.upper()}, which its content is")
+    kinds = (OSError, UnicodeDecodeError, pa.ArrowException)
+    with explained("cannot be read", "repair the file, or leave it out", *kinds):
+        if kind == "jsonl":
+            yield from _json_rows(file)
+        elif kind != "parquet":
+            yield from _cell_rows(file, column, separator, kind == "tsv")
+        elif file.stat().st_size:
+            # Pages are read as they are needed, and few rows at once: a row may be some MB.
+            with pa.parquet.ParquetFile(pa.OSFile(os.fsencode(file)), pre_buffer=False, buffer_size=1 << 20) as table:
+                _check_columns(table.schema_arrow.names, column)
+                batches = table.iter_batches(16, columns=None if column is None else [column])
+                rows = (row for batch in batches for row in batch.to_pylist())
+                yield from ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
 
 
-def _is_text(kind):
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+def _check_columns(names, column):
+    """Refuse names without the column, and a column that stands twice. No name, no row: then nothing is missing."""
+    for name in filter(None, names):
+        if column in (None, name) and names.count(name) > 1:
+            raise ValueError(f"two columns have the name {name!r}; rename one")
+    if names and column not in (None, *names):
+        raise ValueError(f"no column {column!r}; it has {', '.join(map(repr, names))}: name one with --text_column")
+
+
+def _json_rows(file):
+    """The rows of a JSONL file."""
+    decoder, replaced = json.JSONDecoder(object_pairs_hook=_object), 0
+    for number, line in enumerate(lines_of(file), 1):
+        if line.isspace():
+            continue
+        whole = line
+        if "\\u" in line:
+            whole = HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line)
+        replaced += whole != line
+        try:
+            row = decoder.decode(whole)
+            if not isinstance(row, dict):
+                raise ValueError("no object")
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)  # the whole message counts lines within this one
+            raise ValueError(f"line {number:,}: not a row of JSON ({reason}); repair it, or take it out") from None
+        yield f"line {number:,}", row
+    if replaced:
+        logger.warning(f"{file}: half a character (a surrogate alone) is replaced by U+FFFD in {replaced:,} rows")
+
+
+def _object(pairs):
+    """An object of JSON; of two values with one name, one would be lost."""
+    if len(row := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return row
+
+
+def _cell_rows(file, column, separator, is_tsv):
+    """The rows of a CSV or TSV file."""
+    between = {"auto": "\t", "tab": "\t", "pipe": "|"}.get(separator, separator)
+    if separator == "auto" and not is_tsv:
+        header = re.sub('"[^"]*"', "", next(filter(str.strip, lines_of(file)), ""))
+        between = max(",;\t|", key=header.count)
+        if between != ",":
+            logger.info(f"{file}: the separator is {between!r}, as the first line shows")
+    csv.field_size_limit(LONGEST_CELL)
+    quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines_of(file), delimiter=between, quoting=quoting, strict=True)
+    names, number = None, 1  # the line at which a row begins
+    try:
+        for row in reader:
+            if row and names is None:
+                _check_columns(names := row, column)
+            elif row and len(row) != len(names):
+                raise ValueError(
+                    f"line {number:,}: not the {len(names):,} cells of the header, but {len(row):,}, if {between!r} "
+                    f"separates them; repair the line, or name another --separator"
+                )
+            elif row:
+                yield f"line {number:,}", dict(zip(names, row, strict=True))
+            number = reader.line_num + 1
+    except csv.Error as error:
+        text, ends = "".join(itertools.islice(lines_of(file), number - 1, reader.line_num)), re.escape(between)
+        read = re.match(f'(?:(?:"[^"]*+(?:""[^"]*+)*+"|[^"{ends}][^{ends}]*+|){ends})*+', text)[0]
+        number += len(LINE_END.findall(read))
+        raise ValueError(
+            f"line {number:,}: a cell begins here whose quotes do not match ({error}); close them, and write a quote "
+            f"inside a cell as two"
+        ) from None

@@ -1,58 +1,50 @@
-"""Text stores: the sentences of all sources on disk, in blocks, memory-mapped; samples of the sentences.
+"""Text stores: the sentences of all sources on disk, in blocks; parts of them; what is held out.
 
-The sentences are in an Arrow file. Each of its rows is a block: some consecutive paragraphs of a document
-(`sentences.Block`). Tables in `.npy` files say where documents end.
+A text store is an Arrow file. Each of its rows is a block: some consecutive sentences of a document
+(`sentences.Block`), with the numbers of its document and its source, its characters, and a hash of its sentences.
 """
 
-import array
 import hashlib
 import importlib.metadata
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.progress import with_progress
-from d2l_bert.tokenization.cache import fingerprint, reading_cache, write_once
-from d2l_bert.tokenization.sentences import (
-    FEWEST_DOCUMENTS,
-    Block,
-    Cleaning,
-    clean,
-    enough_blocks,
-    hashed,
-    split_sentences,
-)
+from d2l_bert.errors import UserError
+from d2l_bert.progress import counted, with_progress
+from d2l_bert.tokenization.cache import reading_cache, short_hash, write_once
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, clean, content_key, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
-from d2l_bert.tokenization.token_store import NumberFile, read_table
 
 
-# Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or tables: text
+# Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 3
+TEXT_FORMAT = 4
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
 TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 
-_SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), ("paragraph_ends", pa.list_(pa.int32()))])
+_NUMBERS = ("document", "source", "characters", "hash")
+_SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), *((name, pa.int64()) for name in _NUMBERS)])
 
-# Blocks are written, and read by `SentenceSample`, in batches of at least this many characters: some 10,000 of the
+# Blocks are written, and read by `TextStore.read`, in batches of at least this many characters: some 10,000 of the
 # blocks of a log in which each line is a document.
 BATCH_CHARACTERS = 1 << 20
 
 
-def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, folder: Path) -> Path:
+def prepare_text(sources: Sequence[Source], language: str, cleaning: dict, folder: Path) -> Path:
     """
     Write a text store, unless `folder` already has a store of the same sources, language and cleaning.
 
     Args:
+        cleaning: the options of `sentences.clean`.
         folder: the cache.
 
     Returns:
@@ -63,87 +55,54 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: Cleaning, f
     """
     # Sentences depend on the splitter, and on Python's Unicode tables.
     versions = [importlib.metadata.version("sentencex"), unicodedata.unidata_version]
-    identity = [TEXT_FORMAT, versions, [source.identity for source in sources], language, vars(cleaning)]
-    path = folder / f"text-{fingerprint(identity)}"
+    identity = [TEXT_FORMAT, versions, [source.identity for source in sources], language, cleaning]
+    path = folder / f"text-{short_hash(identity)}"
     name = ", ".join(source.name for source in sources)
 
     def write(partial):
         counts = Counter()
-        with closing(NumberFile(partial / "text_hashes.npy")) as hashes:
-            documents = clean(with_progress(all_documents(sources), f"reading {name}"), cleaning, counts)
-            blocks = enough_blocks(split_sentences(hashed(documents, hashes.append), language, counts))
-            source_ends, is_by_block = _write_blocks(blocks, len(sources), partial)
+        documents = clean(with_progress(all_documents(sources), f"reading {name}"), counts, **cleaning)
+        with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
+            for batch in _batches(split_sentences(documents, language, counts)):
+                writer.write_batch(batch)
         for source in sources:
             counts.update(source.counts)
-        ends = read_table(partial / "document_characters.npy")
-        reading = dict(counts)
-        if is_by_block and len(ends):
-            reading["blocks_as_documents"] = len(ends)
-        (partial / "counts.json").write_text(json.dumps({"reading": reading, "source_ends": source_ends}))
+        (partial / "counts.json").write_text(json.dumps({"reading": counts, "sources": len(sources)}))
 
     write_once(path, f"reading {name}", write)
     return path
 
 
-def _write_blocks(blocks: Iterable[Block], sources: int, folder: Path) -> tuple[list[int], bool]:
+def _batches(blocks):
     """
-    Write the blocks as rows, and the tables of documents.
+    Yield the blocks in record batches; the last may be empty.
 
-    If there are fewer than `FEWEST_DOCUMENTS` documents, each block counts as a document.
-
-    Returns:
-        For each source, the number of documents up to the source's end; and whether each block counts as a document.
+    The sentences of all blocks are kept in one list, and where those of each block end. Keeping the lists of 10,000
+    blocks took twice the time, in garbage collections.
     """
-    columns = [array.array("q") for _ in range(3)]  # of each row: its document, its source, its characters
-    with pa.ipc.new_stream(str(folder / "data.arrow"), _SCHEMA) as writer:
-        lists, size = _no_lists(), 0
-        for block in blocks:
-            characters = sum(map(len, block.sentences))
-            for column, value in zip(columns, (block.document, block.source, characters), strict=True):
-                column.append(value)
-            for (values, ends), new in zip(lists, (block.sentences, block.paragraph_ends), strict=True):
-                values += new
-                ends.append(len(values))
-            size += characters
-            if size >= BATCH_CHARACTERS:
-                writer.write_batch(_record_batch(lists))
-                lists, size = _no_lists(), 0
-        writer.write_batch(_record_batch(lists))
-    documents, sources_of_rows, characters = (np.array(column, dtype=np.int64) for column in columns)
-    ends = np.flatnonzero(np.diff(documents, append=-1)) + 1  # the number of rows up to the end of each document
-    if one_for_each_block := len(ends) < FEWEST_DOCUMENTS:
-        ends = np.arange(1, len(documents) + 1)
-    np.save(folder / "document_ends.npy", ends)
-    np.save(folder / "document_characters.npy", np.cumsum(characters)[ends - 1])
-    source_ends = np.searchsorted(sources_of_rows[ends - 1], np.arange(sources), side="right")
-    return source_ends.tolist(), one_for_each_block
+    sentences, ends, numbers, size = [], [0], [], 0
+    for block in blocks:
+        sentences += block.sentences
+        ends.append(len(sentences))
+        # The sum of the sentences' hashes does not depend on the blocks: `TextStore` adds those of a document up.
+        content = np.frombuffer(b"".join(map(content_key, block.sentences)), "<i8").sum()
+        numbers.append((block.document, block.source, sum(map(len, block.sentences)), content))
+        size += numbers[-1][2]
+        if size >= BATCH_CHARACTERS:
+            yield _batch(sentences, ends, numbers)
+            sentences, ends, numbers, size = [], [0], [], 0
+    yield _batch(sentences, ends, numbers)
 
 
-def _no_lists():
+def _batch(sentences, ends, numbers):
+    lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(sentences, pa.string()))
+    columns = np.array(numbers, dtype=np.int64).reshape(-1, len(_NUMBERS)).T
+    return pa.record_batch([lists, *map(pa.array, np.ascontiguousarray(columns))], schema=_SCHEMA)
+
+
+class Blocks:
     """
-    For each column of a batch, the values of its lists one after the other, and where each list starts and ends.
-
-    Keeping the lists of 10,000 blocks instead took twice the time, in garbage collections.
-    """
-    return [([], [0]) for _ in _SCHEMA]
-
-
-def _record_batch(lists):
-    arrays = [
-        pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values, field.type.value_type))
-        for field, (values, ends) in zip(_SCHEMA, lists, strict=True)
-    ]
-    return pa.record_batch(arrays, schema=_SCHEMA)
-
-
-class TextStore:
-    """
-    A text store that `prepare_text` has written, memory-mapped.
-
-    `document_ends` counts rows and `document_characters` counts characters up to the end of each document;
-    `source_ends` counts documents up to the end of each source. `text_hashes` has a hash of each text that was read
-    (`hashed`). `reading` counts what was read and how: documents, paragraphs, sentences and characters, and the files,
-    rows and sentences that were left out or cut.
+    The blocks of a text store that `prepare_text` has written, read from the disk a batch at a time.
 
     Raises:
         UserError: the store is damaged.
@@ -151,54 +110,97 @@ class TextStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.document_ends, self.document_characters, self.text_hashes = (
-            read_table(folder / f"{name}.npy") for name in ("document_ends", "document_characters", "text_hashes")
-        )
+        with reading_cache(folder):
+            # A map of the file would keep the pages that were read in memory; of the numbers it reads no others.
+            self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
+            self.table = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow"))).read_all().select(_NUMBERS)
+        self.batch_starts = np.cumsum([0, *map(len, self.table["hash"].chunks)])
+
+    def read(self, blocks: np.ndarray) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the blocks with these numbers, ascending (n,)."""
+        for number in np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1).tolist():
+            first, end = self.batch_starts[number : number + 2]
+            inside = blocks[slice(*np.searchsorted(blocks, (first, end)))]
+            yield self.file.get_batch(number).take(pa.array(inside - first))
+
+
+class TextStore(Blocks):
+    """
+    The blocks of a text store, and its documents.
+
+    If fewer than `FEWEST_DOCUMENTS` documents were read, each block counts as a document. `documents` has the number
+    of each block's document; `sources`, `characters` and `hashes` have an entry for each document. Documents with the
+    same sentences have the same hash. `source_count` counts the sources. `reading` counts what was read and how:
+    documents, paragraphs, sentences and characters, and the files, rows and sentences that were left out or cut.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
         with reading_cache(folder):
             counts = json.loads((folder / "counts.json").read_text())
-            self.reading, self.source_ends = counts["reading"], counts["source_ends"]
+            self.reading, self.source_count = counts["reading"], counts["sources"]
+        self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
+        self._read_firsts = firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
+        if len(firsts) < FEWEST_DOCUMENTS and len(self.table):
+            firsts = np.arange(len(self.table))
+            self.reading["blocks_as_documents"] = len(firsts)
+        self.documents = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(self.table)))
+        self.sources = self.of_blocks["source"][firsts]
+        self.characters, self.hashes = (np.add.reduceat(self.of_blocks[name], firsts) for name in _NUMBERS[2:])
 
     def __len__(self):
         """The number of documents."""
-        return len(self.document_ends)
+        return len(self.hashes)
 
-    def rows(self) -> datasets.Dataset:
+    def fingerprint(self) -> int:
+        """A hash of all sentences: of two texts together, the sum of theirs in int64."""
+        return int(self.hashes.sum())
+
+    def part(self, is_chosen: np.ndarray | None = None) -> "TextPart":
+        """The documents whose entry is true (documents,), or all."""
+        is_chosen = np.ones(len(self), dtype=bool) if is_chosen is None else is_chosen
+        return TextPart(self, np.flatnonzero(is_chosen[self.documents]))
+
+    def documents_in(self, hashes: np.ndarray) -> tuple[int, int]:
         """
-        The store as a memory-mapped `Dataset`, with a row for each block.
+        How many documents were read, and how many of them stand in a text whose documents have these hashes.
 
-        A row has the `sentences`, and `paragraph_ends`: for each paragraph that ends in the
-        block, the number of the block's sentences up to the paragraph's end.
+        In a text of few documents the hashes are those of blocks.
         """
-        with reading_cache(self.folder):
-            return datasets.Dataset.from_file(str(self.folder / "data.arrow"))
+        of_blocks, firsts = self.of_blocks["hash"], self._read_firsts
+        are_blocks_there = np.minimum.reduceat(np.isin(of_blocks, hashes), firsts)
+        return len(firsts), int((are_blocks_there | np.isin(np.add.reduceat(of_blocks, firsts), hashes)).sum())
 
 
-class SentenceSample:
+@dataclass
+class TextPart:
     """
-    The sentences of a text, or of blocks spread evenly over the text if the text is too large.
+    Some blocks of a text store. Iterates over their sentences; can be iterated many times.
 
-    A sample can be iterated many times. Sentences are read from the disk in each iteration, not kept in memory.
+    Sentences are read from the disk in each iteration, not kept in memory.
 
     Args:
-        documents: the numbers of the documents to take sentences from, ascending (n,).
-        leave_out: whether to take the sentences of all other documents instead.
-        most_characters: the approximate largest number of characters in the sample.
+        blocks: the numbers of the blocks, ascending (n,).
+        share: the share of the characters that `sample` kept.
     """
 
-    def __init__(
-        self,
-        text: TextStore,
-        documents: np.ndarray,
-        leave_out: bool = False,
-        most_characters: int = TOKENIZER_SAMPLE_CHARACTERS,
-    ):
-        self.text = text
-        is_taken = np.full(len(text.document_ends), leave_out)
-        is_taken[np.asarray(documents, dtype=np.int64)] = not leave_out
-        rows, characters = (np.diff(table, prepend=0) for table in (text.document_ends, text.document_characters))
-        blocks = np.flatnonzero(np.repeat(is_taken, rows))
-        self.share = min(1.0, most_characters / max(int(characters[is_taken].sum()), 1))
-        self.blocks = blocks[np.unique((np.arange(int(len(blocks) * self.share)) / self.share).astype(int))]
+    text: TextStore
+    blocks: np.ndarray
+    share: float = 1.0
+
+    def characters(self) -> int:
+        """The number of characters."""
+        return int(self.text.of_blocks["characters"][self.blocks].sum())
+
+    def document_count(self) -> int:
+        """The number of documents that blocks are of."""
+        return len(np.unique(self.text.documents[self.blocks]))
+
+    def sample(self, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS) -> "TextPart":
+        """Blocks spread evenly over this part, of about `most_characters` in all; all blocks if these are fewer."""
+        share = min(1.0, most_characters / max(self.characters(), 1))
+        spread = np.unique((np.arange(int(len(self.blocks) * share)) / share).astype(int))
+        return TextPart(self.text, self.blocks[spread], share)
 
     def identity(self) -> list[str]:
         """Changes whenever the sentences do."""
@@ -206,9 +208,41 @@ class SentenceSample:
         return [self.text.folder.name, hashlib.sha256(blocks).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
-        first = 0
-        for batch in self.text.rows().data.column("sentences").chunks:
-            start, end = np.searchsorted(self.blocks, (first, first + len(batch)))
-            if start < end:
-                yield from batch.take(pa.array(self.blocks[start:end] - first)).flatten().to_pylist()
-            first += len(batch)
+        for batch in self.text.read(self.blocks):
+            yield from batch["sentences"].flatten().to_pylist()
+
+
+def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: float, most: int) -> np.ndarray:
+    """
+    Choose the documents to hold out: those with the smallest hashes, until they have enough text.
+
+    The choice follows from the content alone. Copies of a document have its hash, and are held out together. A
+    document that, with its copies, has more text than is to be held out in all is taken only if the smaller documents
+    do not suffice, the smallest first.
+
+    Args:
+        hashes, characters: the hash and the number of characters of each document (documents,).
+        fraction: the share of the text to hold out.
+        most: the most characters to hold out; the last document may exceed it. More text would take longer to evaluate
+            and hardly make the metrics more exact.
+
+    Returns:
+        Whether each document is held out (documents,): at least two different documents are, and two are not.
+
+    Raises:
+        UserError: the corpus has fewer than four different documents.
+    """
+    different, number = np.unique(hashes, return_inverse=True)
+    if len(different) < 4:
+        copies = ", copies aside" if len(different) < len(hashes) else ""
+        raise UserError(
+            f"too little text: {counted(len(different), 'document')} with sentences{copies}, and training and "
+            f"evaluation need two each; add text, or break one long sentence into several"
+        )
+    sizes = np.bincount(number, characters)
+    wanted = min(fraction * int(sizes.sum()), most)
+    order = np.argsort(np.where(sizes > wanted, sizes, 0), kind="stable")  # the large documents last, by size
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
+    is_held_out = np.zeros(len(different), dtype=bool)
+    is_held_out[order[: min(max(enough, 2), len(different) - 2)]] = True
+    return is_held_out[number]

@@ -1,13 +1,10 @@
 """Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
 
-import contextlib
 import copy
-import hashlib
 import itertools
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +13,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.rules import LONGEST_WORD, Contents, Rules, choose_rules, count_characters, count_words
+from d2l_bert.folders import read_json, write_json
+from d2l_bert.tokenization.cache import short_hash
+from d2l_bert.tokenization.rules import (
+    LONGEST_WORD,
+    Rules,
+    choose_rules,
+    contents_of,
+    count_characters,
+    count_words,
+    split_words,
+)
 
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
@@ -76,7 +83,7 @@ def train_wordpiece(
         UserError: the texts are empty, or `vocab_size` is below the size of the alphabet.
     """
     words = count_words(texts)
-    rules = choose_rules(Contents.of(words), lowercase, strip_accents, pre_tokenizer, individual_digits)
+    rules = choose_rules(contents_of(words), lowercase, strip_accents, pre_tokenizer, individual_digits)
     return train_on_words(words, rules, vocab_size, min_frequency, limit_alphabet, model_max_length)
 
 
@@ -89,7 +96,9 @@ def train_on_words(
     model_max_length: int = 512,
 ) -> BertTokenizer | PreTrainedTokenizerFast:
     """As `train_wordpiece`, on words that are separated by white space (`count_words`), with given rules."""
-    split = split_words(words, rules.normalizer().normalize_str, rules.splitter().pre_tokenize_str)
+    from accelerate.utils import patch_environment  # loads PyTorch, which the processes that tokenize do without
+
+    split = split_words(words, rules.normalizer(), rules.splitter())
     words = {word: count for word, count in split.items() if len(word) <= LONGEST_WORD}  # a longer one is [UNK]
     alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
     # A word with another character will be [UNK]: what it is made of teaches nothing.
@@ -97,7 +106,6 @@ def train_on_words(
     # WordPiece finds any word in pieces if the vocabulary has each character, and has it as a continuation if it goes
     # on a word.
     continuations = sorted(CONTINUATION + character for character in set().union(*(word[1:] for word in words)))
-    characters = sorted([*alphabet, *continuations], key=lambda piece: (len(piece), piece))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
@@ -111,11 +119,12 @@ def train_on_words(
     )
     trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with one_thread():
+    # One thread: handing words to several costs more than counting them.
+    with patch_environment(TOKENIZERS_PARALLELISM="false"):
         trained.train_from_iterator(_repeated(words), trainer)
-    vocabulary, first = trained.get_vocab(), {*SPECIAL_TOKENS, *characters}
-    merges = sorted(vocabulary.keys() - first, key=vocabulary.get)
-    return make_tokenizer([*SPECIAL_TOKENS, *characters, *merges], rules, model_max_length)
+    characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
+    merges = pieces(trained)[len(characters) :]
+    return make_tokenizer([*characters, *merges], rules, model_max_length)
 
 
 def _repeated(words):
@@ -147,43 +156,30 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
     # For each number of characters: the entries that they need, and the share of the text in words with others.
-    entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)]) + len(SPECIAL_TOKENS)
-    needed_by = np.zeros(len(ranked) + 1)
-    for word, count in words.items():
-        needed_by[max(map(rank.get, word))] += count * len(word)
+    entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
+    last = [max(map(rank.get, word)) for word in words]
+    needed_by = np.bincount(last, [count * len(word) for word, count in words.items()], len(ranked) + 1)
     unknown = 1 - np.cumsum(needed_by) / needed_by.sum()
 
     def most(share):
-        return int(np.searchsorted(entries - len(SPECIAL_TOKENS), share * vocab_size, side="right")) - 1
+        return int(np.searchsorted(entries, share * vocab_size, side="right")) - 1
 
     def fewest(share):
         return int((unknown > share + 1e-12).sum())
 
-    size, needed = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET)), fewest(MANY_UNKNOWN)
-    if needed > size:
-        acceptable = [size, min(needed, most(LARGEST_ALPHABET))] if needed > most(LARGEST_ALPHABET) else []
-        size = next((chosen for chosen in acceptable if unknown[chosen] <= MOST_UNKNOWN), needed)
+    usual = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET))
+    needed = fewest(MANY_UNKNOWN)
+    largest = min(needed, most(LARGEST_ALPHABET))
+    choices = ((size, share) for share in (MANY_UNKNOWN, MOST_UNKNOWN) for size in (usual, largest))
+    size = next((size for size, share in choices if fewest(share) <= size), needed)
     size = min(size, limit or len(ranked))
-    if entries[size] > vocab_size:
+    least = len(SPECIAL_TOKENS) + entries[size]
+    if least > vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is below the alphabet: the special tokens and the {size:,} characters that this "
-            f"text is written in need {entries[size]} entries; raise vocab_size, or give a lower limit_alphabet"
+            f"text is written in need {least} entries; raise vocab_size, or give a lower limit_alphabet"
         )
     return set(ranked[:size])
-
-
-@contextlib.contextmanager
-def one_thread():
-    """Within the block `tokenizers` uses one thread: handing words to several costs more than counting them."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def make_tokenizer(
@@ -234,7 +230,7 @@ def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def extend_wordpiece(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, min_frequency: int = 2
+    tokenizer: PreTrainedTokenizerBase, words: Counter, count: int, min_frequency: int = 2
 ) -> PreTrainedTokenizerBase:
     """
     Add words of a text to the vocabulary of a tokenizer: the words that save the most tokens.
@@ -250,7 +246,7 @@ def extend_wordpiece(
 
     Args:
         tokenizer: not changed.
-        texts: strings; only the counts of distinct words are kept in memory.
+        words: those of the text (`count_words`).
         count: most words to add. The text may have fewer candidates.
         min_frequency: how often a word must occur.
 
@@ -261,31 +257,28 @@ def extend_wordpiece(
         UserError: the tokenizer has tokens outside of its WordPiece vocabulary; new words would get their ids.
     """
     backend = tokenizer.backend_tokenizer
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    if beside := sorted(backend.get_vocab().keys() - vocabulary.keys(), key=backend.token_to_id):
+    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
+    if beside := [piece for piece in pieces(backend) if piece not in vocabulary]:
         more = f" and {len(beside) - 5:,} others" if len(beside) > 5 else ""
         raise UserError(
             f"the tokenizer cannot be extended, as it has tokens beside its WordPiece vocabulary: "
             f"{', '.join(beside[:5])}{more}; give a tokenizer without them"
         )
-    normalize = backend.normalizer.normalize_str if backend.normalizer else str
-    pre_tokenize = backend.pre_tokenizer.pre_tokenize_str if backend.pre_tokenizer else lambda text: [(text, None)]
     savings = {}
-    for word, occurrences in split_words(count_words(texts), normalize, pre_tokenize).items():
+    for word, occurrences in split_words(words, backend.normalizer, backend.pre_tokenizer).items():
         # A longer word would still be [UNK].
-        if occurrences >= min_frequency and 0 < len(word) <= backend.model.max_input_chars_per_word:
-            pieces = backend.model.tokenize(word)
-            is_unknown = pieces[0].value == backend.model.unk_token
-            savings[word] = occurrences * max(len(word) - 1, 1) if is_unknown else occurrences * (len(pieces) - 1)
-    best = sorted(
-        (word for word in savings if savings[word] and word not in vocabulary), key=lambda word: (-savings[word], word)
-    )[:count]
+        is_candidate = word not in vocabulary and 0 < len(word) <= model.max_input_chars_per_word
+        if is_candidate and occurrences >= min_frequency:
+            split = model.tokenize(word)
+            is_unknown = split[0].value == model.unk_token
+            savings[word] = occurrences * (max(len(word), 2) - 1 if is_unknown else len(split) - 1)
+    best = sorted(savings, key=lambda word: (-savings[word], word))[:count]
     extended = copy.deepcopy(tokenizer)
     extended.backend_tokenizer.model = models.WordPiece(
         vocabulary | {word: index for index, word in enumerate(best, len(tokenizer))},
-        unk_token=backend.model.unk_token,
-        max_input_chars_per_word=backend.model.max_input_chars_per_word,
-        continuing_subword_prefix=backend.model.continuing_subword_prefix,
+        unk_token=model.unk_token,
+        max_input_chars_per_word=model.max_input_chars_per_word,
+        continuing_subword_prefix=model.continuing_subword_prefix,
     )
     return extended
 
@@ -297,7 +290,7 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
     Raises:
         UserError: the vocabulary of `new` does not begin with all entries of `old`.
     """
-    before, after = old.convert_ids_to_tokens(range(len(old))), new.convert_ids_to_tokens(range(len(new)))
+    before, after = pieces(old), pieces(new)
     for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
         if was != piece:
             has = "none" if piece is None else repr(piece)
@@ -305,20 +298,6 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
                 f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
             )
     return after[len(before) :]
-
-
-def split_words(words: Counter, normalize: Callable, pre_tokenize: Callable) -> Counter:
-    """
-    How often each word occurs, as a normalizer and a pre-tokenizer make words of those between white space.
-
-    In BERT's, a word is one punctuation mark, one Chinese character, or a run of other characters without white space:
-    "[MASK]" in a text is three words.
-    """
-    split = Counter()
-    for word, count in words.items():
-        for piece, _ in pre_tokenize(normalize(word)):
-            split[piece] += count
-    return split
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
@@ -329,8 +308,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
-    settings = settings_of_both_versions(json.loads(config.read_text(encoding="utf-8")))
-    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(config, settings_of_both_versions(read_json(config)))
     with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(piece + "\n" for piece in pieces(tokenizer))
 
@@ -348,31 +326,29 @@ def settings_of_both_versions(settings: dict) -> dict:
     return settings
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
     """The entries of the vocabulary in the order of ids."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary, key=vocabulary.get)
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
-    A hash of the tokenizer's entries and ids, the class of its normaliser, and the settings `lowercase` and
-    `strip_accents`. A `BertTokenizer` has no other rules; of other tokenizers the hash covers `rules_of`.
+    A hash of the tokenizer's entries and ids, and of its rules: those of a `BertTokenizer` are three settings, and of
+    other tokenizers `rules_of`.
 
     For a `BertTokenizer`, the hash does not depend on a library's file format, so an upgrade does not change it.
     """
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    settings = {name: getattr(normalizer, name, None) for name in ("lowercase", "strip_accents")}
-    if not getattr(normalizer, "handle_chinese_chars", True):
-        settings["handle_chinese_chars"] = False
-    content = [sorted(tokenizer.get_vocab().items()), type(normalizer).__name__, settings]
+    vocabulary, backend = sorted(tokenizer.get_vocab().items()), tokenizer.backend_tokenizer
     if not isinstance(tokenizer, BertTokenizer):
-        content.append(rules_of(tokenizer.backend_tokenizer))
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        return short_hash(vocabulary, rules_of(backend))
+    settings = {name: getattr(backend.normalizer, name) for name in ("lowercase", "strip_accents")}
+    chinese = {} if backend.normalizer.handle_chinese_chars else {"handle_chinese_chars": False}
+    return short_hash(vocabulary, "BertNormalizer", settings | chinese)
 
 
 def rules_of(backend: Tokenizer) -> dict:
     """What a tokenizer does with a text, but for its vocabulary: normalizer, pre-tokenizer, settings of WordPiece."""
     parts = json.loads(backend.to_str())
-    model = {name: value for name, value in parts["model"].items() if name != "vocab"}
-    return {"normalizer": parts["normalizer"], "pre_tokenizer": parts["pre_tokenizer"], "model": model}
+    del parts["model"]["vocab"]
+    return {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}

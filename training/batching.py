@@ -7,18 +7,21 @@ import logging
 import math
 from types import SimpleNamespace
 
+import numpy as np
+
 from d2l_bert.errors import UserError, refuse_first
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText
-from d2l_bert.tokenization.token_store import Only, TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training import data, masking
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.epochs import EpochPairs, Selection, source_passes
 from d2l_bert.training.meter import micro_batch_cost
 from d2l_bert.training.optim import learning_rate_share
 from d2l_bert.training.packing import ALONE, Sharding
+from d2l_bert.training.pairs import NO_LABEL, PAIR
 
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # `trial_micro_batches` picks the largest micro-batches of this many steps.
 TRIED_STEPS = 8
+
+# Where a smaller share of the rows would be pairs, a run has no second loss.
+FEWEST_PAIRS = 0.5
 
 # The default micro-batch, in pairs of full length: enough to keep a CPU busy, few enough for the memory of a CPU.
 DEFAULT_MICRO_BATCH = 64
@@ -97,7 +103,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
     Raises:
         UserError: the training text has no pair of segments, or no token to predict.
     """
-    selection = Selection(text.tokens, text.train_documents(), text.source_ends, make_passes(run, text))
+    selection = Selection(text.train, make_passes(run, text))
     phases = []
     for first_step, length, batch_size in run.stages(max_steps):
         before = phases[-1] if phases else None
@@ -105,7 +111,7 @@ def make_phases(run: PretrainConfig, text: PreparedText, max_steps: int) -> list
             first_pair, pairs, make_batch = before.pairs_before(first_step), before.pairs, before.make_batch
         else:
             pairs = EpochPairs(selection, pairing_arguments(run, length), run.seed, text.corpus_name)
-            first_pair, make_batch = 0, make_batch_maker(run, text.tokens, text.tokenizer, length)
+            first_pair, make_batch = 0, make_batch_maker(run, text.train, text.tokenizer, length)
             epoch = pairs.place_of(0).epoch  # raises if the text has no pair
             data.first_with_target(make_batch, pairs.parts(epoch), pairs.name)  # raises if there is none
         pairs_a_step = batch_size * (run.max_seq_length // length)
@@ -151,8 +157,8 @@ def make_passes(run: PretrainConfig, text: PreparedText):
     """How often an epoch visits the documents of each source (sources,); None if all documents are visited once."""
     if not run.source_weights:
         return None
-    check_source_weights(run, len(text.source_ends))
-    tokens = Selection(text.tokens, text.train_documents(), text.source_ends).source_tokens()
+    check_source_weights(run, len(text.train.source_ends))
+    tokens = np.diff(text.train.first_tokens(np.append(0, text.train.source_ends)))
     return source_passes(tokens, [float(weight) for weight in run.source_weights])
 
 
@@ -170,14 +176,12 @@ def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = 
     Raises:
         UserError: the held-out text has no pair of segments, or no token to predict.
     """
-    tokens, documents = text.evaluation()
-    make_batch = make_batch_maker(run, tokens, text.tokenizer, run.max_seq_length)
-    name = f"{text.corpus_name}, held out" if text.validation is None else text.validation.name
+    name = text.held_out_name()
+    make_batch = make_batch_maker(run, text.held_out, text.tokenizer, run.max_seq_length)
     # Evaluation holds all logits of a micro-batch in memory, training does not: evaluation may need smaller ones.
     token_limit = min(most_tokens(run), int(LOGITS_AT_ONCE / len(text.tokenizer) / make_batch.mlm_probability))
-    selection = Selection(tokens, documents, [len(tokens)], is_one_stretch=isinstance(documents, Only))
     held_out = data.HeldOutPairs(
-        selection,
+        Selection(text.held_out),
         pairing_arguments(run, run.max_seq_length),
         make_batch,
         token_limit,
@@ -185,10 +189,45 @@ def make_held_out(run: PretrainConfig, text: PreparedText, sharding: Sharding = 
         sharding,
         name,
     )
-    if next(held_out.parts(), None) is None:
-        raise UserError(f"{name}: no pair of segments in this text; give more text")
+    if next(held_out.parts(), None) is None or (make_batch.has_labels and not len(held_out.labelled())):
+        raise UserError(f"{name}: no pair of segments in this text; give more text, or --objective none")
     held_out.one()  # raises if there is no token to predict
     return held_out
+
+
+def with_objective(run: PretrainConfig, text: PreparedText) -> PretrainConfig:
+    """
+    The run with an objective: `auto` becomes `nsp`, or `none` where few rows of the text would have a label.
+
+    A document of one sentence is a row without a label. Says how many rows have one, measured on the first window.
+
+    Raises:
+        UserError: few rows would have a label of the objective that the user asked for.
+    """
+    if run.objective == "none":
+        return run
+    of_pairs = dataclasses.replace(run, objective="nsp" if run.objective == "auto" else run.objective)
+    pairs = EpochPairs(
+        Selection(text.train, make_passes(run, text)), pairing_arguments(of_pairs, run.max_seq_length), run.seed
+    )
+    rows, _ = next(pairs.parts(0), (np.zeros(0, dtype=PAIR), None))
+    has_label, short = rows["next_sentence_label"] != NO_LABEL, PAIR_TASKS[of_pairs.objective].short
+    share = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
+    if not len(rows) or (share >= FEWEST_PAIRS and has_label.any()):
+        logger.info(f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}")
+        return of_pairs
+    reason = (
+        f"only {share:.1%} of the rows would be pairs for {short}: most documents have one sentence"
+        if share < FEWEST_PAIRS
+        else f"no pair for {short} would have a label: all second segments are alike"
+    )
+    if run.objective != "auto":
+        raise UserError(
+            f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
+            f"documents)"
+        )
+    logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
+    return dataclasses.replace(run, objective="none")
 
 
 def pairing_arguments(run: PretrainConfig, length: int) -> dict:

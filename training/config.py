@@ -62,9 +62,10 @@ class PretrainConfig(TextConfig):
         BATCHES,
         metavar="LENGTH:SHARE",
     )
-    objective: Literal["nsp", "sop", "none"] = option(
-        "nsp",
-        "second loss: next sentence prediction (BERT), sentence order prediction (ALBERT), or none (RoBERTa)",
+    objective: Literal["auto", "nsp", "sop", "none"] = option(
+        "auto",
+        "second loss: next sentence prediction (BERT), sentence order prediction (ALBERT), or none (RoBERTa); auto is "
+        "nsp, and none for a text whose documents mostly have one sentence",
         BATCHES,
     )
     pairing: Literal["segments", "sentences"] = option(
@@ -298,7 +299,8 @@ class PretrainConfig(TextConfig):
     )
 
     def __post_init__(self):
-        """Convert numbers in the text of options that may be a number or a word."""
+        """As in `SourceConfig`; then convert numbers in the text of options that may be a number or a word."""
+        super().__post_init__()
         for name, number in (("mlm_probability", float), ("micro_batch_size", int)):
             if isinstance(getattr(self, name), str):
                 with contextlib.suppress(ValueError):  # 0.30->0.15 and auto stay text

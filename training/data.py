@@ -19,8 +19,9 @@ from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
+from d2l_bert.training.one_segment import one_segment_accuracy
 from d2l_bert.training.packing import ALONE, Sharding
-from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
+from d2l_bert.training.pairs import NO_LABEL, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
 
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
@@ -328,7 +329,7 @@ class HeldOutPairs:
     The pairs and their masks are the same in every evaluation of every run on a corpus.
 
     Args:
-        selection: the documents to evaluate on.
+        selection: the corpus to evaluate on.
         pairing: the arguments of `pairs.lay_out`.
         most_tokens: the most tokens in a micro-batch, padding included.
         most: the most pairs to evaluate on; None for all.
@@ -357,9 +358,25 @@ class HeldOutPairs:
         for pairs, keys in self.parts():
             yield from batches(self.make_batch, pairs, keys, self.most_tokens, sharding=self.sharding)
 
+    def labelled(self) -> np.ndarray:
+        """The pairs with a label: an array of `pairs.PAIR`."""
+        return np.concatenate([pairs[pairs["next_sentence_label"] != NO_LABEL] for pairs, _ in self.parts()])
+
+    def beside(self) -> dict[str, float]:
+        """`one_segment_accuracy` of all pairs, by its name in metrics.json, to read a model's accuracy beside it."""
+        if not self.make_batch.has_labels:
+            return {}
+        corpus, entries = self.pairs.selection.corpus, len(self.make_batch.is_continuation)
+        accuracy = one_segment_accuracy(corpus, self.pairs.window(0, 0), entries)
+        return {f"eval_{self.pairs.pairing['objective']}_one_segment_accuracy": accuracy}
+
     def one(self) -> dict[str, torch.Tensor]:
-        """As `first_with_target`, of the pairs to evaluate on."""
-        return first_with_target(self.make_batch, self.parts(), self.pairs.name)
+        """As `first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label."""
+        parts = self.parts()
+        if self.make_batch.has_labels:
+            has_label = ((pairs["next_sentence_label"] != NO_LABEL, pairs, keys) for pairs, keys in parts)
+            parts = ((pairs[labelled], keys[labelled]) for labelled, pairs, keys in has_label)
+        return first_with_target(self.make_batch, parts, self.pairs.name)
 
 
 # Pairs that `first_with_target` masks in one call.

@@ -1,7 +1,5 @@
 """A corpus -> the pairs of every epoch: which documents `pairs` gets, in which order, by the weights of the sources.
 
-Also decides from which documents random second segments are drawn.
-
 The corpus is cut into stretches of 16,384 tokens. An epoch is a random order of the stretches, read in windows of
 1,024; the pairs of a window are shuffled. The pairs are a pure function of (corpus, options, seed, epoch, window):
 every process that makes batches lays out the windows that it needs (`pairs.lay_out`), some 700,000 pairs a second, and
@@ -18,13 +16,13 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_order
-from d2l_bert.tokenization.token_store import AllBut, Only, TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.pairs import Pieces, lay_out
 
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
 # by 1 when the same run would train on other pairs, with other masks or in another order.
-DATA_ORDER = 5
+DATA_ORDER = 6
 
 # Tokens in a stretch. Stretches are short, so that a window has text from 1,024 places: a step of 512 pairs then has
 # text from 400 different books, against 500 if a large epoch is shuffled as a whole. Only documents with more tokens
@@ -68,32 +66,22 @@ def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
 @dataclass
 class Selection:
     """
-    The documents of a corpus to make pairs of.
+    A corpus to make pairs of, and how often its sources are read.
 
     Args:
-        documents: which documents of the corpus.
-        source_ends: documents of the corpus up to the end of each source (sources,).
         passes: how many times an epoch goes through each source (sources,); None for once.
-        is_one_stretch: whether all documents of a source make one stretch: for a few documents of a large corpus.
     """
 
     corpus: TokenizedCorpus
-    documents: AllBut | Only
-    source_ends: Sequence[int]
     passes: np.ndarray | None = None
-    is_one_stretch: bool = False
+
+    def source_ends(self) -> Sequence[int]:
+        """Documents up to the end of each source; without weights the sources are read as one."""
+        return [len(self.corpus)] if self.passes is None else self.corpus.source_ends
 
     def source_tokens(self) -> np.ndarray:
-        """The number of tokens in the selected documents of each source (sources,)."""
-        ends = np.append(0, self.source_ends)
-        tokens = np.diff(self.corpus.first_tokens(ends))
-        if isinstance(self.documents, Only):
-            listed, sign, tokens = self.documents.documents, 1, np.zeros_like(tokens)
-        else:
-            listed, sign = self.documents.left_out, -1
-        sources = np.searchsorted(ends, listed, side="right") - 1
-        np.add.at(tokens, sources, sign * self.corpus.sizes(listed))
-        return tokens
+        """The number of tokens of each source of `source_ends` (sources,)."""
+        return np.diff(self.corpus.first_tokens(np.append(0, self.source_ends())))
 
 
 class _Source:
@@ -105,8 +93,7 @@ class _Source:
     """
 
     def __init__(self, selection, first, end, stretch_tokens):
-        self.corpus, self.documents = selection.corpus, selection.documents
-        self.first_document, self.end_document = first, end
+        self.corpus = selection.corpus
         self.first_sentence, self.end_sentence = self.corpus.document_ends.before(np.array([first, end])).tolist()
         self.first_token, self.end_token = self.corpus.first_tokens(np.array([first, end])).tolist()
         self.stretch_tokens = max(1, stretch_tokens)
@@ -116,15 +103,12 @@ class _Source:
         """The documents in the stretches with these numbers (n,), and the sentences of each."""
         firsts, ends = self._borders(stretches), self._borders(stretches + 1)
         firsts, ends = firsts[firsts < ends], ends[firsts < ends]
-        first_documents = self.corpus.document_ends.find(firsts).tolist()
-        last_documents = self.corpus.document_ends.find(ends - 1).tolist()
-        selected = [
-            self.documents.within(first, last + 1) for first, last in zip(first_documents, last_documents, strict=True)
-        ]
-        counts = list(map(len, selected))
-        documents = np.concatenate([np.zeros(0, dtype=np.int64), *selected])
+        first_documents = self.corpus.document_ends.find(firsts)
+        last_documents = self.corpus.document_ends.find(ends - 1)
+        counts = last_documents - first_documents + 1
+        documents = np.arange(counts.sum()) + np.repeat(first_documents - np.cumsum(counts) + counts, counts)
         starts = np.maximum(self.corpus.document_ends.before(documents), np.repeat(firsts, counts))
-        return Pieces(documents, starts, np.minimum(self.corpus.document_ends.at(documents), np.repeat(ends, counts)))
+        return Pieces(starts, np.minimum(self.corpus.document_ends.at(documents), np.repeat(ends, counts)))
 
     def _borders(self, stretches):
         """The first sentence of each of these stretches (n,)."""
@@ -159,7 +143,7 @@ class EpochPairs:
     The two windows that were used last are kept in memory.
 
     Args:
-        selection: the documents to make pairs of.
+        selection: the corpus to make pairs of.
         pairing: the keyword arguments of `pairs.lay_out`.
         seed: the seed of all random numbers.
         name: the name of the text, for error messages.
@@ -167,22 +151,13 @@ class EpochPairs:
 
     def __init__(self, selection: Selection, pairing: dict, seed: int, name: str = "the corpus"):
         self.selection, self.pairing, self.seed, self.name = selection, pairing, seed, name
-        ends = np.append(0, selection.source_ends).tolist()
+        ends = np.append(0, selection.source_ends()).tolist()
         self.sources = []
         for first, end, tokens in zip(ends[:-1], ends[1:], selection.source_tokens().tolist(), strict=True):
             stretch_tokens = STRETCH_TOKENS
-            if selection.is_one_stretch:
-                stretch_tokens = len(selection.corpus.ids)
-            elif selection.passes is not None:
+            if selection.passes is not None:
                 stretch_tokens = min(STRETCH_TOKENS, -(-tokens // WEIGHTED_STRETCHES))
             self.sources.append(_Source(selection, first, end, stretch_tokens))
-        # For random Bs: the selected documents before each source and in it, and their weight up to each source's end.
-        documents = selection.documents
-        self.firsts = np.array([documents.before(source.first_document) for source in self.sources])
-        self.counts = np.array([documents.before(source.end_document) for source in self.sources]) - self.firsts
-        weights = self.counts * (1.0 if selection.passes is None else selection.passes)
-        self.weights_up_to = np.cumsum(weights)
-        self.has_others = int(self.counts[weights > 0].sum()) > 1
         self._forget()
 
     def _forget(self):
@@ -250,8 +225,7 @@ class EpochPairs:
         """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
         if (epoch, number) not in self._open:
             rng = np.random.default_rng((self.seed, _PAIRS, epoch, number))
-            draw_others = self.draw_documents if self.has_others else None
-            pairs = lay_out(self.selection.corpus, self.pieces(epoch, number), draw_others, rng, **self.pairing)
+            pairs = lay_out(self.selection.corpus, self.pieces(epoch, number), rng, **self.pairing)
             pairs = pairs[rng.permutation(len(pairs))]
             self._open = {**dict(list(self._open.items())[-1:]), (epoch, number): pairs}
         return self._open[epoch, number]
@@ -271,12 +245,6 @@ class EpochPairs:
             remaining -= len(pairs)
             if not remaining:
                 return
-
-    def draw_documents(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Random documents for random Bs (count,), each as probable as it is frequent in an epoch."""
-        source = np.searchsorted(self.weights_up_to / self.weights_up_to[-1], rng.random(count), side="right")
-        numbers = self.firsts[source] + (rng.random(count) * self.counts[source]).astype(np.int64)
-        return self.selection.documents.nth(numbers)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs by their number

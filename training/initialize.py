@@ -14,7 +14,6 @@ from d2l_bert.modeling import bert_checkpoints, conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.wordpiece import added_entries
 from d2l_bert.training.checkpoint import Checkpoint
@@ -226,7 +225,7 @@ def _refuse_another_vocabulary(model_label, known, tokenizer):
 def model_class_of(run: PretrainConfig) -> type[PreTrainedModel]:
     """The class with the heads that the run trains."""
     # Without a pair task the class has no pair head and no pooler, so that no untrained weights are published.
-    return D2lBertForPreTraining if run.objective in PAIR_TASKS else D2lBertForMaskedLM
+    return D2lBertForMaskedLM if run.objective == "none" else D2lBertForPreTraining
 
 
 def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resumed: Checkpoint | None):

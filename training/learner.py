@@ -12,7 +12,7 @@ from torch import nn
 
 from d2l_bert.errors import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.cache import fingerprint
+from d2l_bert.tokenization.cache import short_hash
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.held_out import SUMS, count_examples, held_out_counts, held_out_metrics
@@ -67,7 +67,7 @@ class Learner:
             The losses, the gradient norm and the counts of the whole batch, summed over all processes.
         """
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
-        torch.manual_seed(int(fingerprint(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
+        torch.manual_seed(int(short_hash(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
         step_stats = self.take_step(micro_batches, learning_rate)
         if self.average and not step_stats.skipped:
             self.average.update(number)
@@ -246,10 +246,10 @@ def train_step(
     device = accelerator.device
     counts = accelerator.reduce(torch.stack([counts_of(batch) for batch in micro_batches]).sum(0).to(device), "sum")
     masked_tokens, examples = counts[:2]
-    # A step of nothing but `[UNK]` has no token to predict: its MLM loss is 0 / 1.
+    # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
     divisors = {"num_items_in_batch": masked_tokens.clamp(min=1)}
     if "next_sentence_label" in micro_batches[0]:
-        divisors["num_pairs_in_batch"] = examples
+        divisors["num_pairs_in_batch"] = examples.clamp(min=1)
     losses = torch.zeros(2, device=device)
     for number, batch in enumerate(micro_batches, 1):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

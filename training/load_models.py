@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from d2l_bert.errors import UserError, reading_model, refuse_first
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization.cache import content_hash, fingerprint
+from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 
 
@@ -85,4 +85,4 @@ def hash_of_model(folder: str | Path) -> str:
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
     of_folder = (file for pattern in patterns for file in Path(folder).glob(pattern))
     files = [Path(folder)] if Path(folder).is_file() else sorted(of_folder)
-    return fingerprint([(file.name, content_hash(file)) for file in files])
+    return short_hash([(file.name, content_hash(file)) for file in files])

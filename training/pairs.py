@@ -4,13 +4,13 @@ The second loss predicts the label. In next sentence prediction (NSP: BERT, sect
 whether segment B follows segment A. In sentence order prediction (SOP: ALBERT; Lan et al., 2020) it says whether A and
 B are in the order of the text.
 
-A pair is two spans of token numbers and a label. No token id is read here: pairs follow from the ends of sentences.
-Where a pair depends on the pair before, the code is a plain loop; all other code works on arrays of many pairs.
+A pair is two spans of token numbers and a label. Pairs follow from the ends of sentences; token ids are read only to
+find Bs that are equal.
+
+Where a pair begins depends on the pair before: a loop makes the first pairs of all documents at once, then the second
+ones, and so on.
 """
 
-import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,28 +25,31 @@ Pairing = Literal["segments", "sentences"]
 PAIR = np.dtype(
     [("a_start", "i8"), ("a_end", "i8"), ("b_start", "i8"), ("b_end", "i8"), ("next_sentence_label", "i1")]
 )
-IS_NEXT, IS_RANDOM = 0, 1
+IS_NEXT, IS_OF_ANOTHER_PAIR = 0, 1
 IN_ORDER, SWAPPED = 0, 1
 NO_LABEL = -100
 
 # [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
 SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT = 3, 2
 
-# A document's last sentence may have no sentence after it, and then gets a random B even if chance has chosen a true
-# B. A true B is then owed: a later pair keeps its true B instead of a random B. At most this many are owed, since
-# documents of one sentence never have a true B.
-MOST_OWED = 16
+# Pairs with Bs of about the same length, two of which exchange them. Each B is cut to the shortest of its block:
+# larger blocks would cut more of a small text.
+BLOCK_PAIRS = 4
+
+# Bs of a block count as equal if so many of their tokens are, spread over their length.
+COMPARED_TOKENS = 16
+HASH_FACTORS = np.random.default_rng(0).integers(-(2**62), 2**62, COMPARED_TOKENS)
 
 
 @dataclass
 class Pieces:
-    """Sentences to lay out: piece i has the sentences from `firsts[i]` to `ends[i]` - 1, of document `documents[i]`.
+    """
+    Sentences to lay out: piece i has the sentences from `firsts[i]` to `ends[i]` - 1.
 
-    All fields are arrays (pieces,). Sentences and documents are numbered through the corpus. A long document may have
-    several pieces.
+    All fields are arrays (pieces,). Sentences are numbered through the corpus. A piece is a document, or a part of a
+    long document.
     """
 
-    documents: np.ndarray
     firsts: np.ndarray
     ends: np.ndarray
 
@@ -54,7 +57,6 @@ class Pieces:
 def lay_out(
     corpus,
     pieces: Pieces,
-    draw_others: Callable[[np.random.Generator, int], np.ndarray] | None,
     rng: np.random.Generator,
     *,
     max_seq_length: int,
@@ -63,321 +65,239 @@ def lay_out(
     short_seq_prob: float = 0.1,
 ) -> np.ndarray:
     """
-    Make pairs of the sentences of some documents.
+    Make pairs of the sentences of some documents. Each sentence is in one pair.
 
-    The pairing `segments` makes the pairs of the original BERT. Consecutive sentences of a document are gathered until
-    they reach the length of a pair, and split at the start of a random sentence into A and B.
+    - The pairing `segments` gathers consecutive sentences of a document until they reach the length of a pair, as the
+      original BERT does, and splits them at the start of a random sentence into A and B.
+    - The pairing `sentences` takes two consecutive sentences, as the book does (section 15.9.1.1).
 
-    - `nsp`: in half of the pairs, B is replaced by sentences from a random place in another document, and the next
-      pair begins with the sentences that B had. A document's last sentence may have no sentence after it, and then
-      gets a random B. To balance the labels, a later pair then keeps its true B. If `MOST_OWED` such pairs are still
-      to come, the last sentence is cut in two at a random token instead, and the second half is a true B.
-    - `sop`: A and B are swapped in half of the pairs. A last sentence with no sentence after it is cut in two; a
-      single token is left out.
-    - `none`: a document is cut into segments of as many tokens as fit, also inside sentences (RoBERTa, section 4.2;
-      Liu et al., 2019). The first segment of a long document has a random length, so that the next segments begin at
-      other tokens in every epoch.
+    Both go on from one paragraph of a document to the next. A sentence that is left over at the beginning or the end
+    of a document joins the nearest segment. The only sentence of a document becomes a segment without a B and a label.
 
-    The pairing `sentences` makes the book's pairs (section 15.9.1.1): two consecutive sentences of a paragraph.
+    With `nsp`, half of the pairs then exchange their Bs with one another (`_exchange`). The book and the original BERT
+    take such Bs from random places in other documents instead. That tells the labels by one segment alone, such as a
+    heading that is never a true B, or by the lengths. Here the As of both labels come from the same places and have
+    the same lengths, and so do the Bs.
 
-    - `nsp`: in half of the pairs, the second sentence is replaced by a random sentence of another document. The book
-      drops the only sentence of a paragraph, and the last sentence of a paragraph if it was replaced. Here these
-      sentences replace second sentences of other pairs. If too many are left, half of the rest are cut in two at a
-      random token, and half get a random B.
-    - `sop`: the two sentences are swapped in half of the pairs. The only sentence of a paragraph is cut in two.
-    - `none`: each sentence is a segment; a sentence that is too long is cut into several.
+    With `sop`, A and B are swapped in half of the pairs.
+
+    With `none`, `segments` cuts a document into segments of as many tokens as fit, also inside sentences (RoBERTa,
+    section 4.2; Liu et al., 2019). The first segment of a long document has a random length, so that the next segments
+    begin at other tokens in every epoch. `sentences` makes each sentence a segment; a sentence that is too long is cut
+    into several.
 
     Args:
-        corpus: has the tables `sentence_ends`, `document_ends` and, for `sentences`, `paragraph_ends` (`JoinedTable`).
+        corpus: has the tables `sentence_ends` and `ids` (`TokenizedCorpus`).
         pieces: the sentences to lay out.
-        draw_others: `draw_others(rng, count)` draws the documents that random second segments come from, with
-            replacement, and gives their numbers (count,). None if there is only one document.
         rng: the generator of all random numbers.
         max_seq_length: the most tokens in a pair, special tokens included.
         short_seq_prob: for `segments`, the share of pairs with a random shorter length, so that the model learns from
             short inputs, too.
 
     Returns:
-        An array of `PAIR`.
+        An array of `PAIR`, not in random order.
     """
-    order = rng.permutation(len(pieces.documents))
-    pieces = Pieces(pieces.documents[order], pieces.firsts[order], pieces.ends[order])
     sentences = _Sentences.of(corpus, pieces)
-    draw = _uniform(rng).__next__
+    in_a_segment, in_a_pair = max_seq_length - SPECIALS_IN_A_SEGMENT, max_seq_length - SPECIALS_IN_A_PAIR
     if objective == "none":
-        capacity = max_seq_length - SPECIALS_IN_A_SEGMENT
         if pairing == "segments":
-            return _segments_of_documents(sentences, capacity, short_seq_prob, draw)
-        return _segments_of_sentences(sentences, capacity)
-    capacity = max_seq_length - SPECIALS_IN_A_PAIR
+            return _segments_of_documents(sentences, in_a_segment, short_seq_prob, rng)
+        return _segments_of_sentences(sentences.starts, sentences.ends, in_a_segment)
+    is_alone = np.diff(sentences.bounds) == 1
+    alone = sentences.bounds[:-1][is_alone]
     if pairing == "segments":
-        plan = _gather(sentences, capacity, objective, short_seq_prob, draw)
+        firsts, splits, ends = _gather(sentences, in_a_pair, short_seq_prob, rng)
     else:
-        plan = _match(sentences, corpus.paragraph_ends, objective, draw)
-    return _make_pairs(plan, sentences, corpus, draw_others, capacity, objective, rng)
+        firsts, splits, ends = _match(sentences, rng)
+    # The first token of each segment, and the token after its last (2, pairs).
+    a = np.stack([sentences.starts[firsts], sentences.ends[splits - 1]])
+    b = np.stack([sentences.starts[splits], sentences.ends[ends - 1]])
+    if objective == "nsp":
+        a, b, labels = _exchange(a, b, in_a_pair, corpus.ids, rng)
+    else:
+        a, b, labels = _swap(a, b, in_a_pair, rng)
+    singles = _segments_of_sentences(sentences.starts[alone], sentences.ends[alone], in_a_segment)
+    return np.concatenate([_as_pairs(*a, *b, labels), singles])
 
 
 @dataclass
 class _Sentences:
-    """The sentences of some pieces, concatenated and numbered from 0; arrays (s,)."""
+    """The sentences of some pieces, concatenated and numbered from 0."""
 
-    starts: np.ndarray  # the first token of each sentence
-    ends: np.ndarray  # the token after the last token of each sentence
-    documents: np.ndarray  # the document of each sentence
-    numbers: np.ndarray  # the number of each sentence in the corpus
-    bounds: list[tuple[int, int]]  # the first sentence of each piece, and the sentence after the piece
+    starts: np.ndarray  # the first token of each sentence (s,)
+    ends: np.ndarray  # the token after the last token of each sentence (s,)
+    bounds: np.ndarray  # the first sentence of each piece, then the number of all sentences (pieces + 1,)
 
     @classmethod
     def of(cls, corpus, pieces):
-        counts = pieces.ends - pieces.firsts
+        has_sentences = pieces.ends > pieces.firsts
+        firsts, counts = pieces.firsts[has_sentences], (pieces.ends - pieces.firsts)[has_sentences]
         bounds = np.append(0, np.cumsum(counts))
-        numbers = np.arange(bounds[-1]) + np.repeat(pieces.firsts - bounds[:-1], counts)
-        ends = corpus.sentence_ends.at(numbers)
+        ends = corpus.sentence_ends.at(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
         starts = np.append(0, ends[:-1])[: len(ends)]  # a sentence starts where the previous sentence ends
-        starts[bounds[:-1][counts > 0]] = corpus.sentence_ends.before(pieces.firsts[counts > 0])
-        return cls(
-            starts, ends, np.repeat(pieces.documents, counts), numbers, list(itertools.pairwise(bounds.tolist()))
-        )
-
-
-def _uniform(rng) -> Iterator[float]:
-    """Yield uniform random numbers in [0, 1), ten times faster than a call of NumPy for each number."""
-    while True:
-        yield from rng.random(2048).tolist()
+        starts[bounds[:-1]] = corpus.sentence_ends.before(firsts)
+        return cls(starts, ends, bounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which sentences make a pair
-
-# A plan is a list with these entries of each pair, one pair after the other. Sentences have their numbers in
-# `_Sentences`: A has those from `a_first` to `a_last`, B those from `b_first` to `b_last`. If `b_first` is -1, B is
-# drawn later from a random place, and A and B should have `target` tokens together. `is_cut`: A and B are the halves
-# of one sentence.
-_PLAN = ("a_first", "a_last", "b_first", "b_last", "target", "is_cut", "is_random")
+# Which sentences make a pair: A has those from `firsts` to `splits` - 1, B those from `splits` to `ends` - 1
 
 
-def _gather(sentences, capacity, objective, short_seq_prob, draw):
-    """The plan for the pairing `segments`."""
-    starts, ends, is_sop = sentences.starts.tolist(), sentences.ends.tolist(), objective == "sop"
-    plan, owed = [], 0
-    add = plan.extend
-    for first, end in sentences.bounds:
-        while first < end:
-            target = 2 + int(draw() * (capacity - 1)) if draw() < short_seq_prob else capacity
-            last = bisect_left(ends, starts[first] + target, first, end - 1)
-            if last == first and first < end - 1:
-                last += 1  # a long sentence alone has no B: add the next sentence; the pair is truncated later
-            is_cut = False
-            if last > first:
-                split = first + 1 + int(draw() * (last - first))  # B's first sentence
-            else:
-                split = first + 1
-                is_cut = ends[first] - starts[first] > 1 and (is_sop or owed >= MOST_OWED)
-            is_alone = last == first and not is_cut
-            b_first = first if is_cut else split
-            if is_sop:
-                if not is_alone:
-                    add((first, split - 1, b_first, last, target, is_cut, False))
-                first = last + 1
-                continue
-            is_random = draw() < 0.5
-            if is_alone and not is_random:
-                is_random, owed = True, owed + 1
-            elif not is_alone and is_random and owed:
-                is_random, owed = False, owed - 1
-            if is_random:
-                add((first, split - 1, -1, -1, target, False, True))
-                first = split
-            else:
-                add((first, split - 1, b_first, last, target, is_cut, False))
-                first = last + 1
-    return _as_columns(plan)
+def _gather(sentences, capacity, short_seq_prob, rng):
+    """
+    `firsts`, `splits` and `ends` (pairs,) for the pairing `segments`.
+
+    Half of the pieces are gathered from their end. The sentence that fills a pair is long more often than others: so
+    it is as often in A as in B, and the lengths do not tell the order of the two.
+    """
+    start, stop = sentences.bounds[:-1], sentences.bounds[1:]
+    numbers, counts, is_backward = np.arange(stop[-1:].sum()), stop - start, rng.random(len(start)) < 0.5
+    mirrored = np.where(np.repeat(is_backward, counts), np.repeat(start + stop - 1, counts) - numbers, numbers)
+    lengths = (sentences.ends - sentences.starts)[mirrored]
+    tokens_up_to, found = np.cumsum(lengths), [np.zeros((5, 0), dtype=np.int64)]
+    of_piece = np.stack([start, stop, is_backward])[:, counts > 1]
+    first = of_piece[0]
+    while len(first):
+        stop = of_piece[1]
+        is_short, shorter, split = rng.random((3, len(first)))
+        target = np.where(is_short < short_seq_prob, 2 + (shorter * (capacity - 1)).astype(np.int64), capacity)
+        last = np.searchsorted(tokens_up_to, tokens_up_to[first] - lengths[first] + target)
+        last = np.clip(last, first + 1, stop - 1)
+        last[last == stop - 2] += 1  # one sentence would be left over
+        split = first + 1 + (split * (last - first)).astype(np.int64)
+        found.append(np.stack([first, split, last + 1, of_piece[0] + stop, of_piece[2]]))
+        of_piece, first = of_piece[:, last + 1 < stop], last[last + 1 < stop] + 1
+    *spans, mirror, is_backward = np.concatenate(found, axis=1)
+    return np.where(is_backward, mirror - np.stack(spans[::-1]), spans)
 
 
-def _match(sentences, paragraph_ends, objective, draw):
-    """The plan for the pairing `sentences`."""
-    lengths, documents = (sentences.ends - sentences.starts).tolist(), sentences.documents.tolist()
-    ends = paragraph_ends.at(np.minimum(paragraph_ends.find(sentences.numbers), len(paragraph_ends) - 1))
-    ends_paragraph = (ends == sentences.numbers + 1).tolist()
-    plan = []
-    slots = []  # the places in `plan` of the pairs that need a random B
-    unpaired = []  # the sentences that are in no pair so far
-    add = plan.extend
-    for first, end in sentences.bounds:
-        was_second = False  # whether this sentence is the true B of the previous sentence
-        for sentence in range(first, end):
-            if ends_paragraph[sentence] or sentence == end - 1:
-                if not was_second:
-                    unpaired.append(sentence)
-                was_second = False
-            elif objective == "nsp" and draw() < 0.5:
-                slots.append(len(plan))
-                add((sentence, sentence, -1, -1, 0, False, True))
-                was_second = False
-            else:
-                add((sentence, sentence, sentence + 1, sentence + 1, 0, False, False))
-                was_second = True
-    for sentence in unpaired:
-        slot = _take_slot(slots, plan, sentence, documents, draw)
-        if slot is not None:
-            plan[slot + 2] = plan[slot + 3] = sentence  # b_first and b_last
-        elif lengths[sentence] > 1 and (objective == "sop" or draw() < 0.5):
-            add((sentence, sentence, sentence, sentence, 0, True, False))
-        elif objective == "nsp":
-            add((sentence, sentence, -1, -1, 0, False, True))
-    return _as_columns(plan)
-
-
-def _take_slot(slots, plan, sentence, documents, draw):
-    """Remove and return a random slot with an A from another document than `sentence`; None if three tries fail."""
-    for _ in range(3):
-        if not slots:
-            break
-        chosen = int(draw() * len(slots))
-        if documents[plan[slots[chosen]]] != documents[sentence]:
-            slots[chosen], slots[-1] = slots[-1], slots[chosen]
-            return slots.pop()
-    return None
-
-
-def _as_columns(plan):
-    """The plan as a dict of arrays (pairs,), by the names in `_PLAN`."""
-    return dict(zip(_PLAN, np.array(plan, dtype=np.int64).reshape(-1, len(_PLAN)).T, strict=True))
+def _match(sentences, rng):
+    """`firsts`, `splits` and `ends` (pairs,) for the pairing `sentences`."""
+    counts = np.diff(sentences.bounds)
+    # In half of the documents the second sentence joins the first, so that other sentences are pairs in every epoch.
+    skipped = np.where(counts > 2, rng.integers(0, 2, len(counts)), 0)
+    pairs = (counts - skipped) // 2
+    number = np.arange(pairs.sum()) - np.repeat(np.cumsum(pairs) - pairs, pairs)  # of each pair in its document
+    starts, ends = (np.repeat(bound, pairs) for bound in (sentences.bounds[:-1], sentences.bounds[1:]))
+    firsts = starts + 2 * number + np.repeat(skipped, pairs)
+    is_last = number == np.repeat(pairs, pairs) - 1
+    return np.where(number == 0, starts, firsts), firsts + 1, np.where(is_last, ends, firsts + 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tokens make a segment
 
 
-def _make_pairs(plan, sentences, corpus, draw_others, capacity, objective, rng):
-    """The pairs of a plan: draws random second segments, truncates pairs to `capacity` tokens, and sets the labels."""
-    is_cut, is_random, target = plan["is_cut"].astype(bool), plan["is_random"].astype(bool), plan["target"]
-    a_first, a_last, b_first, b_last = (plan[name] for name in _PLAN[:4])
-    # The first token of each segment, and the token after its last (2, pairs).
-    a, b = (
-        np.stack([sentences.starts[first], sentences.ends[last]])
-        for first, last in ((a_first, a_last), (b_first, b_last))
-    )
-    if is_cut.any():
-        middle = a[0] + 1 + (rng.random(len(is_cut)) * (a[1] - a[0] - 1)).astype(np.int64)
-        a[1], b[0] = np.where(is_cut, middle, a[1]), np.where(is_cut, middle, b[0])
-    drawn = np.flatnonzero(b_first < 0)
-    if len(drawn):
-        wanted = np.maximum(1, target[drawn] - (a[1] - a[0])[drawn])
-        own = sentences.documents[a_first[drawn]]
-        b[:, drawn] = random_spans(corpus, draw_others, own, *a[:, drawn], wanted, rng)
-    _truncate(a, b, capacity, rng)
-    labels = np.where(is_random, IS_RANDOM, IS_NEXT)
-    if objective == "sop":
-        is_swapped = rng.random(len(labels)) < 0.5
-        a, b = np.where(is_swapped, b, a), np.where(is_swapped, a, b)
-        labels = np.where(is_swapped, SWAPPED, IN_ORDER)
-    return _as_pairs(*a, *b, labels)
-
-
-def _truncate(a, b, capacity, rng):
-    """
-    Cut segments (2, pairs) in place, so that each pair has at most `capacity` tokens.
-
-    The longer segment is cut first, each token at random from its front or its back, as in BERT's own preparation.
-    """
+def _kept(a, b, capacity):
+    """How many tokens of A and of B stay, so that a pair has at most `capacity` (pairs,): the longer is cut first."""
     a_length, b_length = a[1] - a[0], b[1] - b[0]
     shorter = np.minimum(np.minimum(a_length, b_length), capacity // 2)
-    a_kept = np.where(a_length > b_length, capacity - shorter, shorter)
     is_too_long = a_length + b_length > capacity
-    for segment, length, kept in ((a, a_length, a_kept), (b, b_length, capacity - a_kept)):
-        surplus = np.where(is_too_long, length - kept, 0)
+    a_kept = np.where(is_too_long, np.where(a_length > b_length, capacity - shorter, shorter), a_length)
+    return a_kept, np.where(is_too_long, capacity - a_kept, b_length)
+
+
+def _exchange(a, b, capacity, ids, rng):
+    """
+    Let half of the pairs exchange their Bs: the segments (2, pairs) of the new pairs, and their labels (pairs,).
+
+    Pairs with Bs of about the same length make blocks. In a block every B is cut at its back to the length of the
+    shortest, and every A at its front to fit beside it: an exchange changes no length. Half of the pairs of a block
+    are drawn at random, and each gets the B of another. So neither segment alone tells the label, nor do the two
+    lengths. A true B begins where its A ends.
+
+    A pair whose B stands twice in its block, such as the end of two letters that end alike, keeps it and has no label:
+    exchanged for its like, it would be called wrong and be right.
+    """
+    count = a.shape[1]
+    b = np.stack([b[0], b[0] + _kept(a, b, capacity)[1]])
+    order = np.argsort(b[1] - b[0] + rng.random(count))
+    a, b = a[:, order], b[:, order]
+    # The last block has what is left over, too.
+    block = np.minimum(np.arange(count) // BLOCK_PAIRS, max(count // BLOCK_PAIRS - 1, 0))
+    sizes = np.bincount(block)
+    firsts = np.cumsum(sizes) - sizes
+    b_length = (b[1] - b[0])[firsts][block]
+    a[0], b[1] = np.maximum(a[0], a[1] - (capacity - b_length)), b[0] + b_length
+    is_left_out = _stands_twice(b, block, ids)
+    sizes = np.bincount(block[~is_left_out], minlength=len(sizes))
+    # The pairs of each block in random order, those that are left out last: the first `exchanged` pairs of it exchange
+    # their Bs in a circle.
+    exchanged, shuffled = _half(sizes, rng), np.argsort(block + (is_left_out + rng.random(count)) / 2)
+    place = np.arange(count) - firsts[block]
+    following = np.roll(shuffled, -1)
+    following[place == exchanged[block] - 1] = shuffled[firsts[exchanged > 0]]
+    is_chosen = place < exchanged[block]
+    chosen = shuffled[is_chosen]
+    b[:, chosen] = b[:, following[is_chosen]]
+    labels = np.full(count, IS_NEXT)
+    labels[chosen] = IS_OF_ANOTHER_PAIR
+    labels[is_left_out | (sizes[block] == 1)] = NO_LABEL  # a pair alone has none to exchange with
+    return a, b, labels
+
+
+def _stands_twice(b, block, ids):
+    """Whether another B (2, pairs) of the same block has the same tokens (pairs,)."""
+    places = b[0][:, None] + (b[1] - b[0])[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
+    keys = ids.at(places).astype(np.int64) @ HASH_FACTORS  # modulo 2**64
+    order = np.lexsort((keys, block))
+    is_same = (np.diff(keys[order]) == 0) & (np.diff(block[order]) == 0)
+    found = np.zeros(len(order), dtype=bool)
+    found[order[:-1][is_same]] = found[order[1:][is_same]] = True
+    return found
+
+
+def _half(sizes, rng):
+    """
+    How many pairs of each block exchange Bs: half of them on average, and never one, which has none to exchange with.
+
+    Of 4 pairs 2; of 5 pairs 2 or 3; of 2 pairs none or both.
+    """
+    exchanged = (sizes + rng.integers(0, 2, len(sizes))) // 2
+    return np.where(exchanged == 1, 2 * (sizes > 1) * rng.integers(0, 2, len(sizes)), exchanged)
+
+
+def _swap(a, b, capacity, rng):
+    """
+    Swap A and B in half of the pairs: the segments (2, pairs) of the new pairs, and their labels (pairs,).
+
+    Each token is cut at random from the front or the back of its segment, as in BERT's own preparation: what is cut
+    does not tell which segment is the first in the text.
+    """
+    for segment, kept in zip((a, b), _kept(a, b, capacity), strict=True):
+        surplus = segment[1] - segment[0] - kept
         from_front = rng.binomial(surplus, 0.5)
         segment += np.stack([from_front, from_front - surplus])
-
-
-def random_spans(
-    corpus,
-    draw_others,
-    documents: np.ndarray,
-    a_starts: np.ndarray,
-    a_ends: np.ndarray,
-    wanted: np.ndarray,
-    rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Draw spans of whole sentences from random places in other documents.
-
-    If there is no other document, the sentences come from the same document: not from A, and not the sentence that
-    follows A; or from A if the document has no other sentence.
-
-    Args:
-        documents: the document of each first segment (n,).
-        a_starts, a_ends: the tokens of each first segment (n,).
-        wanted: the number of tokens that each span should have; a span is shorter if its document ends before (n,).
-
-    Returns:
-        The start and the end of each span (n,).
-    """
-    count = len(documents)
-    if draw_others is not None:
-        other = draw_others(rng, count)
-        while len(same := np.flatnonzero(other == documents)):
-            other[same] = draw_others(rng, len(same))
-        first, end = corpus.document_ends.before(other), corpus.document_ends.at(other)
-        sentence = first + (rng.random(count) * (end - first)).astype(np.int64)
-        limit = np.full(count, np.iinfo(np.int64).max)
-    else:
-        first, end = corpus.document_ends.before(documents), corpus.document_ends.at(documents)
-        sentence = _elsewhere(corpus, first, end, a_starts, a_ends, rng)
-        start = corpus.sentence_ends.before(sentence)
-        limit = np.where(start < a_starts, a_starts, np.where(start < a_ends, a_ends, np.iinfo(np.int64).max))
-    starts, ends = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
-    while len(more := np.flatnonzero((ends - starts < wanted) & (ends < limit) & (sentence < end - 1))):
-        sentence[more] += 1
-        ends[more] = corpus.sentence_ends.at(sentence[more])
-    return starts, ends
-
-
-def _elsewhere(corpus, first, end, a_starts, a_ends, rng):
-    """Random sentences (n,) from `first` to `end` - 1, outside A and not the sentence that follows A."""
-    before = corpus.sentence_ends.find(a_starts)  # the first sentence that ends after A's start
-    following = corpus.sentence_ends.find(a_ends)
-    after = np.minimum(following + 1, end)  # the first sentence that starts later than A ends
-    count = (before - first) + (end - after)
-    chosen = (rng.random(len(first)) * count).astype(np.int64)
-    sentence = np.where(first + chosen < before, first + chosen, after + chosen - (before - first))
-    # If no such sentence exists: any sentence but the one that starts where A ends.
-    continues = (following < end) & (corpus.sentence_ends.before(np.minimum(following, end - 1)) == a_ends)
-    rest = first + (rng.random(len(first)) * (end - first - continues)).astype(np.int64)
-    rest += continues & (rest >= following)
-    return np.where(count > 0, sentence, rest)
+    is_swapped = rng.random(a.shape[1]) < 0.5
+    return np.where(is_swapped, b, a), np.where(is_swapped, a, b), np.where(is_swapped, SWAPPED, IN_ORDER)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Single segments
 
 
-def _segments_of_documents(sentences, capacity, short_seq_prob, draw):
+def _segments_of_documents(sentences, capacity, short_seq_prob, rng):
     """Cut each piece into segments of `capacity` tokens; some segments have a random shorter length."""
-    bounds = []
-    add = bounds.extend
-    for first, end in sentences.bounds:
-        if first == end:
-            continue
-        start = piece_start = int(sentences.starts[first])
-        piece_end = int(sentences.ends[end - 1])
-        while start < piece_end:
-            is_short = draw() < short_seq_prob or (start == piece_start and piece_end - piece_start > capacity)
-            segment_end = min(start + (1 + int(draw() * capacity) if is_short else capacity), piece_end)
-            add((start, segment_end))
-            start = segment_end
-    starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
+    start, end = sentences.starts[sentences.bounds[:-1]], sentences.ends[sentences.bounds[1:] - 1]
+    is_first, found = end - start > capacity, [np.zeros((2, 0), dtype=np.int64)]
+    while len(start):
+        is_short, shorter = rng.random((2, len(start)))
+        size = np.where(is_first | (is_short < short_seq_prob), 1 + (shorter * capacity).astype(np.int64), capacity)
+        segment_end = np.minimum(start + size, end)
+        found.append(np.stack([start, segment_end]))
+        start, end = segment_end[segment_end < end], end[segment_end < end]
+        is_first = np.zeros(len(start), dtype=bool)
+    starts, ends = np.concatenate(found, axis=1)
     return _as_pairs(starts, ends, ends, ends, NO_LABEL)
 
 
-def _segments_of_sentences(sentences, capacity):
+def _segments_of_sentences(starts, ends, capacity):
     """Make each sentence a segment; a sentence of more than `capacity` tokens is cut into several."""
-    counts = -(-(sentences.ends - sentences.starts) // capacity)  # the number of segments of each sentence
+    counts = -(-(ends - starts) // capacity)  # the number of segments of each sentence
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
-    starts = np.repeat(sentences.starts, counts) + number * capacity
-    ends = np.minimum(starts + capacity, np.repeat(sentences.ends, counts))
-    return _as_pairs(starts, ends, ends, ends, NO_LABEL)
+    firsts = np.repeat(starts, counts) + number * capacity
+    ends = np.minimum(firsts + capacity, np.repeat(ends, counts))
+    return _as_pairs(firsts, ends, ends, ends, NO_LABEL)
 
 
 def _as_pairs(a_starts, a_ends, b_starts, b_ends, labels):

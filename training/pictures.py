@@ -48,6 +48,8 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         panel.set_title(f"{name}: loss (nats)", fontsize=10)
         percentages = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
         accuracies.plot([r["step"] for r in held_out], percentages, "o-", label=examples)
+        if held_out and (one_segment := held_out[-1].get(f"eval_{task_key}_one_segment_accuracy")):
+            accuracies.axhline(100 * one_segment, linestyle=":", color="0.5", label="one segment alone")
     for panel in loss_panels[1:]:
         panel.axhline(0.6931, linestyle=":", color="0.5", label="chance (ln 2)")
     accuracies.set_title("held-out accuracy (%)", fontsize=10)

@@ -33,6 +33,7 @@ from d2l_bert.training.batching import (
     make_passes,
     make_sharding,
     make_steps,
+    with_objective,
 )
 from d2l_bert.training.checkpoint import WordSaver, check_output_folder, find_checkpoint, step_of
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, folder_name, word_marks
@@ -117,6 +118,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         run = dataclasses.replace(run, **text.token_options)
         with distributed.report_errors_once():
             make_passes(run, text)  # checks source_weights against the text, before anything is written
+            run = with_objective(run, text)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         sharding = make_sharding(architecture, run, accelerator.num_processes, accelerator.process_index)
@@ -272,7 +274,7 @@ def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: Run
     """Evaluate on the held-out batches and log the result; log nothing if a signal stops the run meanwhile."""
     metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
     if metrics and not stop.should_stop():
-        monitor.write_evaluation(metrics)
+        monitor.write_evaluation({**metrics, **held_out.beside()})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ INPUT_OPTIONS = (
     "dataset_config",
     "dataset_split",
     "text_column",
+    "separator",
     "max_unknown_share",
     "tokenizer",
     "validation_corpus",
@@ -153,14 +154,14 @@ def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
     too large, and `attention_init` beside `init_from`.
 
     Args:
-        changes: the changed options by name; `["none"]` stands for an empty schedule.
+        changes: the changed options by name; `none` in a schedule empties what stands before it.
     """
     changes = dict(changes)
     if any(name in changes for name in LENGTH_OPTIONS):
         changes = {**dict.fromkeys(LENGTH_OPTIONS), **changes}
     for schedule, last in SCHEDULES.items():
-        if changes.get(schedule) == ["none"]:
-            changes[schedule] = []
+        if "none" in (given := changes.get(schedule, [])):
+            changes[schedule] = given[len(given) - given[::-1].index("none") :]  # what was given before has no effect
         elif schedule not in changes:  # keep the recipe's entries that still fit
             most = changes.get(last, getattr(run, last))
             changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]

@@ -18,7 +18,7 @@ from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
-from d2l_bert.tokenization.prepared_folder import corpus_is_prepared, split_fingerprint
+from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training import checkpoint, epochs
@@ -109,7 +109,7 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         given = [*run.validation_corpus, *run.validation_dataset]
         for name, path in zip(evaluated, given, strict=True):
             if Path(name).exists():
-                fingerprints[path] = text.validation.tokens.fingerprint()
+                fingerprints[path] = text.held_out.fingerprint()
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
             fingerprints[path] = hash_of_model(path)
@@ -212,19 +212,17 @@ def make_identity(job: Job) -> dict:
     # `check_identity` names the first difference, so the cause comes before its effect: a tokenizer trained by this
     # run follows from the corpus; with an existing tokenizer, the corpus's tokens follow from the tokenizer.
     fingerprints = {
-        "corpus (fingerprint)": text.tokens.fingerprint(),
-        "tokenizer (fingerprint)": wordpiece.fingerprint(text.tokenizer),
+        "corpus (fingerprint)": text.train.fingerprint(),
+        "tokenizer (fingerprint)": wordpiece.tokenizer_fingerprint(text.tokenizer),
     }
-    validation = text.validation and text.validation.tokens.fingerprint()
     values = {
         "data order (version)": epochs.DATA_ORDER,
         **architecture_numbers(job.architecture),
         **run.identity(),
         # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
-        "validation text": "none" if validation is None else "given",
+        "validation text": "none" if text.validation is None else "given",
         **(fingerprints if run.existing_tokenizer() is None else dict(reversed(fingerprints.items()))),
-        "validation text (fingerprint)": validation,
-        "held-out documents (fingerprint)": split_fingerprint(text),
+        "held-out text (fingerprint)": text.held_out.fingerprint(),
     }
     return {name: value for name, value in values.items() if name not in redundant}
 

@@ -136,9 +136,9 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
     tokenizer, preferred, others = text.tokenizer, [], []
-    corpus, documents = text.evaluation()
-    for number in rng.integers(len(documents), size=MAX_SENTENCES_TRIED):
-        sentence = rng.choice(corpus.sentences(int(documents.nth(number))))
+    corpus = text.held_out
+    for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
+        sentence = rng.choice(corpus.sentences(document))
         first, end = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
         ids = corpus.ids.at(np.arange(first, end)).tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)
@@ -175,9 +175,9 @@ def token_entropy(text) -> float:
     Args:
         text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
     """
-    corpus, documents = text.evaluation()
-    documents = documents.nth(np.arange(min(len(documents), MAX_ENTROPY_DOCUMENTS)))
-    counts = sum(np.bincount(corpus.tokens(document), minlength=len(text.tokenizer)) for document in documents)
+    corpus = text.held_out
+    (end,) = corpus.first_tokens(np.array([min(len(corpus), MAX_ENTROPY_DOCUMENTS)]))
+    counts = np.bincount(corpus.ids.at(np.arange(end)), minlength=len(text.tokenizer))
     counts[text.tokenizer.unk_token_id] = 0
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -222,7 +222,11 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
     pair_line = ""
     if task:
         loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
-        pair_line = f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}{task.note}"
+        one_segment = metrics[f"eval_{task.key}_one_segment_accuracy"]
+        pair_line = (
+            f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}; chance is 0.693 and 50%, one segment "
+            f"alone gives {one_segment:.1%} ({task.question})"
+        )
     skipped = metrics["train_skipped_steps"]
     skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
     note = f"Note: {line}\n\n" if (line := advice(metrics, data["train_words"])) else ""

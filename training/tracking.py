@@ -41,7 +41,8 @@ def line_of(row: dict, total: int) -> str:
         figures = (
             f"{k.upper()} loss {row[f'eval_{k}_loss']:.3f}, accuracy {row[f'eval_{k}_accuracy']:.1%}" for k in keys
         )
-        return f"held out: {'; '.join(figures)}"
+        one_segment = f" (one segment alone: {row[f'eval_{task.key}_one_segment_accuracy']:.1%})" if task else ""
+        return f"held out: {'; '.join(figures)}{one_segment}"
     parts = (
         f"step {row['step']:>{len(str(total))}}/{total}",
         losses_of(row),

@@ -129,9 +129,9 @@ each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trai
 
 EMBED = """
 
-FILE has a text in each line: UTF-8, packed as .gz or .zst or not, or - for the standard input. In a .jsonl, .csv, .tsv
-or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty. Vectors
-are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder."""
+FILE has a text in each line, also packed as .gz, .zst or .bz2, or - for the standard input. In a .jsonl, .csv,
+.tsv or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty.
+Vectors are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder."""
 
 ATTENTION = """
 
@@ -259,7 +259,7 @@ COMMANDS = {
         TextConfig(),
         (
             _argument("--output_dir", "DIR", "a new folder to write into"),
-            _argument("--check", "DIR", "read every byte of prepared folders instead", nargs="+"),
+            _argument("--check", "DIR", "read every byte of prepared folders instead", nargs="+", action="extend"),
         ),
         description=PREPARE,
     ),
@@ -461,7 +461,7 @@ def _add_option(group, name, kind, default, help="", metavar=None):
     elif len(members) > 1:  # a number or a word: `PretrainConfig` tells them apart
         options["type"] = str
     elif typing.get_origin(members[0]) is list:
-        options["nargs"] = "+"
+        options |= {"nargs": "+", "action": "extend"}
     elif choices := typing.get_args(members[0]):
         options |= {"choices": choices, "metavar": "|".join(choices)}
     else:

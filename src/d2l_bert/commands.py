@@ -90,7 +90,7 @@ def resolve_pretrain(arguments) -> tuple:
     # What a prepared folder does not fix: how a validation text is read, too, if there is one.
     free = {"corpus", "max_unknown_share"}
     if run.validation_corpus or run.validation_dataset:
-        free |= {"text_column", "streaming", "preprocessing_num_workers"}
+        free |= {"text_column", "separator", "streaming", "preprocessing_num_workers"}
     cases = {
         f"{name} is fixed by the model in init_from ({given.get('init_from')}); leave {name} out": (
             "init_from" in given and name in given and name not in FREE_FIELDS

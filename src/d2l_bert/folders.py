@@ -1,6 +1,7 @@
 """Folders and files written atomically: complete or not at all; JSON files read; an output folder locked."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ def atomic_folder(final: Path, way_out: str):
     """
     # The hidden folder lies in the nearest folder that exists: the parents of `final` are made only when it is whole.
     partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
+    if partial.parent != final.absolute().parent:  # another folder of this name may be written below other parents
+        partial = hidden(partial.with_name(hashlib.sha256(os.fsencode(final.absolute())).hexdigest()))
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with writing(final, way_out):

@@ -109,6 +109,8 @@ class Options:
                 wanted = " or ".join(_in_words(kind) for kind in kinds_of_field if kind is not types.NoneType)
                 raise UserError(f"{field.name} must be {wanted}, got {value!r}")
             for string in value if isinstance(value, list) else [value]:
+                if isinstance(string, str) and field.metadata.get("metavar") == "PATH":
+                    string = re.sub("[\udc80-\udcff]", "?", string)  # bytes of file names need not be UTF-8
                 if isinstance(string, str) and not is_written(string):
                     raise UserError(
                         f"{field.name} is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"

@@ -19,7 +19,7 @@ class PairTask:
         claim: the statement about A and B that is true for label 0.
         labels: the names of label 0 and label 1.
         meaning: for the model card: what the two labels of `AutoModelForNextSentencePrediction` mean in this task.
-        note: printed behind the metrics, for a task that is less known than next sentence prediction.
+        question: what the task asks of a pair.
     """
 
     key: str
@@ -28,7 +28,7 @@ class PairTask:
     claim: str
     labels: tuple[str, str]
     meaning: str
-    note: str = ""
+    question: str
 
 
 # Keys are values of the option `objective`. Its value `none` has no task, as in RoBERTa (Liu et al., 2019).
@@ -40,6 +40,7 @@ PAIR_TASKS = {
         claim="B follows A",
         labels=("IsNext", "NotNext"),
         meaning="label 0: B follows A",
+        question="is B what followed A in the text, or the B of another pair?",
     ),
     "sop": PairTask(  # ALBERT (Lan et al., 2020)
         key="sop",
@@ -48,7 +49,7 @@ PAIR_TASKS = {
         claim="A comes before B",
         labels=("InOrder", "Swapped"),
         meaning="label 0, there `IsNext`: A comes before B, as in the text; label 1, `NotNext`: the two are swapped",
-        note=" (sentence order prediction: does A come before B, or are they swapped? Chance level is 0.693)",
+        question="does A come before B in the text, or are the two swapped?",
     ),
 }
 

@@ -37,6 +37,7 @@ def test_the_final_figures_of_a_run_are_those_of_its_held_out_batches(texts, tmp
         "--max_steps=8",
         "--eval_steps=8",
         "--micro_batch_size=2",
+        "--hidden_dropout_prob=0.2",  # none by default, and then an evaluation with it is no other
     ]
     with watched(D2lBertForPreTraining) as (_, evaluated):
         assert command(*words, "--license=mit") == 0
@@ -103,7 +104,7 @@ def test_the_figures_on_a_text_are_those_of_the_true_tokens(tmp_path):
                 shares = outputs.prediction_logits[row, place].double().log_softmax(-1)
                 losses.append(-float(shares[truth]))
                 ranks.append(int((shares > shares[truth]).sum()))
-        pair_losses.append(outputs.seq_relationship_logits)
+        pair_losses.append(outputs.seq_relationship_logits[batch["token_type_ids"].any(1)])  # rows with a B
     # At the ends of segments and where much is masked, the words around a token do not tell it.
     assert len(losses) > 0.6 * figures["masked_tokens"] and len(losses) <= figures["masked_tokens"]
     assert figures["mlm_loss"] == pytest.approx(np.mean(losses), rel=0.03)
@@ -125,6 +126,22 @@ def true_token(ids, segments, real, place, stop):
     if left == right:
         return left + place
     return stop if right == left - 1 and ids[place] in (4, stop) else None
+
+
+def test_what_one_segment_tells_is_tried_on_other_pairs_than_it_is_learnt_from(tmp_path):
+    """Each word stands once in the texts: it tells the label of its own pair, and nothing of any other."""
+    words = write_numbered(tmp_path / "text", documents=40, seed=4)
+    words = write_numbered(tmp_path / "check", documents=40, seed=5, first=words)
+    tokenizer = write_numbered_tokenizer(tmp_path / "tokenizer", words)
+    sizes = [option for option in SMALL if "vocab" not in option]
+    options = ["--tokenizer", tokenizer, "--validation_corpus", tmp_path / "check", "--hidden_size=8", "--max_steps=1"]
+    assert command("pretrain", "--corpus", tmp_path / "text", "--output_dir", tmp_path / "run", *sizes, *options) == 0
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    (found,) = evaluate(tmp_path, tmp_path / "run", "--corpus", tmp_path / "check", "--pppl_sentences=0")
+    assert found["text"]["pairs"] == metrics["eval_pairs"] > 100
+    chance = pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(metrics["eval_pairs"]))
+    assert metrics["eval_nsp_one_segment_accuracy"] == chance
+    assert found["text"]["nsp_one_segment_accuracy"] == chance
 
 
 SENTENCES = [

@@ -67,7 +67,7 @@ LETTERS = {
 @pytest.mark.parametrize("kind", LETTERS)
 def test_what_is_read_is_what_is_trained_on(kind, tmp_path):
     """By default every character of a text, in lower case, is in the tokens of a step, and no token is [UNK]."""
-    lines = [line for line in LETTERS[kind] for _ in range(20)]
+    lines = [f"{line} {line[: 1 + number]}" for line in LETTERS[kind] for number in range(20)]  # no two are equal
     (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     sizes = [option for option in SMALL if "vocab_size" not in option]
     words = ["pretrain", "--corpus", tmp_path / "text.txt", "--output_dir", tmp_path / "run", "--max_steps=8"]
@@ -232,7 +232,7 @@ def test_words_of_a_new_text_extend_a_vocabulary_and_start_from_their_pieces(mod
     text.mkdir()
     for number in range(20):
         (text / f"{number}.txt").write_text(
-            "The lantern saw the walnut. A walnut left the lantern. Nobody saw anna.\n" * 5
+            "The lantern saw the walnut. A walnut left the lantern. Nobody saw anna.\n" * (5 + number)
         )
     words = ["pretrain", "--corpus", text, "--init_from", model, "--extend_vocab=2", "--output_dir", tmp_path / "out"]
     options = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from d2l_bert.errors import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization.sources import dataset_errors
-from d2l_bert.tokenization.tables import suffix_unpacked, table_batches
+from d2l_bert.tokenization.tables import suffix_unpacked, table_rows
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def read_blimp(place: str) -> list[Paradigm]:
     The paradigms of BLiMP in the order of their names.
 
     Args:
-        place: a folder with BLiMP's JSONL files, also packed as .gz or .zst; or `hub` for `nyu-mll/blimp`.
+        place: a folder with BLiMP's JSONL files, also packed; or `hub` for `nyu-mll/blimp`.
 
     Raises:
         UserError: there is no such folder or it has no JSONL file; a line lacks a sentence; or the Hub gave no data.
@@ -70,10 +70,10 @@ def _folder_rows(place):
     for file in sorted(folder.iterdir()):
         if suffix_unpacked(file) != ".jsonl" or file.name.startswith("."):
             continue
-        with explained(f"{file}: cannot be read", "copy BLiMP's file again", *READ_ERRORS):
-            rows = [row for batch in table_batches(file) for row in batch.to_pylist()]
-        for number, row in enumerate(rows, 1):
-            yield f"{file}, row {number}", row, file.name.partition(".")[0]
+        with explained(file, "", *READ_ERRORS):
+            rows = list(table_rows(file))
+        for line, row in rows:
+            yield f"{file}, {line}", row, file.name.partition(".")[0]
 
 
 def _hub_rows():

@@ -7,17 +7,13 @@ from typing import Literal
 
 from d2l_bert.folders import check_new_file
 from d2l_bert.modeling.export import TASKS
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option, option_of
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option
 from d2l_bert.tokenization.config import SourceConfig
-from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.masking import Masking
 
 
 # How a sentence is scored, see `pseudo_likelihood`.
 Score = Literal["pll", "within_word_l2r"]
-
-# The length of rows unless a model has fewer positions: the default of pretraining.
-DEFAULT_LENGTH = 128
 
 
 @dataclass(kw_only=True)
@@ -25,7 +21,8 @@ class EvaluateConfig(SourceConfig):
     """
     What to evaluate models on, and where to write the figures. Every field is an option of `d2l-bert evaluate`.
 
-    The options of text and masks have the names, the meaning and the defaults that they have in `pretrain`.
+    The options of text and masks have the names and the meaning that they have in `pretrain`. By default, rows and
+    masks are those of each model's own run.
 
     Raises:
         UserError: from `check`, for a value out of its range or values that contradict each other.
@@ -34,7 +31,7 @@ class EvaluateConfig(SourceConfig):
     corpus: list[str] = option(
         [],
         "text to evaluate on: text files and folders of text files (.txt, .md, .jsonl, .csv, .tsv, .parquet, also "
-        "packed as .gz or .zst), or python-docs",
+        "packed as .gz, .zst or .bz2), or python-docs",
         TEXT,
         metavar="PATH",
         common=True,
@@ -42,14 +39,14 @@ class EvaluateConfig(SourceConfig):
     dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
     held_out: bool = option(
         False,
-        "evaluate only on the documents that pretrain, by its default options, holds out of this text; without it the "
-        "text is read whole",
+        "evaluate only on the documents that the model's run held out of this text, read with the run's options; "
+        "without it the text is read whole",
         TEXT,
     )
 
     max_seq_length: int | None = option(
         None,
-        "most tokens in a row; the default is 128, or fewer if a model has fewer positions",
+        "most tokens in a row; the default is the model's run's, or 128, or fewer if a model has fewer positions",
         BATCHES,
         within="[8, inf)",
     )
@@ -58,11 +55,27 @@ class EvaluateConfig(SourceConfig):
         "what rows hold: pairs of segments for NSP or SOP, or single segments (none); auto follows each model's head",
         BATCHES,
     )
-    pairing: Literal["segments", "sentences"] = option_of(PretrainConfig, "pairing")
-    mlm_probability: float = option(0.15, "share of tokens to mask and predict", BATCHES, within="(0, 1]")
-    masking: Masking = option_of(PretrainConfig, "masking")
+    pairing: Literal["segments", "sentences"] | None = option(
+        None,
+        "a segment is several sentences, or one; the default is that of the model's run, or segments",
+        BATCHES,
+    )
+    mlm_probability: float | None = option(
+        None,
+        "share of tokens to mask and predict; the default is that of the end of the model's run, or 0.15",
+        BATCHES,
+        within="(0, 1]",
+    )
+    masking: Masking | None = option(
+        None,
+        "predict single tokens, whole words, or spans of words; the default is that of the model's run, or token",
+        BATCHES,
+    )
     max_eval_pairs: int | None = option(
-        None, "most pairs (or single segments) to evaluate on; the default is all", BATCHES, within="[1, inf)"
+        None,
+        "most pairs (or single segments) to evaluate on; the default is all, or with held_out as many as in the run",
+        BATCHES,
+        within="[1, inf)",
     )
     pppl_sentences: int = option(
         200,

@@ -11,13 +11,15 @@ from transformers import AutoTokenizer
 from d2l_bert.modeling.export import FLOAT, INT8, OnnxModel, example_inputs
 from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import make_accelerator
-from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths
 from d2l_bert.training.evaluation.text import evaluate_text, read_text
 
 
 SEGMENTS, CHARACTERS = 500, 100_000  # of the text, for a loss and for other figures
+DEFAULT_LENGTH = 128  # tokens in a row, unless the model has fewer positions
 
 
 @torch.no_grad()
@@ -41,7 +43,7 @@ def cost_of_int8(folder: Path, config, task: str, corpus: list[str]) -> dict:
     files = [OnnxModel(folder / name, config) for name in (FLOAT, INT8)]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     options = EvaluateConfig(corpus=corpus, held_out=corpus == [PYTHON_DOCS], max_eval_pairs=SEGMENTS)
-    text = read_text(options)
+    text = read_text(options, PretrainConfig())
     if task == "fill-mask":
         models = [MaskedModel(folder.name, file, tokenizer, False, {}) for file in files]
         length, accelerator = check_lengths(models, None, DEFAULT_LENGTH), make_accelerator("no")

@@ -11,7 +11,6 @@ computed once; and the MLM head runs at one position of each row.
 Shapes: S sentences of equal length, T tokens in a sentence with special tokens, R rows, V vocabulary size.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from accelerate import Accelerator
 
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.progress import progress_bar
+from d2l_bert.tokenization.encoding import plain_backend, text_backend
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.openmp import short_waits
@@ -69,10 +69,7 @@ def encode(
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
     known, numbers, ids, words, known_words = {}, [], [], [], []
-    backend = copy.deepcopy(model.tokenizer.backend_tokenizer)
-    backend.encode_special_tokens = True  # a "[MASK]" in a text is text
-    backend.no_truncation()
-    backend.no_padding()
+    backend = plain_backend(text_backend(model.tokenizer))
     for sentence, encoding in zip(sentences, backend.encode_batch(list(sentences)), strict=True):
         length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
         white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character

@@ -20,16 +20,19 @@ from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import report
 from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.training import distributed
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.distributed import on_main, restore_host_settings
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
-from d2l_bert.training.evaluation.config import DEFAULT_LENGTH, EvaluateConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
 from d2l_bert.training.evaluation.text import (
     check_model_for_text,
     evaluate_text,
+    held_out_run,
     pseudo_perplexity,
     read_text,
+    recorded_run,
 )
 from d2l_bert.training.pictures import draw_bars
 
@@ -67,14 +70,16 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         if config.has_text():
             for model in models:
                 check_model_for_text(model, config)
-            length = check_lengths(models, config.max_seq_length, DEFAULT_LENGTH)
+            shortest = min(recorded_run(model).max_seq_length for model in models)
+            length = check_lengths(models, config.max_seq_length, shortest)
+            run = held_out_run(models) if config.held_out else PretrainConfig()
     paradigms = on_main(accelerator, read_blimp, config.blimp) if config.blimp else []
     with distributed.report_errors_once():
         encoded_pairs = [_encode_pairs(model, paradigms, config) for model in models] if paradigms else []
     text = sentences = None
     if config.has_text():
         # The main process reads the text first. The other processes then find it in the cache.
-        text = on_main(accelerator, read_text, config, share_result=False) or read_text(config)
+        text = on_main(accelerator, read_text, config, run, share_result=False) or read_text(config, run)
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
         if config.pppl_sentences and not sentences:
             logger.warning(
@@ -212,6 +217,7 @@ def _text_rows(texts):
     for key in filter(None, dict.fromkeys(text["pair_task"] for text in texts)):
         rows.append(row(f"  {PAIR_TASKS[key].short} loss", f"{key}_loss", ".3f"))
         rows.append(row(f"  {PAIR_TASKS[key].short} accuracy", f"{key}_accuracy", ".1%"))
+        rows.append(row("    of one segment alone", f"{key}_one_segment_accuracy", ".1%"))
     rows.append(("  pairs, or single segments", [f"{text.get('pairs', text.get('sequences')):,}" for text in texts]))
     if "pseudo_perplexity" in texts[0]:
         rows.append(row("  pseudo-perplexity of a word", "pseudo_perplexity", ",.1f"))

@@ -1,5 +1,6 @@
 """The text of `d2l-bert evaluate`: read once, tokenized for each model; MLM and pair figures; pseudo-perplexity."""
 
+import dataclasses
 import logging
 import math
 from dataclasses import dataclass
@@ -9,21 +10,18 @@ from accelerate import Accelerator
 
 from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
+from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import progress_bar
 from d2l_bert.tokenization.cache import cache_folder
-from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.prepare import (
-    default_processes,
-    documents_with_tokens,
-    open_sources,
-    read_sources,
-)
-from d2l_bert.tokenization.sentences import Cleaning
-from d2l_bert.tokenization.text_store import SentenceSample, TextStore
-from d2l_bert.tokenization.token_store import HELD_OUT_SEED, AllBut, Only, TokenizedCorpus, held_out_documents
-from d2l_bert.training.data import BatchMaker, HeldOutPairs
+from d2l_bert.tokenization.prepare import default_processes, open_sources, read_sources
+from d2l_bert.tokenization.text_store import TextPart, held_out_documents
+from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus, read_store
+from d2l_bert.training.batching import make_batch_maker, pairing_arguments
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data import HeldOutPairs
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.epochs import Selection
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -39,6 +37,9 @@ logger = logging.getLogger(__name__)
 # What is sampled of a text, for pseudo-perplexity and the share of `[UNK]`: stretches of this many characters in all.
 SAMPLED_CHARACTERS = 2_000_000
 
+# What a model's run decides of its rows, unless an option of `EvaluateConfig` does.
+ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
+
 
 @dataclass
 class EvaluationText:
@@ -47,18 +48,15 @@ class EvaluationText:
 
     Args:
         name: the names of its sources.
-        store: its sentences.
-        documents: the numbers of the documents to evaluate on, ascending; None for all.
+        part: the documents to evaluate on.
     """
 
     name: str
-    store: TextStore
-    documents: np.ndarray | None = None
+    part: TextPart
 
-    def sample(self, most_characters: int = SAMPLED_CHARACTERS) -> SentenceSample:
+    def sample(self, most_characters: int = SAMPLED_CHARACTERS) -> TextPart:
         """The sentences, or those of evenly spread stretches of about this many characters in all."""
-        documents = np.arange(len(self.store)) if self.documents is None else self.documents
-        return SentenceSample(self.store, documents, most_characters=most_characters)
+        return self.part.sample(most_characters)
 
     def sentences(self, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
         """
@@ -81,25 +79,72 @@ class EvaluationText:
         return chosen[:most]
 
 
-def read_text(config: EvaluateConfig) -> EvaluationText:
+def recorded_run(model: MaskedModel) -> PretrainConfig:
+    """
+    The options of text and batches of a model's run, by its `run_config.json`; the defaults if it has none.
+
+    Raises:
+        UserError: the record has a value that its option cannot have.
+    """
+    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
+    of_run = model.record.get("run", {}).items()
+    run = PretrainConfig(**{name: value for name, value in of_run if groups.get(name) in (TEXT, BATCHES)})
+    with explained(f"{model.name}: run_config.json", "", UserError):
+        run.check_values()
+    return run
+
+
+def rows_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
+    """The options that decide the rows and masks for a model: those of `config` that are given, else its run's."""
+    given = {name: value for name in ROW_OPTIONS if (value := getattr(config, name)) is not None}
+    return dataclasses.replace(recorded_run(model), **given)
+
+
+def held_out_run(models: list[MaskedModel]) -> PretrainConfig:
+    """
+    The run whose held-out documents the models are evaluated on: that of the first model with a record.
+
+    Raises:
+        UserError: no model has one.
+    """
+    for model in models:
+        if model.record:
+            return recorded_run(model)
+    raise UserError(
+        f"{models[0].name}: no run_config.json says which documents its run held out; leave held_out out, or name a "
+        f"model of pretrain first"
+    )
+
+
+def read_text(config: EvaluateConfig, run: PretrainConfig) -> EvaluationText:
     """
     Read the text, or find it in the cache.
+
+    Args:
+        run: with `config.held_out`, its options decide how the text is read, unless those of `config` do, and which
+            documents are held out.
 
     Raises:
         UserError: a source cannot be read, or there is too little text.
     """
-    sources = open_sources(config.corpus, config.named_datasets(), config.dataset_split, config, config.max_documents)
-    name, store = read_sources(sources, config.language, Cleaning("none", 0, False))
+    options = {
+        field.name: value
+        for field in dataclasses.fields(SourceConfig)
+        if (value := getattr(config, field.name)) != EvaluateConfig.__dataclass_fields__[field.name].default
+        or not config.held_out
+    }
+    run = dataclasses.replace(run if config.held_out else PretrainConfig(), **options)
+    sources = open_sources(config.corpus, config.named_datasets(), run.dataset_split, run, run.max_documents)
+    name, store = read_sources(sources, run.language, run.token_options())
     if not len(store):
         raise UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
-        return EvaluationText(name, store)
-    usual = TextConfig()
+        return EvaluationText(name, store.part())
     with explained(name, "", UserError):
         documents = held_out_documents(
-            store.document_characters, usual.validation_fraction, usual.max_validation_characters
+            store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
         )
-    return EvaluationText(f"{name}, held out", store, documents)
+    return EvaluationText(f"{name}, held out", store.part(documents))
 
 
 def check_model_for_text(model: MaskedModel, config: EvaluateConfig) -> None:
@@ -113,14 +158,15 @@ def check_model_for_text(model: MaskedModel, config: EvaluateConfig) -> None:
     tokenizer = model.tokenizer
     found = "no head for pairs" if model.task is None else f"a head for {model.task.short}"
     kind = type(tokenizer.backend_tokenizer.model).__name__
+    masking = rows_of(model, config).masking
     reasons = {
         "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
         in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
         f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
             config.objective in PAIR_TASKS and (model.task is None or model.task.key != config.objective)
         ),
-        f"its {kind} tokenizer does not say where a word goes on, as masking {config.masking} needs; give --masking "
-        f"token": config.masking != "token" and kind != "WordPiece",
+        f"its {kind} tokenizer does not say where a word goes on, as masking {masking} needs; give --masking "
+        f"token": masking != "token" and kind != "WordPiece",
     }
     refuse_first(reasons, f"{model.name}: ")
 
@@ -140,33 +186,18 @@ def evaluate_text(
         UserError: the text has no pair of segments, or no token to predict, for this model.
     """
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
-    tokens, documents = _tokens(model, text, config, accelerator)
-    data = model.record.get("data", {})
-    if text.documents is None and data.get("corpus_fingerprint") == tokens.fingerprint():
-        held_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
-        logger.warning(f"{model.name} was trained on this very text, {text.name}{held_out}")
-    if task is not None and task.key == "nsp" and len(documents) < 2:
-        raise UserError(
-            f"{text.name}: {len(documents)} document, and random second segments need two; give more text, or "
-            f"--objective none"
-        )
-    make_batch = BatchMaker(
-        tokens, model.tokenizer, config.mlm_probability, max_seq_length, config.masking, task.key if task else "none"
-    )
-    entries = model.model.config.vocab_size
-    held_out = HeldOutPairs(
-        Selection(tokens, documents, [len(tokens)], is_one_stretch=isinstance(documents, Only)),
-        {"pairing": config.pairing, "max_seq_length": max_seq_length, "objective": task.key if task else "none"},
-        make_batch,
-        # All logits of a batch are in memory at a time.
-        max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / config.mlm_probability))),
-        config.max_eval_pairs,
-        Sharding(accelerator.num_processes, accelerator.process_index),
-        text.name,
-    )
+    tokens = _tokens(model, text, config, accelerator)
+    held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
+    if task and not len(held_out.labelled()):
+        reason = f"no pair for {task.short} in this text, as where each document has one sentence"
+        if config.objective != "auto":
+            raise UserError(f"{text.name}: {reason}; give --objective none")
+        logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
+        task = None
+        held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
     pairs = sum(len(pairs) for pairs, _ in held_out.parts())
     if not pairs:
-        raise UserError(f"{text.name}: no {'pair of segments' if task else 'segment'} in this text; give more text")
+        raise UserError(f"{text.name}: no segment in this text; give more text")
     with explained(model.name, "", UserError):
         held_out.one()  # raises if there is no token to predict
 
@@ -178,31 +209,71 @@ def evaluate_text(
     unit = "pairs" if task else "segments"
     with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar, short_waits():
         counts = held_out_counts(model, shown(bar), accelerator.device, top_5=True)
-    metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task)
+    metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task) | held_out.beside()
     return {
         **{name.removeprefix("eval_"): value for name, value in metrics.items()},
         "pair_task": task.key if task else None,
         "pair_head": model.task.key if model.task else None,
-        "tokens": int(tokens.sizes(documents.nth(np.arange(len(documents)))).sum()),
-        "documents": len(documents),
+        "tokens": len(tokens.ids),
+        "documents": len(tokens),
     }
 
 
+def _rows(model, text, tokens, config, task, max_seq_length, accelerator):
+    """The rows that a model is evaluated on: pairs for a task, else single segments."""
+    run = dataclasses.replace(rows_of(model, config), objective=task.key if task else "none")
+    make_batch = make_batch_maker(run, tokens, model.tokenizer, max_seq_length)
+    entries = model.model.config.vocab_size
+    return HeldOutPairs(
+        Selection(tokens),
+        pairing_arguments(run, max_seq_length),
+        make_batch,
+        # All logits of a batch are in memory at a time.
+        max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / make_batch.mlm_probability))),
+        run.max_eval_pairs if config.held_out else config.max_eval_pairs,
+        Sharding(accelerator.num_processes, accelerator.process_index),
+        text.name,
+    )
+
+
 def _tokens(model, text, config, accelerator):
-    """The tokenized text, and the selection of its documents."""
+    """
+    The tokenized text.
+
+    Raises:
+        UserError: with `held_out`, the text is not what the model's run held out; or no character is left of
+            the text.
+    """
+    data = model.record.get("data", {})
+    is_text_of_run = data.get("text_fingerprint") == text.part.text.fingerprint()
+    if is_text_of_run and not config.held_out:
+        way_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
+        logger.warning(f"{model.name} was trained on this very text, {text.name}{way_out}")
+    asks_for_split = config.held_out and bool(data)
+    cases = {
+        "its run held nothing out, but had a validation text; give that text, and leave held_out out": (
+            asks_for_split and data.get("validation")
+        ),
+        "its run trained on another text than this one, or read it with other options; give the text of the "
+        "run, or leave held_out out": asks_for_split and not is_text_of_run,
+    }
+    refuse_first(cases, f"{model.name}: ")
     processes = config.preprocessing_num_workers or default_processes()
-    arguments = (text.store, model.sentence_tokenizer(), cache_folder(), processes)
+    word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
+    arguments = (text.part, model.sentence_tokenizer(), cache_folder(), processes, word_unit)
     path = on_main(accelerator, prepare_tokens, *arguments, share_result=False)
     if path is None:  # the main process wrote the tokens into this cache, or into that of another machine
         path = prepare_tokens(*arguments)
-    tokens = TokenizedCorpus(path)
-    if text.documents is None:
-        documents = AllBut(len(tokens), np.zeros(0, dtype=np.int64))
-    else:
-        documents = Only(documents_with_tokens(text.documents, tokens))
-    if not len(documents):
-        raise UserError(f"{text.name}: no document holds a token that the tokenizer of {model.name} knows")
-    return tokens, documents
+    tokens = TokenizedCorpus(read_store(path))
+    cases = {
+        f"no document of {text.name} holds a token that its tokenizer knows; give other text": not len(tokens),
+        "its run held out other documents: give its files in the same order, and no option that reads them otherwise; "
+        "a corpus of parts that were prepared apart cannot be held out again": (
+            asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint()
+        ),
+    }
+    refuse_first(cases, f"{model.name}: ")
+    return tokens
 
 
 def pseudo_perplexity(

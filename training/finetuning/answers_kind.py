@@ -229,6 +229,10 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
             answers = [(value["text"], value["answer_start"])]
         else:
             answers = list(zip(value["text"], value["answer_start"], strict=True))
+        # pandas writes whole numbers as floats where others of the column are missing
+        answers = [
+            (text, int(start) if type(start) is float and start.is_integer() else start) for text, start in answers
+        ]
         if all(isinstance(text, str) and type(start) is int for text, start in answers):
             return answers
     except (KeyError, TypeError, ValueError):

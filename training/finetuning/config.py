@@ -8,6 +8,7 @@ from typing import Literal
 from d2l_bert.errors import UserError
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
+from d2l_bert.tokenization.config import Separator, SourceConfig
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -151,6 +152,7 @@ class FinetuneConfig(Options):
         metavar="FILE",
         common=True,
     )
+    separator: Separator = option_of(SourceConfig, "separator", group=DATA)
     dataset: str | None = option(
         None,
         "a dataset on the Hub or in a folder, instead of train_file",

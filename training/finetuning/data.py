@@ -121,14 +121,14 @@ def _read(config):
             for option, name in names.items()
         }
         refuse_first(cases, f"dataset {config.dataset_name()}: ")
-    train = splits[config.train_split] if splits else read_file(config.train_file, "train_file")
+    train = splits[config.train_split] if splits else read_file(config.train_file, "train_file", config.separator)
     validation, test = map(splits.get, chosen)
     if config.validation_share is not None:
         validation = None
     if config.validation_file:
-        validation = read_file(config.validation_file, "validation_file")
+        validation = read_file(config.validation_file, "validation_file", config.separator)
     if config.test_file:
-        test = read_file(config.test_file, "test_file")
+        test = read_file(config.test_file, "test_file", config.separator)
     return train, validation, test
 
 

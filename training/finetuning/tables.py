@@ -6,13 +6,11 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow as pa
-
 from d2l_bert.errors import READ_ERRORS, UserError, explained
 from d2l_bert.folders import base_name
-from d2l_bert.tokenization.cache import content_hash, fingerprint
+from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
-from d2l_bert.tokenization.tables import TABLE_SUFFIXES, open_unpacked, suffix_unpacked, table_batches
+from d2l_bert.tokenization.tables import TABLE_KINDS, TABLE_SUFFIXES, file_kind, open_text, suffix_unpacked, table_rows
 
 
 SUFFIXES = (*TABLE_SUFFIXES, ".json", ".conll")
@@ -46,6 +44,7 @@ class Table:
         is_dataset: whether the rows come from a dataset, not from a file.
         is_on_hub: whether this dataset is on the Hub.
         rows: the typed rows, which `Kind.read` makes of the columns.
+        places: the place of each row in its file, as `table_rows` has them; else rows are counted.
     """
 
     label: str
@@ -56,18 +55,20 @@ class Table:
     is_dataset: bool = False
     is_on_hub: bool = False
     rows: list[Row] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
 
     def __len__(self):
         return len(next(iter(self.columns.values()), []))
 
     def place(self, row: int) -> str:
         """Where a row stands, for messages. `row` counts from 0."""
-        return f"{self.label}, row {row + 1:,}"
+        return f"{self.label}, {self.places[row] if self.places else f'row {row + 1:,}'}"
 
     def select(self, rows) -> "Table":
         """A table of some of the rows, given by their numbers from 0."""
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, rows=[self.rows[row] for row in rows])
+        kept = {name: [values[row] for row in rows] for name in ("rows", "places") if (values := getattr(self, name))}
+        return dataclasses.replace(self, columns=columns, **kept)
 
     def require(self, column: str, option: str) -> list:
         """
@@ -85,9 +86,9 @@ class Table:
         return self.columns[column]
 
 
-def read_file(path: str, option: str) -> Table:
+def read_file(path: str, option: str, separator: str = "auto") -> Table:
     """
-    Read a whole table, packed by gzip or zstd or not.
+    Read a whole table, packed or not.
 
     - `.csv`, `.tsv`: all values are strings.
     - `.jsonl`, `.parquet`: values as they are.
@@ -97,30 +98,51 @@ def read_file(path: str, option: str) -> Table:
 
     Args:
         option: the option that names the file, for messages.
+        separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
 
     Raises:
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
     """
     file, label = Path(path), f"{option} {base_name(path)}"
-    suffix = suffix_unpacked(file)
-    if not file.is_file() or suffix not in SUFFIXES:
+    kind = file_kind(file) if file.is_file() else None
+    if kind not in TABLE_KINDS and (kind is None or suffix_unpacked(file) not in SUFFIXES):
         raise UserError(f"{option} {path}: no such table; give a file that ends in {', '.join(SUFFIXES)}")
-    with explained(f"{label}: cannot be read as {suffix}", "repair the file", *READ_ERRORS, TypeError, RecursionError):
-        if suffix in (".json", ".conll"):
-            text = open_unpacked(file).read().decode("utf-8-sig")
-            columns = _json_columns(json.loads(text)) if suffix == ".json" else _conll_columns(text)
-        else:
-            batches = list(table_batches(file))
-            rows = pa.Table.from_batches(batches) if batches else pa.table({})
-            columns = {name: rows.column(name).to_pylist() for name in rows.column_names}
-    table = Table(label=label, name=base_name(path), columns=columns, fingerprint=content_hash(file)[:16])
+    table = Table(label=label, name=base_name(path), columns={}, fingerprint=content_hash(file)[:16])
+    if kind in TABLE_KINDS:
+        with explained(label, "", *READ_ERRORS):
+            found = list(table_rows(file, separator=separator))
+        table.places, table.columns = [place for place, _ in found], _columns([row for _, row in found])
+        _refuse_mixed(table)
+    else:
+        kinds = (*READ_ERRORS, TypeError, RecursionError)
+        with explained(f"{label}: cannot be read as {suffix_unpacked(file)}", "repair the file", *kinds):
+            text = open_text(file).read()
+            table.columns = _columns(_nested_rows(json.loads(text))) if kind == "json" else _conll_columns(text)
     if len(table) == 0:
         raise UserError(f"{label}: has no rows; give a file with rows")
     return table
 
 
-def _json_columns(content):
-    """The columns of a list of objects, or of SQuAD's nested form."""
+def _columns(rows):
+    """The values of each name that a row has; None for a row without one."""
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+
+
+def _refuse_mixed(table):
+    """Refuse a column of texts and other values."""
+    for column, values in table.columns.items():
+        are_texts = [(isinstance(value, str), row) for row, value in enumerate(values) if value is not None]
+        for is_text, row in are_texts:
+            if is_text != are_texts[0][0]:
+                first = table.places[are_texts[0][1]]
+                raise UserError(
+                    f"{table.place(row)}: column {column!r} holds {type(values[row]).__name__}, unlike {first}; write "
+                    f"all its values alike"
+                )
+
+
+def _nested_rows(content):
+    """The rows of a list of objects, or of SQuAD's nested form."""
     entries = content["data"] if isinstance(content, dict) else content
     rows = []
     for entry in entries:
@@ -130,7 +152,7 @@ def _json_columns(content):
         for paragraph in entry["paragraphs"]:
             shared = {"title": entry.get("title", ""), "context": paragraph["context"]}
             rows += [{**shared, "id": "", **question} for question in paragraph["qas"]]
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+    return rows
 
 
 def _conll_columns(text):
@@ -181,7 +203,7 @@ def read_dataset(name: str, wanted: set[str]) -> dict[str, Table | None]:
             label=f"dataset {name}, split {split}",
             name=f"{shown}{':' if config else ''}{config}, split {split}",
             columns=columns[split],
-            fingerprint=fingerprint(repr(columns[split])),
+            fingerprint=short_hash(repr(columns[split])),
             class_names={
                 column: list(kind.names)
                 for column, kind in ((name, getattr(kind, "feature", kind)) for name, kind in rows.features.items())

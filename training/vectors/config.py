@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option
+from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option, option_of
+from d2l_bert.tokenization.config import Separator, SourceConfig
 
 
 VECTOR_SUFFIXES = (".npy", ".parquet")
@@ -51,6 +52,7 @@ class EmbedConfig(Options):
         common=True,
     )
     text_column: str = option("text", "column of text in a .jsonl, .csv, .tsv or .parquet file", TEXT, common=True)
+    separator: Separator = option_of(SourceConfig, "separator")
     batch_tokens: int | None = option(
         None,
         "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU",

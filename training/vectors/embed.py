@@ -18,7 +18,7 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.account import unknown_and_pieces
+from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
 from d2l_bert.tokenization.token_store import NumberFile
@@ -90,7 +90,7 @@ class Embedder:
         full = np.flatnonzero(lengths == self.limit) if self.limit else ()
         unknown = 0
         if self.tokenizer.unk_token_id in flat:
-            unknown = unknown_and_pieces(self.tokenizer, count_words(texts))["unknown_characters"]
+            unknown = account_of(count_words(texts), self.tokenizer)["unknown_characters"]
         return Encoded(flat, lengths, sum(bool(encodings[line].overflowing) for line in full), unknown)
 
     @torch.inference_mode()
@@ -257,7 +257,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     lines = cut = empty = unknown = characters = 0
     with vector_file(output, embedder.size) if output else contextlib.nullcontext() as append:
         shown = "standard input" if file == STDIN else file
-        parts = embedded(embedder, text_lines(file, config.text_column))
+        parts = embedded(embedder, text_lines(file, config.text_column, config.separator))
         for texts, encoded, vectors in with_progress(
             parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
