@@ -57,7 +57,7 @@ def book(paragraphs, sentences_each):
 
 
 def blocks_of(*documents):
-    """The blocks of documents that stand behind so many others that they are not divided further."""
+    """The blocks of some documents, read after `FEWEST_DOCUMENTS` others, so that their first blocks are not small."""
     others = [Document(["One sentence."]) for _ in range(FEWEST_DOCUMENTS)]
     return list(split_sentences([*others, *documents]))[FEWEST_DOCUMENTS:]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_order
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 from d2l_bert.training.pairs import Pieces, lay_out
 
 
@@ -106,7 +106,7 @@ class _Source:
         first_documents = self.corpus.document_ends.find(firsts)
         last_documents = self.corpus.document_ends.find(ends - 1)
         counts = last_documents - first_documents + 1
-        documents = np.arange(counts.sum()) + np.repeat(first_documents - np.cumsum(counts) + counts, counts)
+        documents = ranges(first_documents, last_documents + 1)
         starts = np.maximum(self.corpus.document_ends.before(documents), np.repeat(firsts, counts))
         return Pieces(starts, np.minimum(self.corpus.document_ends.at(documents), np.repeat(ends, counts)))
 

@@ -16,6 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from d2l_bert.tokenization.token_store import ranges
+
 
 Objective = Literal["nsp", "sop", "none"]
 Pairing = Literal["segments", "sentences"]
@@ -36,8 +38,9 @@ SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT = 3, 2
 # larger blocks would cut more of a small text.
 BLOCK_PAIRS = 4
 
-# Bs of a block count as equal if so many of their tokens are, spread over their length.
+# Two Bs count as equal if this many of their tokens, evenly spaced, are equal.
 COMPARED_TOKENS = 16
+# The hash of these tokens is the sum of each id times a random factor.
 HASH_FACTORS = np.random.default_rng(0).integers(-(2**62), 2**62, COMPARED_TOKENS)
 
 
@@ -131,9 +134,9 @@ class _Sentences:
     @classmethod
     def of(cls, corpus, pieces):
         has_sentences = pieces.ends > pieces.firsts
-        firsts, counts = pieces.firsts[has_sentences], (pieces.ends - pieces.firsts)[has_sentences]
-        bounds = np.append(0, np.cumsum(counts))
-        ends = corpus.sentence_ends.at(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
+        firsts, piece_ends = pieces.firsts[has_sentences], pieces.ends[has_sentences]
+        bounds = np.append(0, np.cumsum(piece_ends - firsts))
+        ends = corpus.sentence_ends.at(ranges(firsts, piece_ends))
         starts = np.append(0, ends[:-1])[: len(ends)]  # a sentence starts where the previous sentence ends
         starts[bounds[:-1]] = corpus.sentence_ends.before(firsts)
         return cls(starts, ends, bounds)
