@@ -80,17 +80,19 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
         }
         for name in names
     }
-    report = {"words": 0, "pieces_per_word": 0.0, "unknown_share": 0.0}
-    prepared = {
-        "format": PREPARED_FORMAT,
-        "token_options": TextConfig().token_options(),
+    counts = {
         "corpus_name": "synthetic",
-        "fingerprint": "0" * 16,
+        "corpus_fingerprint": "0" * 16,
         "text_fingerprint": 0,
         "hub_datasets": [],
         "reading": {"characters": BYTES_A_TOKEN * total},
         "account": account_of(Counter(), tokenizer),
-        "counts": {"tokenizer": report},
+        "tokenizer": {"word_unit": "white space", "unknown_share": 0.0},
+    }
+    prepared = {
+        "format": PREPARED_FORMAT,
+        "token_options": TextConfig().token_options(),
+        "counts": counts,
         "files": files,
     }
     prepared["fingerprint_of_record"] = short_hash(prepared)

@@ -96,4 +96,4 @@ def test_a_text_whose_name_is_not_utf_8_is_prepared(tmp_path):
     path = tmp_path / os.fsdecode(b"caf\xe9.txt")
     path.write_text(" ".join(f"A line of {n % 9} words." for n in range(300)))
     assert main(["prepare", f"--corpus={path}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=60"]) == 0
-    assert json.loads((tmp_path / "out" / "prepared.json").read_text())["corpus_name"] == "caf\ufffd.txt"
+    assert json.loads((tmp_path / "out" / "prepared.json").read_text())["counts"]["corpus_name"] == "caf\ufffd.txt"

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizer
 
-from d2l_bert.tokenization.account import describe
+from d2l_bert.tokenization.account import unknown_share
+from d2l_bert.tokenization.encoding import SentenceEncoder, text_backend
 from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, train_wordpiece
 
 
@@ -132,13 +133,18 @@ def test_any_text_can_be_trained_on_and_has_no_unknown_token_afterwards(texts):
 # The report on a tokenizer
 
 
+def counted(tokenizer, texts, word_unit):
+    """The numbers of words and of tokens in some texts."""
+    ids, _, words = SentenceEncoder(text_backend(tokenizer), word_unit)(texts)
+    return words.sum(), len(ids)
+
+
 def test_the_report_on_a_small_text_is_the_one_worked_out_by_hand():
     """Hugs -> hug ##s, bug -> b ##ug, pun, mug -> [UNK], . -> [UNK]: 4 words, 7 tokens, and 4 of 14 characters."""
     tokenizer = train_wordpiece(HUGS, vocab_size=20)
-    report = describe(tokenizer, ["Hugs bug", "pun mug."])
-    assert report == {"words": 4, "pieces_per_word": 7 / 4, "unknown_share": 4 / 14}
-    report = describe(tokenizer, ["Hugs bug", "pun mug."], "tokenizer")
-    assert report == {"words": 5, "pieces_per_word": 7 / 5, "unknown_share": 4 / 14}
+    texts = ["Hugs bug", "pun mug."]
+    assert counted(tokenizer, texts, "white space") == (4, 7) and counted(tokenizer, texts, "tokenizer") == (5, 7)
+    assert unknown_share(tokenizer, texts) == 4 / 14
 
 
 def test_the_report_agrees_with_what_the_tokenizer_encodes(tokenizer):
@@ -146,8 +152,7 @@ def test_the_report_agrees_with_what_the_tokenizer_encodes(tokenizer):
     encodings = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     words = sum(len(set(encodings.word_ids(number))) for number in range(len(texts)))
     ids = [token for row in encodings["input_ids"] for token in row]
-    report = describe(tokenizer, iter(texts), "tokenizer")
-    assert report["words"] == words and report["pieces_per_word"] == len(ids) / words
+    assert counted(tokenizer, texts, "tokenizer") == (words, len(ids))
     spans = [span for row in encodings["offset_mapping"] for span in row]
     unknown = sum(end - start for id, (start, end) in zip(ids, spans, strict=True) if id == tokenizer.unk_token_id)
-    assert report["unknown_share"] == unknown / sum(len("".join(text.split())) for text in texts) > 0
+    assert unknown_share(tokenizer, iter(texts)) == unknown / sum(len("".join(text.split())) for text in texts) > 0

@@ -117,7 +117,9 @@ def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
             corpus=[str(corpus)], validation_corpus=[str(tmp_path / "check.txt")], max_steps=1, **options
         )
         text = prepare(run)
-        found.append((len(text.held_out), text.tokenizer_report["words"]))
+        report = text.counts()["tokenizer"]
+        assert report["pieces_per_word"] == len(text.held_out.ids) / report["words"]
+        found.append((len(text.held_out), report["words"]))
     assert found == [(60, 60 * 9)] * 2
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.tokenization.encoding import SentenceEncoder, plain_backend, text_backend
+from d2l_bert.tokenization.encoding import plain_backend, text_backend
 from d2l_bert.tokenization.rules import (
     MOST_MIXED_CASE,
     NOTICEABLE,
     ZERO_WIDTH_SPACE,
-    WordUnit,
     count_characters,
     count_marks,
     count_words,
@@ -60,33 +59,12 @@ LATIN_TOO = {"kk", "mn", "sr", "tg", "tt", "ug"}
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    account = account_of(count_words(texts), tokenizer)
+    return share_unknown(account_of(count_words(texts), tokenizer))
+
+
+def share_unknown(account: dict) -> float:
+    """`unknown_share` of the text that an account is of."""
     return account["unknown_characters"] / max(account["characters"], 1)
-
-
-def describe(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], word_unit: WordUnit = "white space"
-) -> dict[str, float]:
-    """
-    Statistics of a tokenizer on a text.
-
-    Args:
-        word_unit: as in `SentenceEncoder`.
-
-    Returns:
-        `words`: number of words in the texts.
-        `pieces_per_word`: mean number of tokens in a word; 0 without words.
-        `unknown_share`: as the function.
-    """
-    words = count_words(texts)
-    account, counts = account_of(words, tokenizer), list(words.values())
-    _, pieces, units = SentenceEncoder(text_backend(tokenizer), word_unit)(list(words))
-    total = int(units @ counts)
-    return {
-        "words": total,
-        "pieces_per_word": int(pieces @ counts) / max(total, 1),
-        "unknown_share": account["unknown_characters"] / max(account["characters"], 1),
-    }
 
 
 def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
@@ -158,12 +136,12 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 
 def account_line(account: dict) -> str:
     """What a tokenizer loses of a text (`account_of`), in one line."""
-    characters, types = max(account["characters"], 1), max(account["word_types"], 1)
+    merged = account["merged_types"] / max(account["word_types"], 1)
     return (
-        f"of {account['characters']:,} characters: {account['unknown_characters'] / characters:.2%} stand in [UNK]; "
-        f"dropped are {account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or "
-        f"private-use characters; of {account['word_types']:,} word types {account['merged_types'] / types:.2%} "
-        f"became equal to another that differs by more than case"
+        f"of {account['characters']:,} characters: {share_unknown(account):.2%} stand in [UNK]; dropped are "
+        f"{account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or private-use "
+        f"characters; of {account['word_types']:,} word types {merged:.2%} became equal to another that differs by "
+        f"more than case"
     )
 
 
@@ -179,7 +157,7 @@ def remarks(
         is_given: whether the tokenizer existed before.
         language: the option.
     """
-    facts, characters = facts_of(tokenizer), max(account["characters"], 1)
+    facts, unknown = facts_of(tokenizer), share_unknown(account)
     other = "another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
     strip = f"give {other}" if is_given else "--strip_accents false keeps them"
     case = f"give {other}" if is_given else "--lowercase false keeps it"
@@ -203,11 +181,9 @@ def remarks(
     code = (language or "en").partition("-")[0]
     is_turkish = contents["dotless"] > NOTICEABLE or code in ("tr", "az")
     lines = {
-        f"{account['unknown_characters'] / characters:.1%} of the characters stand in [UNK]; {alphabet}": (
-            account["unknown_characters"] > REMARKED_UNKNOWN * characters
-        ),
+        f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
-            account["dropped_marks"] > REMARKED_MARKS * characters
+            account["dropped_marks"] > REMARKED_MARKS * account["characters"]
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),

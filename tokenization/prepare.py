@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import logging
 import time
 import unicodedata
@@ -22,16 +21,17 @@ from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
     account_line,
     account_of,
-    describe,
     facts_of,
     remarks,
+    share_unknown,
+    unknown_share,
 )
 from d2l_bert.tokenization.cache import cache_folder, cached_json, short_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepared_folder import PreparedText
-from d2l_bert.tokenization.rules import Rules, WordUnit, choose_rules, contents_of, count_words, word_unit_of
+from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words, word_unit_of
 from d2l_bert.tokenization.sentences import CLEANING, LONGEST_SENTENCE
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
@@ -42,8 +42,8 @@ from d2l_bert.tokenization.wordpiece import make_tokenizer, train_on_words
 logger = logging.getLogger(__name__)
 
 
-# The tokenizer's statistics (`describe_tokenizer`) are computed on at most this many held-out sentences.
-DESCRIBED_SENTENCES = 20_000
+# The share of `[UNK]` in a text to evaluate on is taken from stretches of about this many characters in all.
+SAMPLED_CHARACTERS = 2_000_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary: cached tokenizers
 # are then trained again. `tests/test_formats.py` fails until it is raised.
@@ -156,16 +156,21 @@ def _tokenize(part, tokenizer, facts, run, name):
 
 
 def _hold_out(prepared, part, run, name):
-    """Make a part of a text the one to evaluate on, and describe the tokenizer on it."""
+    """Make a part of a text the one to evaluate on."""
     tokenizer, facts = prepared.tokenizer, prepared.tokenizer_report
     prepared.held_out = _tokenize(part, tokenizer, facts, run, name)
-    prepared.tokenizer_report = {**facts, **describe_tokenizer(tokenizer, part, facts["word_unit"])}
+    share = unknown_share(tokenizer, part.sample(SAMPLED_CHARACTERS))
+    prepared.tokenizer_report = {**facts, "unknown_share": share}
+    if share > REMARKED_UNKNOWN:
+        logger.warning(
+            "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
+            "give more text, so that the tokenizer is trained on them"
+        )
 
 
 def check_unknown_share(account: dict, run: TextConfig) -> None:
     """Raise `UserError` if more of the text stands in `[UNK]` than `max_unknown_share`."""
-    share = account["unknown_characters"] / max(account["characters"], 1)
-    if share > run.max_unknown_share:
+    if (share := share_unknown(account)) > run.max_unknown_share:
         raise UserError(
             f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this "
             f"text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
@@ -177,28 +182,17 @@ def _add_validation(prepared, sources, run):
     name, text = read_sources(sources, prepared.token_options["language"], prepared.token_options)
     documents, in_both = text.documents_in(prepared.train.hashes())
     _hold_out(prepared, text.part(), run, f"validation text {name}")
-    prepared.validation = {"corpus_name": name, "texts": documents, "texts_in_training": in_both}
+    prepared.validation = {
+        "corpus_name": name,
+        "corpus_fingerprint": prepared.held_out.fingerprint(),
+        "texts": documents,
+        "texts_in_training": in_both,
+    }
     if in_both:
         logger.warning(
             f"validation text {name}: {in_both:,} of its {documents:,} documents stand in the training text, "
             f"too: its metrics are better than those of an unseen text"
         )
-
-
-def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, sentences: TextPart, word_unit: WordUnit) -> dict:
-    """The statistics of `account.describe`, logged in one line."""
-    report = describe(tokenizer, itertools.islice(sentences, DESCRIBED_SENTENCES), word_unit)
-    unit = " (as the tokenizer splits them)" if word_unit == "tokenizer" else ""
-    logger.info(
-        f"tokenizer, on {report['words']:,} held-out words{unit}: {report['pieces_per_word']:.2f} pieces a word, "
-        f"{report['unknown_share']:.2%} of the characters in [UNK]"
-    )
-    if report["unknown_share"] > REMARKED_UNKNOWN:
-        logger.warning(
-            "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
-            "give more text, so that the tokenizer is trained on them"
-        )
-    return report
 
 
 def open_sources(

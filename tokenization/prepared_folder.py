@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
-PREPARED_FORMAT = 4
+PREPARED_FORMAT = 5
 
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
 
@@ -65,11 +65,13 @@ class PreparedText:
         text_fingerprint: a hash of all sentences (`TextStore.fingerprint`).
         reading: counts of paragraphs, and of files, rows and sentences that were left out or cut (`TextStore`).
         account: what the tokenizer makes of the training text, or of a sample of it (`account.account_of`).
-        tokenizer_report: facts about the tokenizer, and its statistics on held-out text (`account.describe`).
+        tokenizer_report: facts about the tokenizer (`account.facts_of`), its `word_unit`, and its `unknown_share` of
+            the text to evaluate on.
         train: the documents to train on.
         held_out: the documents to evaluate on: held out of the text, or all of a separate validation text.
-        validation: of a validation text `corpus_name`, the names of its sources; `texts`, the number of documents in
-            it; `texts_in_training`, how many of these are also in the training text. None without a validation text.
+        validation: of a validation text `corpus_name`, the names of its sources; `corpus_fingerprint`, a hash of its
+            tokens; `texts`, the number of documents in it; `texts_in_training`, how many of these are also in the
+            training text. None without a validation text.
     """
 
     token_options: dict
@@ -92,12 +94,15 @@ class PreparedText:
     def summary(self) -> str:
         """One line with the numbers of documents and tokens, and the size of the vocabulary."""
         counts = self.counts()
+        report = counts["tokenizer"]
+        unit = " (as the tokenizer splits them)" if report["word_unit"] == "tokenizer" else ""
         held_out = "held out" if self.validation is None else f"of {self.held_out_name()} to evaluate on"
         train, others = (counted(counts[f"{part}_documents"], "document") for part in STORES)
         return (
             f"{self.corpus_name}: {train}, {counts['train_tokens']:,} tokens to train on; "
             f"{others}, {counts['held_out_tokens']:,} tokens {held_out}; "
-            f"vocabulary {len(self.tokenizer):,}"
+            f"vocabulary {len(self.tokenizer):,}: there {report['pieces_per_word']:.2f} pieces a word{unit}, "
+            f"{report['unknown_share']:.2%} of the characters in [UNK]"
         )
 
     def fingerprint(self) -> str:
@@ -106,7 +111,8 @@ class PreparedText:
 
     def counts(self) -> dict:
         """The entry `data` of run_config.json: names, fingerprints, numbers of documents, tokens and words."""
-        counts = {
+        train_words, words = (int(of.document_words.at(len(of) - 1)) for of in (self.train, self.held_out))
+        return {
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.fingerprint(),
             "text_fingerprint": self.text_fingerprint,
@@ -116,22 +122,24 @@ class PreparedText:
             "account": self.account,
             "train_documents": len(self.train),
             "train_tokens": len(self.train.ids),
-            "train_words": int(self.train.document_words.at(len(self.train) - 1)),
+            "train_words": train_words,
             "held_out_documents": len(self.held_out),
             "held_out_tokens": len(self.held_out.ids),
-            "tokenizer": self.tokenizer_report,
+            "tokenizer": {
+                **self.tokenizer_report,
+                "words": words,
+                "pieces_per_word": len(self.held_out.ids) / max(words, 1),
+            },
+            "validation": self.validation,
         }
-        if self.validation is not None:
-            counts["validation"] = {**self.validation, "corpus_fingerprint": self.held_out.fingerprint()}
-        return counts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
 
 
-# What the record keeps of a `PreparedText`.
-_RECORDED = ("token_options", "corpus_name", "hub_datasets", "text_fingerprint", "reading", "account")
+# The entries of `PreparedText.counts` that are read back.
+_READ_BACK = ("corpus_name", "hub_datasets", "text_fingerprint", "reading", "account")
 
 
 def write_prepared_folder(text: PreparedText, folder: Path) -> None:
@@ -151,8 +159,7 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     record = {
         "format": PREPARED_FORMAT,
-        **{name: getattr(text, name) for name in _RECORDED},
-        "fingerprint": text.fingerprint(),
+        "token_options": text.token_options,
         "counts": text.counts(),
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": content_hash(path)}
@@ -269,10 +276,15 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
             if (check_large or not is_large(name)) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
-        entries = {name: record[name] for name in _RECORDED}
-        entries |= {"tokenizer": load_tokenizer(str(folder)), "tokenizer_report": record["counts"]["tokenizer"]}
-        entries |= {"source_fingerprints": [record["fingerprint"]]}
-    return PreparedText(**entries, **{name: TokenizedCorpus(read_store(folder / name)) for name in STORES})
+    counts = record["counts"]
+    return PreparedText(
+        token_options=record["token_options"],
+        source_fingerprints=[counts["corpus_fingerprint"]],
+        tokenizer=load_tokenizer(str(folder)),
+        tokenizer_report=counts["tokenizer"],
+        **{name: counts[name] for name in _READ_BACK},
+        **{name: TokenizedCorpus(read_store(folder / name)) for name in STORES},
+    )
 
 
 def is_large(name: str) -> bool:

@@ -16,7 +16,7 @@ from d2l_bert.progress import progress_bar
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.prepare import default_processes, open_sources, read_sources
+from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, default_processes, open_sources, read_sources
 from d2l_bert.tokenization.text_store import TextPart, held_out_documents
 from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus, read_store
 from d2l_bert.training.batching import make_batch_maker, pairing_arguments
@@ -33,9 +33,6 @@ from d2l_bert.training.packing import Sharding
 
 
 logger = logging.getLogger(__name__)
-
-# What is sampled of a text, for pseudo-perplexity and the share of `[UNK]`: stretches of this many characters in all.
-SAMPLED_CHARACTERS = 2_000_000
 
 # What a model's run decides of its rows, unless an option of `EvaluateConfig` does.
 ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
