@@ -113,7 +113,7 @@ def write_bytes(folder, name, content):
 def test_a_packed_file_of_nothing_has_no_text(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(b"") if "gz" in name.lower() else bytes(pa.compress(b"", "zstd")))
     source = file_source(tmp_path)
-    assert texts(source) == [] and source.counts == {"file without text": 1}
+    assert texts(source) == [] and source.counts == {"files without text": 1}
     assert list(text_lines(str(tmp_path / name))) == []
 
 

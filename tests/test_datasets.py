@@ -24,7 +24,7 @@ def test_rows_of_single_lines_become_paragraphs_of_larger_documents_where_that_i
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     source = dataset_source(str(tmp_path), documents="file")
     assert texts(source) == [["= Title =", "A paragraph.", "Another one."]]
-    assert source.counts["row without text"] == 2
+    assert source.counts["rows without text"] == 2
     rows = [f"Line {number}." for number in range(5000)]
     blocks = [list(block.paragraphs) for block in row_documents(rows, Counter(), "file")]
     assert [len(block) for block in blocks] == [BLOCK_ROWS] * 78 + [8]
@@ -46,7 +46,7 @@ def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_p
     source = dataset_source(str(tmp_path), streaming=streaming)
     found = texts(source)
     assert found == [[f"Row {n}.", "Its end."] for n in range(3000) if n % 3]
-    assert source.counts["row without text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
+    assert source.counts["rows without text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
     few = dataset_source(str(tmp_path), streaming=streaming, max_documents=5)
     assert len(texts(few)) == 5 and few.identity != source.identity
 

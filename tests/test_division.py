@@ -196,7 +196,7 @@ def test_a_document_ends_where_the_option_says(tmp_path):
     for documents, of_documents in expected.items():
         source = file_source(tmp_path, documents=documents)
         assert read(source) == flat(of_documents), documents
-        assert [count for key, count in (+source.counts).items() if key.startswith("file ")] == [1]
+        assert [count for key, count in (+source.counts).items() if key.startswith("files ")] == [1]
     identities = [file_source(tmp_path, documents=documents).identity for documents in expected]
     assert all(identities.count(identity) == 1 for identity in identities)
 
@@ -206,7 +206,7 @@ def test_in_bert_s_format_each_block_is_a_document_and_each_line_a_sentence(tmp_
     (tmp_path / "a.txt").write_text("\n\n".join("\n".join(block) for block in blocks) + "\n")
     source = file_source(tmp_path)
     assert read(source) == flat([[block] for block in blocks])
-    assert +source.counts == {"file divided at empty lines, a sentence a line": 1}
+    assert +source.counts == {"files divided at empty lines, a sentence a line": 1}
 
 
 def test_a_line_of_a_log_is_a_document_and_a_sentence(tmp_path):
@@ -214,7 +214,7 @@ def test_a_line_of_a_log_is_a_document_and_a_sentence(tmp_path):
     (tmp_path / "app.log").write_text("\r\n".join(lines))
     source = file_source(tmp_path / "app.log")
     assert read(source) == flat([[[line]] for line in lines])
-    assert +source.counts == {"file divided into lines, a sentence a line": 1}
+    assert +source.counts == {"files divided into lines, a sentence a line": 1}
     assert read(file_source(tmp_path / "app.log", max_documents=7)) == flat([[[line]] for line in lines[:7]])
 
 
@@ -226,7 +226,7 @@ def test_a_row_is_a_document_whatever_the_other_rows_are(tmp_path):
     write_table(tmp_path / "b.jsonl", [{"text": row} for row in ["I\nlove my dog. Day 0.", *rows[1:]]])
     source = file_source(tmp_path / "b.jsonl")
     assert read(source) == flat([[["I"], ["love my dog.", "Day 0."]], *expected[1:]])
-    assert +source.counts == {"row read whole, a paragraph a line": 40}
+    assert +source.counts == {"rows read whole, a paragraph a line": 40}
 
 
 def test_the_lines_of_rows_are_joined_where_they_are_wrapped_prose(tmp_path):
@@ -234,7 +234,7 @@ def test_the_lines_of_rows_are_joined_where_they_are_wrapped_prose(tmp_path):
     write_table(tmp_path / "a.csv", [{"text": "\n\n".join(textwrap.fill(p, 60) for p in row)} for row in paragraphs])
     source = file_source(tmp_path)
     assert texts(source) == paragraphs
-    assert +source.counts == {"row read whole, lines joined": 20}
+    assert +source.counts == {"rows read whole, lines joined": 20}
 
 
 def test_rows_are_divided_like_files_and_put_together_in_blocks(tmp_path):
@@ -244,7 +244,7 @@ def test_rows_are_divided_like_files_and_put_together_in_blocks(tmp_path):
     assert read(file_source(tmp_path, documents="blank_line")) == flat([[[*one, *two]], [three]] * 100)
     blocks = file_source(tmp_path, documents="file")
     assert read(blocks) == flat([[[*one, *two, *three]] * 64, [[*one, *two, *three]] * 36])
-    assert +blocks.counts == {"row read in documents of 64 rows": 100}
+    assert +blocks.counts == {"rows read in documents of 64 rows": 100}
 
 
 def test_a_row_of_a_log_is_one_sentence(tmp_path):

@@ -144,7 +144,6 @@ BF16 = "--mixed_precision bf16"
             "--corpus python-docs --dataset Some/body:first",
             f"tiny --corpus python-docs --dataset Some/body:first {BF16}",
         ),
-        ("--dataset Some/body --dataset_config first", f"tiny --dataset Some/body --dataset_config first {BF16}"),
         (
             "--tokenizer Some/body --extend_vocab 5 --min_frequency 9",
             f"tiny --tokenizer Some/body --min_frequency 9 --extend_vocab 5 {BF16}",

@@ -8,6 +8,7 @@ import sentencex
 from d2l_bert.tokenization import sentences as module
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
+    CUT,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
     Document,
@@ -30,7 +31,13 @@ def test_each_cleaning_rule_changes_only_its_own_paragraphs_and_counts_them():
     assert cleaned(unicode_normalization="NFC")[0][0][0] == "The \ufb01rst caf\xe9."
     assert cleaned(unicode_normalization="NFKC", min_paragraph_characters=8, drop_duplicate_paragraphs=True) == (
         [[composed, "Twice the same."], []],
-        {**read, "normalized": 1, "too_short": 1, "duplicates": 1, "characters_cleaned": len("Short.Twice the same.")},
+        {
+            **read,
+            "paragraphs normalised": 1,
+            "paragraphs dropped as too short": 1,
+            "paragraphs dropped as duplicates": 1,
+            "characters removed by cleaning": len("Short.Twice the same."),
+        },
     )
 
 
@@ -100,7 +107,7 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
     assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
-    assert counts == {"long_sentences": 2, "sentences": len(sentences)}
+    assert counts == {CUT: 2, "sentences": len(sentences)}
 
 
 def test_a_long_text_without_full_stops_is_one_sentence():
@@ -109,7 +116,7 @@ def test_a_long_text_without_full_stops_is_one_sentence():
     sentences = [sentence for block in blocks for sentence in block.sentences]
     assert sentences[-2:] == ["Then two more.", "Three."]
     assert " ".join(sentences) == "A word " * 100_000 + "ends. Then two more. Three."
-    assert counts["long_sentences"] == 1
+    assert counts[CUT] == 1
 
 
 def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):

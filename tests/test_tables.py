@@ -89,12 +89,12 @@ def test_rows_and_files_without_text_are_counted_and_skipped(tmp_path):
     (tmp_path / "header.csv").write_text("text,id\n")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     source = file_source(tmp_path)
-    assert texts(source) == [] and source.counts == {"file without text": 9}
+    assert texts(source) == [] and source.counts == {"files without text": 9}
 
     write_table(tmp_path / "some.jsonl", [{"text": None}, {"text": ""}, {"text": " \n"}, {"text": "A text."}])
     source = file_source(tmp_path)
     assert texts(source) == [["A text."]]
-    assert source.counts == {"file without text": 9, "row without text": 3, "row read whole, a paragraph a line": 1}
+    assert source.counts == {"files without text": 9, "rows without text": 3, "rows read whole, a paragraph a line": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_table_without_rows_is_a_file_without_text(packed, tmp_path):
     }.items():
         (tmp_path / f"{name}{packed}").write_bytes(PACKERS[packed](content.encode()))
     source = file_source(tmp_path)
-    assert texts(source) == [] and source.counts["file without text"] == 5
+    assert texts(source) == [] and source.counts["files without text"] == 5
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])

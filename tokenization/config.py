@@ -42,9 +42,6 @@ class SourceConfig(Options):
         metavar="ID[:CONFIG]",
         common=True,
     )
-    dataset_config: str | None = option(
-        None, "configuration of the dataset, if only one is given", TEXT, identity=False, metavar="NAME"
-    )
     dataset_split: str = option("train", "split to read from each dataset", TEXT, identity=False, metavar="NAME")
     streaming: bool = option(
         False, "read datasets row by row, without a full download", TEXT, identity=False, needs=("dataset",)
@@ -99,17 +96,10 @@ class SourceConfig(Options):
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
         return {
-            "dataset_config is for a single dataset; of several, write each as ID:CONFIG": (
-                self.dataset_config is not None and len(self.dataset) != 1
-            ),
             f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
                 self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
             ),
         }
-
-    def named_datasets(self) -> list[tuple[str, str | None]]:
-        """The Hub id or folder of each dataset, and its configuration or None."""
-        return [dataset_and_config(dataset, self.dataset_config) for dataset in self.dataset]
 
 
 @dataclass(kw_only=True)
@@ -215,18 +205,18 @@ class TextConfig(SourceConfig):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(TextConfig) if f.metadata["identity"]}
 
 
-def dataset_and_config(dataset: str, default: str | None = None) -> tuple[str, str | None]:
+def dataset_and_config(dataset: str) -> tuple[str, str | None]:
     """
-    The Hub id or folder in ID or ID:CONFIG, and its configuration or `default`.
+    The Hub id or folder in ID or ID:CONFIG, and its configuration or None.
 
     Raises:
-        UserError: the id or the configuration is empty, or the configuration is not `default`.
+        UserError: the id or the configuration is empty.
     """
     name, colon, config = dataset.rpartition(":")
     if not colon or Path(dataset).exists():  # a folder's name may contain a colon
-        return dataset, default
-    if not name or not config or default not in (None, config):
-        raise UserError(f"dataset takes ID or ID:CONFIG, and one configuration for each, got {dataset}")
+        return dataset, None
+    if not name or not config:
+        raise UserError(f"dataset takes ID or ID:CONFIG, got {dataset}")
     return name, config
 
 

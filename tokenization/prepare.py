@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
 from d2l_bert.options import cores
-from d2l_bert.progress import counted
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -32,7 +31,7 @@ from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words, word_unit_of
-from d2l_bert.tokenization.sentences import CLEANING, LONGEST_SENTENCE
+from d2l_bert.tokenization.sentences import CLEANING
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus, read_store
@@ -75,7 +74,7 @@ def prepare(run: TextConfig) -> PreparedText:
         run = dataclasses.replace(run, documents=prepared.token_options["documents"])
     validation = open_sources(
         run.validation_corpus,
-        [dataset_and_config(dataset) for dataset in run.validation_dataset],
+        run.validation_dataset,
         run.validation_split,
         run,
         None,
@@ -93,7 +92,7 @@ def _from_text(run, has_validation):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
     existing = run.existing_tokenizer()
     tokenizer = None if existing is None else load_tokenizer(existing)
-    sources = open_sources(run.text_paths(), run.named_datasets(), run.dataset_split, run, run.max_documents)
+    sources = open_sources(run.text_paths(), run.dataset, run.dataset_split, run, run.max_documents)
     corpus_name, text = read_sources(sources, run.language, run.token_options())
     cache = cache_folder()
     with explained(corpus_name, "", UserError):
@@ -103,7 +102,7 @@ def _from_text(run, has_validation):
                 text.hashes, text.characters, run.validation_fraction, run.max_validation_characters
             )
         if copies := len(text) - len(np.unique(text.hashes)):
-            text.reading["copies"] = copies
+            text.reading["documents that are copies of others"] = copies
             logger.info(
                 f"{corpus_name}: {copies:,} of {len(text):,} documents are copies of others; all copies of a document "
                 f"are trained on, or all are held out"
@@ -197,7 +196,7 @@ def _add_validation(prepared, sources, run):
 
 def open_sources(
     paths: Sequence[str],
-    datasets: Sequence[tuple[str, str | None]],
+    datasets: Sequence[str],
     split: str,
     run: TextConfig,
     max_documents: int | None,
@@ -208,7 +207,7 @@ def open_sources(
 
     Args:
         paths: files, folders, or `python-docs`.
-        datasets: for each dataset, the id or folder, and the name of a configuration or None.
+        datasets: ids and folders, as `config.dataset_and_config` reads them.
         split: the split to read of each dataset.
         run: the options of the run: the column to read, where documents end, the number of processes, and whether to
             stream.
@@ -222,7 +221,7 @@ def open_sources(
     reading = (run.text_column, max_documents, processes, run.documents, run.separator)
     files = [file_source(path, *reading) for path in paths]
     reading = (split, run.text_column, run.streaming, max_documents, options, run.documents)
-    sources = files + [dataset_source(name, config, *reading) for name, config in datasets]
+    sources = files + [dataset_source(*dataset_and_config(dataset), *reading) for dataset in datasets]
     identities = [source.identity for source in sources]
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
         raise UserError(f"{options[0]}: {twice[0]} is given twice; give it once")
@@ -232,22 +231,6 @@ def open_sources(
 def default_processes() -> int:
     """The default number of processes to read `python-docs` and to tokenize: one for each core, at most 8."""
     return min(cores(), 8)
-
-
-# What reading a text counts (`TextStore.reading`), in words that begin with a noun in the singular. The names of the
-# other counts are such words themselves.
-COUNTS_SHOWN = {
-    "documents": "document",
-    "paragraphs": "paragraph",
-    "sentences": "sentence",
-    "characters": "character read",
-    "characters_cleaned": "character removed by cleaning",
-    "long_sentences": f"sentence of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any",
-    "blocks_as_documents": "block of sentences in place of documents, as there are few",
-    "normalized": "paragraph normalised",
-    "too_short": "paragraph dropped as too short",
-    "duplicates": "paragraph dropped as duplicate",
-}
 
 
 def read_sources(sources: Sequence[Source], language: str | None, options: dict) -> tuple[str, TextStore]:
@@ -262,11 +245,7 @@ def read_sources(sources: Sequence[Source], language: str | None, options: dict)
     name = ", ".join(source.name for source in sources)
     cleaning = {option: options[option] for option in CLEANING}
     store = TextStore(prepare_text(sources, language or "en", cleaning, cache_folder()))
-    shown = []
-    for key, count in (+Counter(store.reading)).items():
-        noun, _, rest = COUNTS_SHOWN.get(key, key).partition(" ")
-        shown.append(f"{counted(count, noun)} {rest}".rstrip())
-    logger.info(f"{name}: {'; '.join(shown)}")
+    logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items() if count)}")
     return name, store
 
 

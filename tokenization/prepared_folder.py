@@ -63,7 +63,7 @@ class PreparedText:
         hub_datasets: the names of the sources that are datasets on the Hub.
         source_fingerprints: a hash of each source's identity.
         text_fingerprint: a hash of all sentences (`TextStore.fingerprint`).
-        reading: counts of paragraphs, and of files, rows and sentences that were left out or cut (`TextStore`).
+        reading: how many documents, paragraphs and so on were read, left out or cut, by what they are (`TextStore`).
         account: what the tokenizer makes of the training text, or of a sample of it (`account.account_of`).
         tokenizer_report: facts about the tokenizer (`account.facts_of`), its `word_unit`, and its `unknown_share` of
             the text to evaluate on.

@@ -32,6 +32,7 @@ class Document:
 
 # Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
 LONGEST_SENTENCE = 1000
+CUT = f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any"
 
 # The splitter's time grows with the square of the length where a quotation mark is never closed: 52 s for a megabyte.
 SPLIT_CHARACTERS = 1 << 14
@@ -65,20 +66,19 @@ def clean(
     memory for each paragraph.
 
     Args:
-        counts: increased by the numbers of `documents`, `paragraphs` and their `characters` before cleaning; by the
-            numbers that each rule changed or dropped: `normalized`, `too_short`, `duplicates`; and by the
-            `characters_cleaned`, those of the paragraphs that were dropped.
+        counts: increased by the numbers of documents, paragraphs and their characters before cleaning, by the numbers
+            of paragraphs that each rule changed or dropped, and by the characters of those that were dropped.
         unicode_normalization, min_paragraph_characters, drop_duplicate_paragraphs: as in `TextConfig`.
     """
     seen = set()
 
     def is_dropped(paragraph):
         if len(paragraph) < min_paragraph_characters:
-            return "too_short"
+            return "paragraphs dropped as too short"
         if drop_duplicate_paragraphs:
             count = len(seen)
             seen.add(content_key(paragraph))
-            return count == len(seen) and "duplicates"
+            return count == len(seen) and "paragraphs dropped as duplicates"
         return None
 
     def cleaned(paragraphs):
@@ -87,11 +87,11 @@ def clean(
             counts["characters"] += (length := len(paragraph))
             if unicode_normalization != "none":
                 normal = unicodedata.normalize(unicode_normalization, paragraph)
-                counts["normalized"] += normal != paragraph
+                counts["paragraphs normalised"] += normal != paragraph
                 paragraph = normal
             if reason := is_dropped(paragraph):
                 counts[reason] += 1
-                counts["characters_cleaned"] += length
+                counts["characters removed by cleaning"] += length
             else:
                 yield paragraph
 
@@ -133,8 +133,7 @@ def split_sentences(
 
     Args:
         language: ISO 639 code of the language whose rules `sentencex` applies.
-        counts: its entry `sentences` is increased by the number of sentences, and `long_sentences` by the number of
-            those that were cut.
+        counts: increased by the number of sentences, and of those that were cut.
     """
     counts = Counter() if counts is None else counts
     number = 0
@@ -165,7 +164,7 @@ def _pieces(document, language, counts):
     """The sentences of a document, the long ones in pieces, and None at the end of each paragraph."""
     for paragraph in document.paragraphs:
         for sentence in paragraph.split("\n") if document.are_sentences else _segmented(paragraph, language):
-            counts["long_sentences"] += len(sentence) > LONGEST_SENTENCE
+            counts[CUT] += len(sentence) > LONGEST_SENTENCE
             yield from _cut(sentence.strip())
         yield None
 

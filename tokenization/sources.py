@@ -48,8 +48,8 @@ class Source:
         identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
-        counts: increased while the documents are read, by phrases that begin with a noun in the singular: "row
-            without text" of tables and datasets, "file without text", and how the others were read (`Division`).
+        counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
+            text", and how the others were read (`Division`).
         is_on_hub: whether the source is a dataset on the Hub.
     """
 
@@ -135,7 +135,7 @@ def _of_files(files, text_column, documents, counts, separator):
         else:
             found = text_documents(file, counts, documents)
         first = list(itertools.islice(found, 1))
-        counts["file without text"] += not first
+        counts["files without text"] += not first
         yield from itertools.chain(first, found)
 
 
@@ -224,7 +224,7 @@ def text_documents(file: Path, counts: Counter, documents: str = "auto") -> Iter
     first = _beginning(lines)
     division = find_division(first, documents)
     for number, paragraphs in enumerate(divided(itertools.chain(first, lines), division, READ_CHARACTERS)):
-        counts[f"file {division}"] += number == 0
+        counts[f"files {division}"] += number == 0
         yield Document(paragraphs, are_sentences=division.lines == "sentences")
 
 
@@ -367,7 +367,7 @@ def _with_text(texts, counts):
         if text and not text.isspace():
             yield text
         else:
-            counts["row without text"] += 1
+            counts["rows without text"] += 1
 
 
 def row_documents(texts: Iterable[str | None], counts: Counter, documents: str = "auto") -> Iterator[Document]:
@@ -389,10 +389,10 @@ def row_documents(texts: Iterable[str | None], counts: Counter, documents: str =
     rows = itertools.chain(first, texts)
     if documents == "file":
         for block in iter(lambda: [" ".join(text.split()) for text in itertools.islice(rows, BLOCK_ROWS)], []):
-            counts[f"row read in documents of {BLOCK_ROWS} rows"] += len(block)
+            counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
             yield Document(block, are_sentences=are_sentences)
     for text in rows:
-        counts[f"row {division}"] += 1
+        counts[f"rows {division}"] += 1
         for paragraphs in divided(tables.LINE_END.split(text), division, READ_CHARACTERS):
             yield Document(paragraphs, are_sentences=are_sentences)
 

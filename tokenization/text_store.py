@@ -25,7 +25,7 @@ from d2l_bert.tokenization.sources import Source, all_documents
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 4
+TEXT_FORMAT = 5
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
@@ -130,8 +130,9 @@ class TextStore(Blocks):
 
     If fewer than `FEWEST_DOCUMENTS` documents were read, each block counts as a document. `documents` has the number
     of each block's document; `sources`, `characters` and `hashes` have an entry for each document. Documents with the
-    same sentences have the same hash. `source_count` counts the sources. `reading` counts what was read and how:
-    documents, paragraphs, sentences and characters, and the files, rows and sentences that were left out or cut.
+    same sentences have the same hash. `source_count` counts the sources. `reading` counts what was read and how,
+    by what it is: documents, paragraphs, sentences and characters, and the files, rows and sentences that were left
+    out or cut.
     """
 
     def __init__(self, folder: Path):
@@ -143,7 +144,7 @@ class TextStore(Blocks):
         self._read_firsts = firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
         if len(firsts) < FEWEST_DOCUMENTS and len(self.table):
             firsts = np.arange(len(self.table))
-            self.reading["blocks_as_documents"] = len(firsts)
+            self.reading["blocks of sentences in place of documents, as there are few"] = len(firsts)
         self.documents = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(self.table)))
         self.sources = self.of_blocks["source"][firsts]
         self.characters, self.hashes = (np.add.reduceat(self.of_blocks[name], firsts) for name in _NUMBERS[2:])

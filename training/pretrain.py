@@ -96,7 +96,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     with distributed.report_errors_once():
         check_architecture(architecture, run)
         if not corpus_is_prepared(run):  # the number of sources in a prepared folder is known after reading
-            check_source_weights(run, len(run.text_paths()) + len(run.named_datasets()))
+            check_source_weights(run, len(run.text_paths()) + len(run.dataset))
         trackers = check_trackers(run.report_to, [str(tracker) for tracker in get_available_trackers()])
         folder = run.output_dir or default_output_dir(run)
         accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)

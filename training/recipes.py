@@ -18,7 +18,6 @@ SCHEDULES = {"length_schedule": "max_seq_length", "batch_size_schedule": "global
 INPUT_OPTIONS = (
     "corpus",
     "dataset",
-    "dataset_config",
     "dataset_split",
     "text_column",
     "separator",

@@ -55,7 +55,7 @@ def output_folder(run: PretrainConfig):
 
 def default_output_dir(run: PretrainConfig) -> str:
     """The output folder without `output_dir`: `d2l-bert-<recipe>-<corpus>` in the working directory."""
-    names = run.text_paths() + [name for name, _ in run.named_datasets()]
+    names = run.text_paths() + [dataset_and_config(dataset)[0] for dataset in run.dataset]
     return f"d2l-bert-{run.recipe}-{Path(names[0]).resolve().stem if len(names) == 1 else 'texts'}"
 
 
@@ -99,7 +99,7 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
         validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
     """
-    names = [*run.text_paths(), *(name for name, _ in run.named_datasets())]
+    names = [*run.text_paths(), *(dataset_and_config(dataset)[0] for dataset in run.dataset)]
     sources = zip(names, [*run.text_paths(), *run.dataset], text.source_fingerprints, strict=True)
     fingerprints = {
         path: source_print for name, path, source_print in sources if name not in (PYTHON_DOCS, *text.hub_datasets)
