@@ -1,8 +1,10 @@
 """The cache of prepared text: folders named by a hash of text, options and versions; atomic writes, under a lock."""
 
 import hashlib
+import importlib.metadata
 import json
 import logging
+import unicodedata
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +32,16 @@ def cache_folder() -> Path:
 def short_hash(*values) -> str:
     """16 hexadecimal digits: the start of the SHA-256 of the values' JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def entry(folder: Path, kind: str, *identity) -> Path:
+    """
+    The path in a folder of the cache of what follows from these values of JSON.
+
+    The name changes with them, and with what splits text and tokenizes: two libraries and Python's Unicode tables.
+    """
+    versions = [importlib.metadata.version(name) for name in ("sentencex", "tokenizers")]
+    return folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
 
 
 def content_hash(file: Path) -> str:

@@ -1,6 +1,5 @@
 """Encodes sentences to token ids, each distinct word once, on several processes; writes a token store."""
 
-import importlib.metadata
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from d2l_bert.progress import with_progress
-from d2l_bert.tokenization.cache import short_hash, write_once
+from d2l_bert.tokenization.cache import entry, write_once
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
@@ -50,11 +49,8 @@ def prepare_tokens(
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be
             started.
     """
-    backend, versions = text_backend(tokenizer), [importlib.metadata.version("tokenizers")]
-    path = (
-        folder
-        / f"tokens-{short_hash([ENCODING_FORMAT, STORE_FORMAT, versions, *part.identity(), backend, word_unit])}"
-    )
+    backend = text_backend(tokenizer)
+    path = entry(folder, "tokens", ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit)
     if not path.exists():
         text, blocks = part.text, part.blocks
         at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 import time
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from d2l_bert.tokenization.account import (
     share_unknown,
     unknown_share,
 )
-from d2l_bert.tokenization.cache import cache_folder, cached_json, short_hash
+from d2l_bert.tokenization.cache import cache_folder, cached_json, entry, short_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
@@ -259,8 +257,7 @@ def train_or_load_tokenizer(
         words: gives the words of the sample (`count_words`).
     """
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
-    inputs = [TOKENIZER_FORMAT, importlib.metadata.version("tokenizers"), sample.identity(), options]
-    path = cache / f"tokenizer-{short_hash(inputs)}"
+    path = entry(cache, "tokenizer", TOKENIZER_FORMAT, sample.identity(), options)
 
     def train():
         share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
@@ -284,9 +281,7 @@ def take_account(
     tokenizer: PreTrainedTokenizerBase, sample: TextPart, words: Callable[[], Counter], cache: Path
 ) -> tuple[dict, dict]:
     """The account of the sample (`account_of`), and its contents (`contents_of`); from the cache if they are there."""
-    backend = text_backend(tokenizer)
-    versions = [importlib.metadata.version("tokenizers"), unicodedata.unidata_version]
-    path = cache / f"account-{short_hash(ACCOUNT_FORMAT, versions, sample.identity(), backend)}"
+    path = entry(cache, "account", ACCOUNT_FORMAT, sample.identity(), text_backend(tokenizer))
 
     def take():
         return {"account": account_of(words(), tokenizer), "contents": contents_of(words())}

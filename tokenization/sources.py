@@ -355,10 +355,7 @@ def _open_dataset(name, config, split, streaming):
 def _dataset_texts(name, rows, column):
     """The texts of a dataset's rows, or None for rows without one."""
     with dataset_errors(name, "repair it, or leave it out"):
-        for number, row in enumerate(rows, 1):
-            if not isinstance(row[column], str | None):
-                raise TypeError(f"row {number:,}: column {column!r} holds {type(row[column]).__name__}, not text")
-            yield row[column]
+        yield from tables.texts_in(((f"row {number:,}", row) for number, row in enumerate(rows, 1)), column)
 
 
 def _with_text(texts, counts):
@@ -402,25 +399,11 @@ def row_documents(texts: Iterable[str | None], counts: Counter, documents: str =
 STDIN = "-"
 
 
-def check_lines_file(file: str) -> None:
-    """
-    Check that `text_lines` can open a file.
-
-    Raises:
-        UserError: there is no such file, it is a folder, or it is a `.json` file.
-    """
-    if file != STDIN and (not Path(file).is_file() or tables.file_kind(Path(file)) == "json"):
-        raise UserError(
-            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
-            f"JSON as lines of JSON (.jsonl)"
-        )
-
-
 def text_lines(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[str]:
     """
     The lines of a file in order, each without the characters at its end; empty lines are empty strings.
 
-    A line ends as in editors (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty
+    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty
     strings.
 
     Args:
@@ -430,11 +413,17 @@ def text_lines(file: str, text_column: str = "text", separator: str = "auto") ->
         separator: between the cells of a CSV file, as in `tables.table_rows`.
 
     Raises:
-        UserError: `check_lines_file` refuses the file, or the file cannot be read, is damaged or is not text, or has
-            no such column.
+        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
+            read, is damaged or is not text, or has no such column.
     """
-    check_lines_file(file)
-    if file != STDIN and tables.file_kind(Path(file)) in tables.TABLE_KINDS:
-        yield from (text or "" for text in tables.text_rows(Path(file), text_column, separator))
-        return
-    yield from decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(Path(file))
+    if file == STDIN:
+        return decoded(Path("standard input"), sys.stdin.buffer)
+    kind = tables.file_kind(Path(file)) if Path(file).is_file() else None
+    if kind in (None, "json"):
+        raise UserError(
+            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
+            f"JSON as lines of JSON (.jsonl)"
+        )
+    if kind == "text":
+        return decoded(Path(file))
+    return (text or "" for text in tables.text_rows(Path(file), text_column, separator))

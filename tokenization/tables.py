@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -160,18 +160,28 @@ def text_rows(file: Path, column: str, separator: str = "auto") -> Iterator[str 
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
-    names = {}
     with explained(file, "", *READ_ERRORS):
-        for place, row in table_rows(file, column, separator):
-            text = row.get(column)
-            if not isinstance(text, str | None):
-                raise ValueError(
-                    f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
-                    f"another column with --text_column"
-                )
-            names |= row
-            yield text
-        _check_columns(list(names), column)
+        yield from texts_in(table_rows(file, column, separator), column)
+
+
+def texts_in(rows: Iterable[tuple[str, dict]], column: str) -> Iterator[str | None]:
+    """
+    The texts in a column of rows, each given with its place; None for a row without one.
+
+    Raises:
+        ValueError: a row has something other than text there, or no row has the column.
+    """
+    names = {}
+    for place, row in rows:
+        text = row.get(column)
+        if not isinstance(text, str | None):
+            raise ValueError(
+                f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
+                f"another column with --text_column"
+            )
+        names |= row
+        yield text
+    _check_columns(list(names), column)
 
 
 def table_rows(file: Path, column: str | None = None, separator: str = "auto") -> Iterator[tuple[str, dict]]:

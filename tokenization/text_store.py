@@ -5,9 +5,7 @@ A text store is an Arrow file. Each of its rows is a block: some consecutive sen
 """
 
 import hashlib
-import importlib.metadata
 import json
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import pyarrow as pa
 
 from d2l_bert.errors import UserError
 from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.cache import reading_cache, short_hash, write_once
+from d2l_bert.tokenization.cache import entry, reading_cache, write_once
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, clean, content_key, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
 
@@ -53,10 +51,7 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: dict, folde
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    # Sentences depend on the splitter, and on Python's Unicode tables.
-    versions = [importlib.metadata.version("sentencex"), unicodedata.unidata_version]
-    identity = [TEXT_FORMAT, versions, [source.identity for source in sources], language, cleaning]
-    path = folder / f"text-{short_hash(identity)}"
+    path = entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language, cleaning)
     name = ", ".join(source.name for source in sources)
 
     def write(partial):

@@ -20,7 +20,7 @@ from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
-from d2l_bert.tokenization.sources import STDIN, check_lines_file, text_lines
+from d2l_bert.tokenization.sources import STDIN, text_lines
 from d2l_bert.tokenization.token_store import NumberFile
 from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
@@ -237,7 +237,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    check_lines_file(file)
+    all_texts = text_lines(file, config.text_column, config.separator)
     output = config.output and Path(config.output).absolute()
     if output:
         folders.check_new_file(output)
@@ -257,7 +257,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
     lines = cut = empty = unknown = characters = 0
     with vector_file(output, embedder.size) if output else contextlib.nullcontext() as append:
         shown = "standard input" if file == STDIN else file
-        parts = embedded(embedder, text_lines(file, config.text_column, config.separator))
+        parts = embedded(embedder, all_texts)
         for texts, encoded, vectors in with_progress(
             parts, f"embedding {shown}", documents_in=lambda part: len(part[0]), unit="line"
         ):
