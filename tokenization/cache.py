@@ -51,7 +51,7 @@ def content_hash(file: Path) -> str:
 
 
 def rows_hash(rows) -> str:
-    """16 hexadecimal digits: the start of the SHA-256 of the rows of a `datasets.Dataset`, wherever they lie."""
+    """16 hexadecimal digits: the start of the SHA-256 of the rows of a dataset of `datasets`, wherever they lie."""
     digest = hashlib.sha256()
     for batch in rows.with_format(None).iter(1000):
         digest.update(json.dumps(batch, default=repr).encode())

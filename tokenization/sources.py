@@ -286,10 +286,10 @@ def dataset_source(
     with dataset_errors(name, f"{hint}; {of_split} names the split, ID:CONFIG a configuration"):
         if Path(name, PREPARED_FILE).exists():
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
-        rows, content = _open_dataset(name, config, split, streaming)
+        rows, hub_version = _open_dataset(name, config, split, streaming)
         if rows.features is not None:  # None for a stream whose columns are known only from its rows
             rows = rows.select_columns([text_column])
-        content = content or [rows_hash(rows)]
+        content = hub_version if is_on_hub else rows_hash(rows)
     counts = Counter()
     texts = _dataset_texts(name, rows, text_column)
     found = itertools.islice(row_documents(texts, counts, documents), max_documents)
@@ -327,8 +327,7 @@ def is_saved_dataset(folder: str) -> bool:
 
 def _open_dataset(name, config, split, streaming):
     """
-    A dataset's rows, and values that identify their content: hashes of local files, or for the Hub the hash of the
-    library, which includes the revision; none for a folder of `save_to_disk`, whose rows are hashed.
+    A dataset's rows, and what identifies them on the Hub: the hash of the library, which includes the revision.
     """
     import datasets
 
@@ -337,18 +336,13 @@ def _open_dataset(name, config, split, streaming):
             raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
         rows = datasets.load_from_disk(name)
         rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
-        return rows.with_format(None), []  # a format such as "numpy" is saved too: it would turn texts into arrays
+        return rows.with_format(None), None  # a format such as "numpy" is saved too: it would turn texts into arrays
     builder = datasets.load_dataset_builder(name, config)
     if streaming:
         rows = builder.as_streaming_dataset(split=split)
     else:
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
-    of_splits = builder.config.data_files or {}
-    files = of_splits.get(split) or itertools.chain.from_iterable(of_splits.values())
-    files = [Path(file) for file in files]
-    if files and all(file.is_file() for file in files):
-        return rows, [[file.name, content_hash(file)] for file in files]
     return rows, [builder.config_id, builder.hash]
 
 
@@ -403,8 +397,8 @@ def text_lines(file: str, text_column: str = "text", separator: str = "auto") ->
     """
     The lines of a file in order, each without the characters at its end; empty lines are empty strings.
 
-    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty
-    strings.
+    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
+    (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty strings.
 
     Args:
         file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be larger than
