@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
-from d2l_bert.options import TEXT, TOKENIZER, Options, option
+from d2l_bert.options import TEXT, TOKENIZER, Options, cores, option
 from d2l_bert.tokenization.cache import dataset_folder
 from d2l_bert.tokenization.rules import Rules
 
@@ -100,6 +100,10 @@ class SourceConfig(Options):
                 self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
             ),
         }
+
+    def processes(self) -> int:
+        """How many processes read `python-docs`, and tokenize."""
+        return self.preprocessing_num_workers or min(cores(), 8)
 
 
 @dataclass(kw_only=True)

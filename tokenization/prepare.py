@@ -12,7 +12,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
-from d2l_bert.options import cores
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -47,7 +46,7 @@ SAMPLED_CHARACTERS = 2_000_000
 TOKENIZER_FORMAT = 3
 
 # Raise ACCOUNT_FORMAT by 1 when the same text with the same tokenizer would give another account.
-ACCOUNT_FORMAT = 2
+ACCOUNT_FORMAT = 3
 
 
 def prepare(run: TextConfig) -> PreparedText:
@@ -140,10 +139,9 @@ def _from_text(run, has_validation):
 
 def _tokenize(part, tokenizer, facts, run, name):
     """The tokens of a part of a text, at least two documents."""
-    processes = run.preprocessing_num_workers or default_processes()
     with explained(name, "", UserError):
         tokens = TokenizedCorpus(
-            read_store(prepare_tokens(part, tokenizer, cache_folder(), processes, facts["word_unit"]))
+            read_store(prepare_tokens(part, tokenizer, cache_folder(), run.processes(), facts["word_unit"]))
         )
         if empty := part.document_count() - len(tokens):
             logger.warning(f"{name}: {empty:,} documents without a token are left out")
@@ -215,8 +213,7 @@ def open_sources(
     Raises:
         UserError: a source does not exist or cannot be opened.
     """
-    processes = run.preprocessing_num_workers or default_processes()
-    reading = (run.text_column, max_documents, processes, run.documents, run.separator)
+    reading = (run.text_column, max_documents, run.processes(), run.documents, run.separator)
     files = [file_source(path, *reading) for path in paths]
     reading = (split, run.text_column, run.streaming, max_documents, options, run.documents)
     sources = files + [dataset_source(*dataset_and_config(dataset), *reading) for dataset in datasets]
@@ -224,11 +221,6 @@ def open_sources(
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
         raise UserError(f"{options[0]}: {twice[0]} is given twice; give it once")
     return sources
-
-
-def default_processes() -> int:
-    """The default number of processes to read `python-docs` and to tokenize: one for each core, at most 8."""
-    return min(cores(), 8)
 
 
 def read_sources(sources: Sequence[Source], language: str | None, options: dict) -> tuple[str, TextStore]:
@@ -282,12 +274,9 @@ def take_account(
 ) -> tuple[dict, dict]:
     """The account of the sample (`account_of`), and its contents (`contents_of`); from the cache if they are there."""
     path = entry(cache, "account", ACCOUNT_FORMAT, sample.identity(), text_backend(tokenizer))
-
-    def take():
-        return {"account": account_of(words(), tokenizer), "contents": contents_of(words())}
-
-    content = cached_json(path, "taking account of the text", take)
-    return content["account"], content["contents"]
+    return cached_json(
+        path, "taking account of the text", lambda: (account_of(words(), tokenizer), contents_of(words()))
+    )
 
 
 def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, words: Counter, run: TextConfig) -> PreTrainedTokenizerBase:

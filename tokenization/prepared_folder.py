@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained, refuse_first
-from d2l_bert.progress import counted
+from d2l_bert.progress import counted, shortened
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
@@ -212,7 +211,7 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     train, held_out = (
         TokenizedCorpus(*(store for part in parts for store in getattr(part, name).stores)) for name in STORES
     )
-    name = textwrap.shorten(", ".join(part.corpus_name for part in parts), 100, placeholder=" ...")
+    name = shortened(", ".join(part.corpus_name for part in parts), 100)
     is_apart = ~np.isin(held_out.hashes(), train.hashes())
     if not is_apart.all():
         logger.info(
@@ -274,7 +273,8 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         for name, file in record["files"].items():
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-            if (check_large or not is_large(name)) and content_hash(folder / name) != file["sha256"]:
+            is_large = name.endswith(".npy")
+            if (check_large or not is_large) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
     counts = record["counts"]
     return PreparedText(
@@ -285,11 +285,6 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         **{name: counts[name] for name in _READ_BACK},
         **{name: TokenizedCorpus(read_store(folder / name)) for name in STORES},
     )
-
-
-def is_large(name: str) -> bool:
-    """Whether a file of a prepared folder grows with the text."""
-    return name.endswith(".npy")
 
 
 def check_prepared_folder(folder: Path) -> str:

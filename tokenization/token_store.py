@@ -71,13 +71,6 @@ class NumberFile:
         self.file.close()
 
 
-def read_array(path: Path) -> np.ndarray:
-    """The array of a `.npy` file, memory-mapped. The caller handles the exceptions of a damaged file."""
-    # An array without entries cannot be memory-mapped: files that small are read into memory.
-    mode = "r" if path.stat().st_size > np.lib.format.ARRAY_ALIGN * 2 else None
-    return np.asarray(np.load(path, mmap_mode=mode))
-
-
 @dataclass
 class Section:
     """
@@ -169,7 +162,7 @@ def read_store(folder: Path) -> TokenStore:
     """
     with reading_cache(folder):
         record = json.loads((folder / STORE_FILE).read_text())
-        arrays = {name: read_array(folder / f"{name}.npy") for name in ARRAYS}
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS}
         store = TokenStore(
             **arrays, source_ends=record["source_ends"], fingerprint=record["fingerprint"], folder=folder
         )

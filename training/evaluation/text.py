@@ -16,7 +16,7 @@ from d2l_bert.progress import progress_bar
 from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, default_processes, open_sources, read_sources
+from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, open_sources, read_sources
 from d2l_bert.tokenization.text_store import TextPart, held_out_documents
 from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus, read_store
 from d2l_bert.training.batching import make_batch_maker, pairing_arguments
@@ -255,9 +255,8 @@ def _tokens(model, text, config, accelerator):
         "run, or leave held_out out": asks_for_split and not is_text_of_run,
     }
     refuse_first(cases, f"{model.name}: ")
-    processes = config.preprocessing_num_workers or default_processes()
     word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
-    arguments = (text.part, model.sentence_tokenizer(), cache_folder(), processes, word_unit)
+    arguments = (text.part, model.sentence_tokenizer(), cache_folder(), config.processes(), word_unit)
     path = on_main(accelerator, prepare_tokens, *arguments, share_result=False)
     if path is None:  # the main process wrote the tokens into this cache, or into that of another machine
         path = prepare_tokens(*arguments)
