@@ -90,7 +90,7 @@ def _from_text(run, has_validation):
     existing = run.existing_tokenizer()
     tokenizer = None if existing is None else load_tokenizer(existing)
     sources = open_sources(run.text_paths(), run.dataset, run.dataset_split, run, run.max_documents)
-    corpus_name, text = read_sources(sources, run.language, run.token_options())
+    corpus_name, text = read_sources(sources, run.token_options())
     cache = cache_folder()
     with explained(corpus_name, "", UserError):
         is_held_out = np.zeros(len(text), dtype=bool)
@@ -174,7 +174,7 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
 
 def _add_validation(prepared, sources, run):
     """Read and tokenize the validation text like the training text, and count the documents that are in both."""
-    name, text = read_sources(sources, prepared.token_options["language"], prepared.token_options)
+    name, text = read_sources(sources, prepared.token_options)
     documents, in_both = text.documents_in(prepared.train.hashes())
     _hold_out(prepared, text.part(), run, f"validation text {name}")
     prepared.validation = {
@@ -223,18 +223,18 @@ def open_sources(
     return sources
 
 
-def read_sources(sources: Sequence[Source], language: str | None, options: dict) -> tuple[str, TextStore]:
+def read_sources(sources: Sequence[Source], options: dict) -> tuple[str, TextStore]:
     """
     The names of some sources, and their text, read or found in the cache.
 
     Logs which files and rows reading passed over, how many sentences it cut, and what cleaning did.
 
     Args:
-        options: those of `TextConfig`, of which cleaning needs some.
+        options: those of `TextConfig.token_options`, of which are the language and how to clean.
     """
     name = ", ".join(source.name for source in sources)
     cleaning = {option: options[option] for option in CLEANING}
-    store = TextStore(prepare_text(sources, language or "en", cleaning, cache_folder()))
+    store = TextStore(prepare_text(sources, options["language"] or "en", cleaning, cache_folder()))
     logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items() if count)}")
     return name, store
 

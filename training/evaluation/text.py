@@ -132,7 +132,7 @@ def read_text(config: EvaluateConfig, run: PretrainConfig) -> EvaluationText:
     }
     run = dataclasses.replace(run if config.held_out else PretrainConfig(), **options)
     sources = open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = read_sources(sources, run.language, run.token_options())
+    name, store = read_sources(sources, run.token_options())
     if not len(store):
         raise UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
