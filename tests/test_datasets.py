@@ -47,6 +47,9 @@ def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_p
     found = texts(source)
     assert found == [[f"Row {n}.", "Its end."] for n in range(3000) if n % 3]
     assert source.counts["rows without text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
+    assert dataset_source(str(tmp_path), streaming=not streaming).identity == source.identity
+    with pytest.raises(UserError, match="'body'"):
+        texts(dataset_source(str(tmp_path), streaming=streaming, text_column="body"))
     few = dataset_source(str(tmp_path), streaming=streaming, max_documents=5)
     assert len(texts(few)) == 5 and few.identity != source.identity
 

@@ -213,10 +213,10 @@ def open_sources(
     Raises:
         UserError: a source does not exist or cannot be opened.
     """
-    reading = (run.text_column, max_documents, run.processes(), run.documents, run.separator)
-    files = [file_source(path, *reading) for path in paths]
-    reading = (split, run.text_column, run.streaming, max_documents, options, run.documents)
-    sources = files + [dataset_source(*dataset_and_config(dataset), *reading) for dataset in datasets]
+    both = {"text_column": run.text_column, "max_documents": max_documents, "documents": run.documents}
+    sources = [file_source(path, processes=run.processes(), separator=run.separator, **both) for path in paths]
+    for name, config in map(dataset_and_config, datasets):
+        sources.append(dataset_source(name, config, split, streaming=run.streaming, options=options, **both))
     identities = [source.identity for source in sources]
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
         raise UserError(f"{options[0]}: {twice[0]} is given twice; give it once")

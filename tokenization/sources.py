@@ -287,8 +287,7 @@ def dataset_source(
         if Path(name, PREPARED_FILE).exists():
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
         rows, hub_version = _open_dataset(name, config, split, streaming)
-        if rows.features is not None:  # None for a stream whose columns are known only from its rows
-            rows = rows.select_columns([text_column])
+        rows = rows.select_columns([text_column])
         content = hub_version if is_on_hub else rows_hash(rows)
     counts = Counter()
     texts = _dataset_texts(name, rows, text_column)
