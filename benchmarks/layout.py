@@ -120,7 +120,7 @@ def write_store(store: Path, sentences_of: np.ndarray) -> int:
         "document_hashes": np.arange(len(sentences_of)),
     }.items():
         np.save(store / f"{name}.npy", numbers)
-    counts = dict(zip(ARRAYS, (total, sentences, *[len(sentences_of)] * 4), strict=True))
+    counts = dict(zip(ARRAYS, (total, sentences, *[len(sentences_of)] * 3), strict=True))
     record = {"fingerprint": "0" * 16, "counts": counts, "source_ends": [len(sentences_of)]}
     (store / "store.json").write_text(json.dumps(record))
     return total
