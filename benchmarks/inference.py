@@ -109,9 +109,9 @@ def stretches(prepared, most):
     corpus = prepared.held_out
     for document in range(len(corpus)):
         sentences = corpus.sentences(document)
-        starts = corpus.sentence_ends.before(sentences[::5])
-        for start, end in itertools.pairwise([*starts.tolist(), int(corpus.sentence_ends.at(sentences[-1]))]):
-            ids = corpus.ids.at(np.arange(start, min(end, start + most)))
+        borders = corpus.sentence_starts[[*sentences[::5], sentences[-1] + 1]]
+        for start, end in itertools.pairwise(borders.tolist()):
+            ids = corpus.ids[start : min(end, start + most)]
             if len(ids) >= SHORTEST and prepared.tokenizer.mask_token_id not in ids:
                 yield ids
 

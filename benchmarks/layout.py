@@ -76,7 +76,7 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
     files = {
         name: {
             "bytes": (folder / name).stat().st_size,
-            "sha256": "" if name.endswith(".npy") else content_hash(folder / name),  # of these a run checks the size
+            "sha256": "" if name.endswith(".bin") else content_hash(folder / name),  # of these a run checks the size
         }
         for name in names
     }
@@ -102,26 +102,21 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
 def write_store(store: Path, sentences_of: np.ndarray) -> int:
     """Write a token store, whose ids are a hole in the file; returns the number of its tokens."""
     store.mkdir()
-    document_ends = np.cumsum(sentences_of)
-    sentences = int(document_ends[-1])
+    document_starts = np.append(0, np.cumsum(sentences_of))
     rng, total = np.random.default_rng(0), 0
-    ends = np.lib.format.open_memmap(store / "sentence_ends.npy", "w+", "<i8", (sentences,))
-    for first in range(0, sentences, 10**7):
-        part = total + np.cumsum(rng.integers(10, 31, min(10**7, sentences - first)))
-        ends[first : first + len(part)] = part
-        total = int(part[-1])
-    with (store / "ids.npy").open("wb") as file:
-        header = {"descr": "<u2", "fortran_order": False, "shape": (total,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.truncate(file.tell() + 2 * total)
-    for name, numbers in {
-        "document_ends": document_ends,
-        "document_words": document_ends * SENTENCE_TOKENS,
-        "document_hashes": np.arange(len(sentences_of)),
-    }.items():
-        np.save(store / f"{name}.npy", numbers)
-    counts = dict(zip(ARRAYS, (total, sentences, *[len(sentences_of)] * 3), strict=True))
-    record = {"fingerprint": "0" * 16, "counts": counts, "source_ends": [len(sentences_of)]}
+    with (store / "sentence_starts.bin").open("wb") as file:
+        file.write(bytes(8))
+        for first in range(0, int(document_starts[-1]), 10**7):
+            starts = total + np.cumsum(rng.integers(10, 31, min(10**7, int(document_starts[-1]) - first)))
+            file.write(starts.data)
+            total = int(starts[-1])
+    with (store / "ids.bin").open("wb") as file:
+        file.truncate(2 * total)
+    document_starts.tofile(store / "document_starts.bin")
+    (document_starts * SENTENCE_TOKENS).tofile(store / "words_before.bin")
+    np.arange(len(sentences_of)).tofile(store / "hashes.bin")
+    types = dict.fromkeys(ARRAYS, "<i8") | {"ids": "<u2"}
+    record = {"types": types, "source_ends": [len(sentences_of)], "fingerprint": "0" * 16}
     (store / "store.json").write_text(json.dumps(record))
     return total
 

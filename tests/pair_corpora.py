@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from d2l_bert.tokenization.token_store import JoinedTable
 from d2l_bert.training import pairs as made_by
 from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR
 
@@ -25,17 +24,17 @@ class Corpus:
         sizes = np.array([ends[-1] for ends in self.ends])
         counts = np.array([len(ends) for ends in self.ends])
         self.first_tokens = np.cumsum(sizes) - sizes
-        sentence_ends = [first + ends for first, ends in zip(self.first_tokens, self.ends, strict=True)]
-        self.sentence_ends = JoinedTable([np.concatenate(sentence_ends)], [sizes.sum()])
-        self.ids = JoinedTable([np.arange(sizes.sum())], [0])  # no two tokens are equal
-        self.document_ends = JoinedTable([np.cumsum(counts)], [counts.sum()])
+        starts = [first + starts for first, starts in zip(self.first_tokens, self.starts, strict=True)]
+        self.sentence_starts = np.concatenate([*starts, [sizes.sum()]])
+        self.ids = np.arange(sizes.sum())  # no two tokens are equal
+        self.document_starts = np.append(0, np.cumsum(counts))
 
     def __len__(self):
         return len(self.ends)
 
     def laid_out(self, max_seq_length, seed=0, documents=None, **options):
         documents = np.arange(len(self)) if documents is None else np.array(documents)
-        pieces = made_by.Pieces(self.document_ends.before(documents), self.document_ends.at(documents))
+        pieces = made_by.Pieces(self.document_starts[documents], self.document_starts[documents + 1])
         pairs = made_by.lay_out(self, pieces, np.random.default_rng(seed), max_seq_length=max_seq_length, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)

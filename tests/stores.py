@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from d2l_bert.tokenization.token_store import Section, TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import Section, TokenizedCorpus, join_stores
 from d2l_bert.tokenization.token_store import write_store as write_sections
 
 
@@ -34,4 +34,15 @@ def corpus_of(folder, *stores, source_ends=None):
     folders = [
         write_store(folder / str(number), found, source_ends=source_ends) for number, found in enumerate(stores)
     ]
-    return TokenizedCorpus(*map(read_store, folders))
+    return (
+        joined(folder / "joined", [TokenizedCorpus(each) for each in folders])
+        if len(stores) > 1
+        else (TokenizedCorpus(folders[0]))
+    )
+
+
+def joined(folder, corpora, vocab_size=2**20):
+    """All documents of some corpora as one corpus, written to a new folder."""
+    folder.mkdir()
+    join_stores(folder, vocab_size, corpora, [np.arange(len(corpus)) for corpus in corpora])
+    return TokenizedCorpus(folder)

@@ -91,7 +91,7 @@ def make_models(folder):
     assert main(["prepare", "--corpus=books", "--output_dir=unrecorded", "--vocab_size=300"]) == 0
     (folder / "unrecorded" / "prepared.json").unlink()
     shutil.copytree("tokens", "flipped")
-    ids = folder / "flipped" / "train" / "ids.npy"
+    ids = folder / "flipped" / "train" / "ids.bin"
     ids.write_bytes(bytes([*ids.read_bytes()[:-1], 255]))
     shutil.copytree("tokens", "former")  # a record as earlier versions wrote it
     former = {"settled": {"language": "en"}, "corpus_name": "books", "hub_datasets": []}

@@ -149,8 +149,8 @@ def test_a_batch_equals_one_built_by_hand(text):
     rows, keys = phase.pairs.slice(0, 8)
     batch = phase.make_batch(rows, keys)
     for number, pair in enumerate(rows):
-        a = text.train.ids.at(np.arange(pair["a_start"], pair["a_end"])).tolist()
-        b = text.train.ids.at(np.arange(pair["b_start"], pair["b_end"])).tolist()
+        a = text.train.ids[pair["a_start"] : pair["a_end"]].tolist()
+        b = text.train.ids[pair["b_start"] : pair["b_end"]].tolist()
         expected = [tokenizer.cls_token_id, *a, tokenizer.sep_token_id, *b, tokenizer.sep_token_id]
         ids = batch["input_ids"][number].clone()
         known = batch["labels"][number] != -100

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import corpus_of
 
+from d2l_bert.tokenization.token_store import find
 from d2l_bert.training import epochs
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
 
@@ -95,13 +96,13 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case):
         found, pieces_of = [], Counter()
         for window in range(pairs.windows(3)):
             pieces = pairs.pieces(3, window)
-            documents = corpus.document_ends.find(pieces.firsts)
+            documents = find(corpus.document_starts, pieces.firsts)
             for document, first, end in zip(documents, pieces.firsts, pieces.ends, strict=True):
                 inside = corpus.sentences(document).tolist()
                 assert inside[0] <= first < end <= inside[-1] + 1
                 found += range(first, end)
                 pieces_of[int(document)] += 1
-        assert sorted(found) == list(range(len(corpus.sentence_ends)))
+        assert sorted(found) == list(range(corpus.document_starts[-1]))
         sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
         for document, count in pieces_of.items() if not is_weighted else ():
             # Only a document that is longer than a stretch is cut, into pieces of that length.
@@ -155,8 +156,8 @@ def test_a_sentence_comes_as_often_as_the_passes_of_its_source_say(corpus, often
     pairs = make(corpus, passes=np.array([1, often]))
     assert min(source.stretches for source in pairs.sources) >= epochs.WEIGHTED_STRETCHES
     taken = [np.array(sentences_in(pairs, epoch)) for epoch in range(5)]
-    border = int(corpus.document_ends.before(np.array(50)))
-    trained = range(len(corpus.sentence_ends))
+    border = int(corpus.document_starts[50])
+    trained = range(corpus.document_starts[-1])
     first, second = ([sentence for sentence in trained if (sentence < border) == is_first] for is_first in (1, 0))
     for found in taken:
         assert sorted(found[found < border].tolist()) == first

@@ -19,7 +19,7 @@ from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wo
 from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.text_store import TextStore, prepare_text
-from d2l_bert.tokenization.token_store import read_store
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import make_tokenizer, train_wordpiece
 
 
@@ -105,7 +105,7 @@ def measured(name: str, folder: Path) -> dict[str, str]:
     # Every sentence but those of two documents, in the order of the text.
     vocabulary = train_wordpiece(text.part(~np.isin(np.arange(len(text)), (1, 3))), vocab_size=300)
     tokenizer = make_tokenizer(PIECES, Rules(lowercase=False))
-    tokens = read_store(encoding.prepare_tokens(text.part(), tokenizer, folder / "cache"))
+    tokens = TokenizedCorpus(encoding.prepare_tokens(text.part(), tokenizer, folder / "cache"))
     return {
         "rows": sha256([text.file.get_batch(number).to_pydict() for number in range(text.file.num_record_batches)]),
         "tables": sha256(tables),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from stores import write_store
 
-from d2l_bert.tokenization.token_store import TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.one_segment import one_segment_accuracy
 from d2l_bert.training.pairs import NO_LABEL, PAIR
 
@@ -29,7 +29,7 @@ def test_one_segment_alone(tmp_path, tells):
     places |= {"B's last": with_label["b_end"] - 1}
     if tells in places:
         ids[places[tells]] = 5
-    corpus = TokenizedCorpus(read_store(write_store(tmp_path / "store", [[20] * 2000], ids=ids)))
+    corpus = TokenizedCorpus(write_store(tmp_path / "store", [[20] * 2000], ids=ids))
     np.random.default_rng(0).shuffle(pairs)
     found = one_segment_accuracy(corpus, pairs, entries=300)
     if tells == "nothing":

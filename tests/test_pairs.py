@@ -21,7 +21,6 @@ from pair_corpora import (
 )
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from d2l_bert.tokenization.token_store import JoinedTable
 from d2l_bert.training import pairs as made_by
 from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
 
@@ -144,7 +143,7 @@ def test_texts_that_end_alike_have_no_label(pairing):
     ids = np.arange(14 * 400)
     alike = np.arange(0, 400, 2)
     ids[(14 * alike[:, None] + np.arange(8, 14)).ravel()] = np.tile(np.arange(6), len(alike))
-    corpus.ids = JoinedTable([ids], [0])
+    corpus.ids = ids
     pairs = np.concatenate([corpus.pairs(pairing, 64, seed) for seed in range(20)])
     ends_alike = pairs["b_document"] % 2 == 0
     label = pairs["next_sentence_label"]

@@ -56,7 +56,7 @@ def test_a_run_notices_files_of_another_size_and_changed_small_files(prepared, t
         folder = tmp_path / "tokens"
         shutil.copytree(prepared, folder)
         content = (folder / file).read_bytes()
-        is_large = file.suffix == ".npy"
+        is_large = file.suffix == ".bin"
         middle = len(content) // 2
         changed = content + b"x" if is_large else content[:middle] + b"\1" + content[middle + 1 :]
         (folder / file).write_bytes(changed)

@@ -1,5 +1,6 @@
 """Text on disk: sentences, token ids in one store or several, samples of the text, which documents are held out."""
 
+import itertools
 import pickle
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
 from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.text_store import TextStore, held_out_documents, prepare_text
-from d2l_bert.tokenization.token_store import JoinedTable, TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import TokenizedCorpus, find, join_stores
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 
@@ -38,76 +39,45 @@ def ids_of(tokenizer, paragraphs):
 # Several stores as one
 
 
-tables = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 3)), min_size=1, max_size=4
-)
-
-
-@given(tables, st.sampled_from([0, 10**6]))
-def test_joined_tables_of_ends_are_one_table(parts, most_in_memory):
-    """Each part: what its entries count, and what is left behind its last entry."""
-    ends, totals = [np.cumsum(sizes) for sizes, _ in parts], [sum(sizes) + rest for sizes, rest in parts]
-    starts = np.cumsum([0, *totals])
-    plain = np.concatenate([start + part for start, part in zip(starts, ends, strict=False)])
-    with mock.patch.object(token_store, "MOST_IN_MEMORY", most_in_memory):
-        joined = JoinedTable(ends, totals)
-    numbers = np.arange(len(plain))
-    assert len(joined) == len(plain)
-    np.testing.assert_array_equal(joined.at(numbers), plain)
-    np.testing.assert_array_equal(joined.at(numbers[::-1, None]), plain[::-1, None])
-    np.testing.assert_array_equal(joined.before(np.append(numbers, len(plain))), np.append(0, plain))
-    places = np.arange(starts[-1])
-    np.testing.assert_array_equal(joined.find(places), np.searchsorted(plain, places, side="right"))
-    for number in numbers.tolist():  # single numbers, too
-        assert joined.at(number) == plain[number] and joined.before(number) == [0, *plain][number]
-
-
 documents_of_a_store = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
-@given(st.lists(documents_of_a_store, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_tokens_of_several_stores_are_those_of_the_stores_one_after_the_other(stores, rng):
+@given(
+    st.lists(documents_of_a_store, min_size=1, max_size=4),
+    st.sampled_from([1, 7, 10**6]),
+    st.randoms(use_true_random=False),
+)
+def test_joined_stores_hold_the_documents_that_are_kept_one_after_the_other(stores, at_once, rng):
     with tempfile.TemporaryDirectory() as folder:
-        folders, everything = [], []
-        for number, documents in enumerate(stores):
-            vocab_size = rng.choice([400, 70_000])  # ids of either type
-            ids = [rng.randrange(vocab_size) for document in documents for _ in range(sum(document))]
-            folders.append(write_store(Path(folder, str(number)), documents, vocab_size, ids))
-            everything += ids
-        with mock.patch.object(token_store, "MOST_IN_MEMORY", rng.choice([0, 10**6])):
-            corpus = TokenizedCorpus(*map(read_store, folders))
-        sizes = [sum(document) for documents in stores for document in documents]
-        ends = np.cumsum(sizes)
-        assert len(corpus.ids) == len(everything) and len(corpus) == len(sizes)
+        parts, kept, documents, hashes = [], [], [], []
+        vocab_size = rng.choice([400, 70_000])  # ids of either type
+        for number, lengths in enumerate(stores):
+            of_documents = [[[rng.randrange(vocab_size) for _ in range(n)] for n in document] for document in lengths]
+            ids = list(itertools.chain(*itertools.chain(*of_documents)))
+            parts.append(TokenizedCorpus(write_store(Path(folder, str(number)), lengths, vocab_size, ids)))
+            kept.append([one for one in range(len(lengths)) if rng.random() < 0.7])
+            documents += [of_documents[one] for one in kept[-1]]
+            hashes += kept[-1]
+        Path(folder, "all").mkdir()
+        with mock.patch.object(token_store, "JOINED_AT_ONCE", at_once):
+            join_stores(Path(folder, "all"), vocab_size, parts, [np.array(some, dtype=int) for some in kept])
+        corpus = TokenizedCorpus(Path(folder, "all"))
+        assert corpus.ids.itemsize == (2 if vocab_size == 400 else 4)
+        assert corpus.source_ends == np.cumsum(list(map(len, kept))).tolist()
+        assert corpus.hashes.tolist() == hashes and len(corpus) == len(documents)
+        everything = [sum(document, []) for document in documents]
+        ends = np.cumsum([0, *map(len, everything)])
+        assert corpus.first_tokens(np.arange(len(documents) + 1)).tolist() == ends.tolist()
+        assert corpus.words_before.tolist() == ends.tolist()  # a word of these stores is a token
         for found in (corpus, pickle.loads(pickle.dumps(corpus))):
-            assert found.ids.at(np.arange(len(everything))).tolist() == everything
-        backwards = np.arange(len(everything))[::-1].reshape(-1, 1)
-        assert corpus.ids.at(backwards).tolist() == np.array(everything)[backwards].tolist()
-        assert corpus.first_tokens(np.arange(len(sizes) + 1)).tolist() == [0, *ends]
-        assert corpus.document_words.at(np.arange(len(sizes))).tolist() == ends.tolist()
-        sentence = 0
-        for number, document in enumerate(document for documents in stores for document in documents):
-            assert corpus.tokens(number).tolist() == everything[ends[number] - sizes[number] : ends[number]]
-            assert corpus.sentences(number).tolist() == list(range(sentence, sentence + len(document)))
-            sentence += len(document)
-        kept = [number for number in range(len(corpus)) if rng.random() < 0.5] or [0]
-        small = corpus.only(np.array(kept))
-        assert [small.tokens(number).tolist() for number in range(len(kept))] == [
-            corpus.tokens(number).tolist() for number in kept
-        ]
-        for table in ("sentence_ends", "document_ends", "document_words"):
-            number_of = [len(list_of(corpus, table, [number])) for number in kept]
-            assert len(getattr(small, table)) == sum(number_of)
-            assert list_of(small, table, range(len(kept))) == list_of(corpus, table, kept)
-
-
-def list_of(corpus, table, documents):
-    """What the entries of a table count in some documents, one after the other; each document is a paragraph."""
-    table, found = getattr(corpus, table), []
-    for document in documents:
-        numbers = corpus.sentences(document) if table is corpus.sentence_ends else np.array([document])
-        found += (table.at(numbers) - table.before(numbers)).tolist()
-    return found
+            for number, document in enumerate(documents):
+                assert found.tokens(number).tolist() == everything[number]
+                sentences = found.sentences(number)
+                assert np.diff(found.sentence_starts[[*sentences, sentences[-1] + 1]]).tolist() == [
+                    *map(len, document)
+                ]
+                inside = np.arange(ends[number], ends[number + 1])
+                assert (find(corpus.document_starts, find(corpus.sentence_starts, inside)) == number).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,8 +106,8 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
 
 def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
     found = TextStore(prepare_text([file_source(books)], "en", {}, cache_folder()))
-    several = TokenizedCorpus(read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes=2)))
-    is_held_out = np.isin(several.hashes(), text.held_out.hashes())
+    several = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes=2))
+    is_held_out = np.isin(several.hashes, text.held_out.hashes)
     assert is_held_out.sum() == len(text.held_out) == 24 - len(text.train)
     for is_chosen, tokens in ((is_held_out, text.held_out), (~is_held_out, text.train), (np.ones(24, bool), several)):
         for number, document in enumerate(np.flatnonzero(is_chosen)):
@@ -145,7 +115,7 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
             sentences, first = tokens.sentences(number), int(tokens.first_tokens(number))
             assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
             ends = np.cumsum(list(map(len, expected))).tolist()
-            assert (tokens.sentence_ends.at(sentences) - first).tolist() == ends
+            assert (tokens.sentence_starts[sentences + 1] - first).tolist() == ends
 
 
 @pytest.mark.parametrize("at_once", [1, 200])
@@ -158,10 +128,10 @@ def test_a_store_does_not_depend_on_how_much_is_tokenized_at_once(text, at_once,
         )
         (tmp_path / "texts" / f"{number:02d}.txt").write_text(content)
     found = TextStore(prepare_text([file_source(tmp_path / "texts")], "en", {}, tmp_path))
-    expected = read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path / "whole"))
+    expected = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path / "whole"))
     monkeypatch.setattr(encoding, "TOKENIZED_AT_ONCE", at_once)
-    store = read_store(prepare_tokens(found.part(), text.tokenizer, tmp_path / "parts"))
-    assert store.fingerprint == expected.fingerprint and len(store.document_ends) == len(found) - 5 == 19
+    store = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path / "parts"))
+    assert store.fingerprint == expected.fingerprint and len(store) == len(found) - 5 == 19
     for name in token_store.ARRAYS:
         assert getattr(store, name).tolist() == getattr(expected, name).tolist(), name
 

@@ -11,6 +11,7 @@ from d2l_bert.cli import main
 from d2l_bert.folders import read_json
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.token_store import find
 from d2l_bert.training.batching import make_held_out
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.held_out import held_out_counts, held_out_metrics
@@ -66,13 +67,13 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     held_out = make_held_out(run, text)
     (pairs,) = [pairs for pairs, _ in held_out.parts()]
     spans = [(pair["a_start"], pair["a_end"]) for pair in pairs] + [(pair["b_start"], pair["b_end"]) for pair in pairs]
-    sentences = text.held_out.sentence_ends
-    met = {int(sentences.find(start)) for start, end in spans if end > start}
+    starts = text.held_out.sentence_starts
+    met = {int(find(starts, start)) for start, end in spans if end > start}
     assert len(text.held_out) == BOOKS
     assert len(text.held_out.ids) == sum(
         len(text.tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]) for path in check_books.iterdir()
     )
-    assert max(end for _, end in spans) <= len(text.held_out.ids) and len(met) > len(sentences) / 4
+    assert max(end for _, end in spans) <= len(text.held_out.ids) and len(met) > len(starts) / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
     expected = 0.0
     starts = corpus.first_tokens(np.arange(len(corpus) + 1))
     words = [4 * 40] * len(corpus)  # in each text
-    assert (np.diff([0, *corpus.document_words.at(np.arange(len(corpus)))]) == words).all()
+    assert (np.diff(corpus.words_before) == words).all()
     for pair in pairs:
         for side in "ab":
             for token in range(pair[f"{side}_start"], pair[f"{side}_end"]):

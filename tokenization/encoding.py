@@ -43,7 +43,7 @@ def prepare_tokens(
         word_unit: what the store counts as words.
 
     Returns:
-        The store's path in `folder`, for `read_store`.
+        The store's path in `folder`, for `TokenizedCorpus`.
 
     Raises:
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be

@@ -31,7 +31,7 @@ from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_
 from d2l_bert.tokenization.sentences import CLEANING
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
-from d2l_bert.tokenization.token_store import TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import make_tokenizer, train_on_words
 
 
@@ -54,8 +54,8 @@ def prepare(run: TextConfig) -> PreparedText:
     Prepare the text, tokenizer and tokens of a run.
 
     Reads the text, splits it into training and held-out documents, trains or loads the tokenizer, and tokenizes. Each
-    result is cached: a later call with the same text and options reads it from the cache. A corpus of prepared folders
-    is read from the folders instead, without the cache.
+    result is cached: a later call with the same text and options reads it from the cache. A prepared folder is read
+    instead, without the cache; several are joined there.
 
     Raises:
         UserError: the text or the validation text cannot be read or is too short; the tokenizer cannot be used,
@@ -140,9 +140,7 @@ def _from_text(run, has_validation):
 def _tokenize(part, tokenizer, facts, run, name):
     """The tokens of a part of a text, at least two documents."""
     with explained(name, "", UserError):
-        tokens = TokenizedCorpus(
-            read_store(prepare_tokens(part, tokenizer, cache_folder(), run.processes(), facts["word_unit"]))
-        )
+        tokens = TokenizedCorpus(prepare_tokens(part, tokenizer, cache_folder(), run.processes(), facts["word_unit"]))
         if empty := part.document_count() - len(tokens):
             logger.warning(f"{name}: {empty:,} documents without a token are left out")
         if len(tokens) < 2:
@@ -175,11 +173,11 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
 def _add_validation(prepared, sources, run):
     """Read and tokenize the validation text like the training text, and count the documents that are in both."""
     name, text = read_sources(sources, prepared.token_options)
-    documents, in_both = text.documents_in(prepared.train.hashes())
+    documents, in_both = text.documents_in(prepared.train.hashes)
     _hold_out(prepared, text.part(), run, f"validation text {name}")
     prepared.validation = {
         "corpus_name": name,
-        "corpus_fingerprint": prepared.held_out.fingerprint(),
+        "corpus_fingerprint": prepared.held_out.fingerprint,
         "texts": documents,
         "texts_in_training": in_both,
     }

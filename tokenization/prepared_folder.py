@@ -20,18 +20,18 @@ from transformers import PreTrainedTokenizerBase
 from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.progress import counted, shortened
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.cache import content_hash, short_hash
+from d2l_bert.tokenization.cache import cache_folder, content_hash, entry, short_hash, write_once
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.sources import PREPARED_FILE
-from d2l_bert.tokenization.token_store import TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import STORE_FORMAT, TokenizedCorpus, join_stores
 
 
 logger = logging.getLogger(__name__)
 
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
-PREPARED_FORMAT = 5
+PREPARED_FORMAT = 6
 
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
 
@@ -106,16 +106,16 @@ class PreparedText:
 
     def fingerprint(self) -> str:
         """A hash of the tokens to train on, and of those to evaluate on."""
-        return short_hash(self.train.fingerprint(), self.held_out.fingerprint())
+        return short_hash(self.train.fingerprint, self.held_out.fingerprint)
 
     def counts(self) -> dict:
         """The entry `data` of run_config.json: names, fingerprints, numbers of documents, tokens and words."""
-        train_words, words = (int(of.document_words.at(len(of) - 1)) for of in (self.train, self.held_out))
+        train_words, words = (int(of.words_before[-1]) for of in (self.train, self.held_out))
         return {
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.fingerprint(),
             "text_fingerprint": self.text_fingerprint,
-            "held_out_fingerprint": self.held_out.fingerprint(),
+            "held_out_fingerprint": self.held_out.fingerprint,
             "hub_datasets": self.hub_datasets,
             "reading": self.reading,
             "account": self.account,
@@ -151,9 +151,8 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     """
     wordpiece.save_tokenizer(text.tokenizer, folder)
     for name in STORES:
-        (store,) = getattr(text, name).stores
         (folder / name).mkdir()
-        for file in store.folder.iterdir():  # `shutil.copytree` would hide why a write fails
+        for file in getattr(text, name).folder.iterdir():  # `shutil.copytree` would hide why a write fails
             shutil.copyfile(file, folder / name / file.name)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     record = {
@@ -182,7 +181,8 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     """
     The text of the prepared folders that make one corpus. Of large files only the sizes are checked.
 
-    Of the held-out documents, those that another part trains on are left out.
+    The stores of several folders are joined in the cache. Of the held-out documents, those that another part trains on
+    are left out.
 
     Raises:
         UserError: a folder is damaged or has an earlier format, its tokenizer or options differ from those of the
@@ -208,21 +208,20 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         parts.append(part)
     if len(parts) == 1:
         return first
-    train, held_out = (
-        TokenizedCorpus(*(store for part in parts for store in getattr(part, name).stores)) for name in STORES
-    )
     name = shortened(", ".join(part.corpus_name for part in parts), 100)
-    is_apart = ~np.isin(held_out.hashes(), train.hashes())
-    if not is_apart.all():
+    trained_on = np.unique(np.concatenate([part.train.hashes for part in parts]))
+    apart = [np.flatnonzero(~np.isin(part.held_out.hashes, trained_on)) for part in parts]
+    held_out, left = sum(len(part.held_out) for part in parts), sum(map(len, apart))
+    if left < held_out:
         logger.info(
-            f"{name}: {(~is_apart).sum():,} of {len(held_out):,} held-out documents are left out, as other parts have "
-            f"copies of them to train on"
+            f"{name}: {held_out - left:,} of {held_out:,} held-out documents are left out, as other parts have copies "
+            f"of them to train on"
         )
-        if len(np.unique(held_out.hashes()[is_apart])) < 2:
-            raise UserError(
-                f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
-            )
-        held_out = held_out.only(np.flatnonzero(is_apart))
+    if len({*np.concatenate([part.held_out.hashes[some] for part, some in zip(parts, apart, strict=True)])}) < 2:
+        raise UserError(
+            f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
+        )
+    stores = _joined(parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart})
     languages = filter(None, dict.fromkeys(part.token_options["language"] for part in parts))
     return dataclasses.replace(
         first,
@@ -233,9 +232,21 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),
         reading=_added(part.reading for part in parts),
         account=_added(part.account for part in parts),
-        train=train,
-        held_out=held_out,
+        **stores,
     )
+
+
+def _joined(parts, kept):
+    """The documents that are kept of the parts' stores, as stores of the cache."""
+    path = entry(cache_folder(), "joined", STORE_FORMAT, [part.fingerprint() for part in parts])
+
+    def write(partial):
+        for name, documents in kept.items():
+            (partial / name).mkdir()
+            join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
+
+    write_once(path, "joining prepared folders", write)
+    return {name: TokenizedCorpus(path / name) for name in STORES}
 
 
 def _added(counts):
@@ -273,7 +284,7 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         for name, file in record["files"].items():
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-            is_large = name.endswith(".npy")
+            is_large = name.endswith(".bin")
             if (check_large or not is_large) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
     counts = record["counts"]
@@ -283,7 +294,7 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         tokenizer=load_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
         **{name: counts[name] for name in _READ_BACK},
-        **{name: TokenizedCorpus(read_store(folder / name)) for name in STORES},
+        **{name: TokenizedCorpus(folder / name) for name in STORES},
     )
 
 

@@ -197,7 +197,7 @@ def _is_binary(file):
 def _files_below(folder, seen):
     """All files in a folder and its subfolders but hidden ones. Links to folders are followed, each folder once."""
     seen.add(os.path.realpath(folder))
-    if any((folder / name).exists() for name in (PREPARED_FILE, "document_hashes.npy")):  # also without its record
+    if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin")):  # also without its record
         raise UserError(
             f"{folder}: a prepared folder, not text; give the text, or name every prepared folder to pretrain: "
             f"--corpus {folder} ..."

@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
 from d2l_bert.training.one_segment import one_segment_accuracy
 from d2l_bert.training.packing import ALONE, Sharding
 from d2l_bert.training.pairs import NO_LABEL, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, Objective
+
+
+# A fixed seed: all runs on a corpus have the same held-out pairs and masks.
+HELD_OUT_SEED = 20_181_011
 
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
@@ -158,7 +162,7 @@ class BatchMaker:
         ordinary[:, 0] = False
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        ids[ordinary] = self.tokens.ids.at((column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary])
+        ids[ordinary] = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.masking_kind, self.is_continuation)
         candidates = ordinary & (ids != self.unknown)
         masked, chosen = masking.mask_tokens(ids, candidates, keys, *rules, *self.replace_probs)

@@ -16,7 +16,7 @@ import numpy as np
 
 from d2l_bert.errors import UserError
 from d2l_bert.random_numbers import random_keys, random_order
-from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
+from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.training.pairs import Pieces, lay_out
 
 
@@ -94,8 +94,8 @@ class _Source:
 
     def __init__(self, selection, first, end, stretch_tokens):
         self.corpus = selection.corpus
-        self.first_sentence, self.end_sentence = self.corpus.document_ends.before(np.array([first, end])).tolist()
-        self.first_token, self.end_token = self.corpus.first_tokens(np.array([first, end])).tolist()
+        self.first_sentence, self.end_sentence = self.corpus.document_starts[[first, end]].tolist()
+        self.first_token, self.end_token = self.corpus.first_tokens([first, end]).tolist()
         self.stretch_tokens = max(1, stretch_tokens)
         self.stretches = -(-(self.end_token - self.first_token) // self.stretch_tokens)
 
@@ -103,25 +103,25 @@ class _Source:
         """The documents in the stretches with these numbers (n,), and the sentences of each."""
         firsts, ends = self._borders(stretches), self._borders(stretches + 1)
         firsts, ends = firsts[firsts < ends], ends[firsts < ends]
-        first_documents = self.corpus.document_ends.find(firsts)
-        last_documents = self.corpus.document_ends.find(ends - 1)
+        first_documents = find(self.corpus.document_starts, firsts)
+        last_documents = find(self.corpus.document_starts, ends - 1)
         counts = last_documents - first_documents + 1
         documents = ranges(first_documents, last_documents + 1)
-        starts = np.maximum(self.corpus.document_ends.before(documents), np.repeat(firsts, counts))
-        return Pieces(starts, np.minimum(self.corpus.document_ends.at(documents), np.repeat(ends, counts)))
+        starts = np.maximum(self.corpus.document_starts[documents], np.repeat(firsts, counts))
+        return Pieces(starts, np.minimum(self.corpus.document_starts[documents + 1], np.repeat(ends, counts)))
 
     def _borders(self, stretches):
         """The first sentence of each of these stretches (n,)."""
-        sentence_ends, document_ends = self.corpus.sentence_ends, self.corpus.document_ends
+        sentence_starts, document_starts = self.corpus.sentence_starts, self.corpus.document_starts
         tokens = self.first_token + stretches * self.stretch_tokens
         inside = np.minimum(tokens, self.end_token - 1)
-        sentences = sentence_ends.find(inside)
-        sentences += sentence_ends.before(sentences) < inside  # the first sentence that starts at `inside` or later
-        documents = document_ends.find(np.minimum(sentences, self.end_sentence - 1))
-        following = document_ends.at(documents)
+        sentences = find(sentence_starts, inside)
+        sentences += sentence_starts[sentences] < inside  # the first sentence that starts at `inside` or later
+        documents = find(document_starts, np.minimum(sentences, self.end_sentence - 1))
+        following = document_starts[documents + 1]
         # Move the border to the next document if that document begins before the next border.
-        is_near = sentence_ends.before(following) < tokens + self.stretch_tokens
-        begins_document = document_ends.before(documents) == sentences
+        is_near = sentence_starts[following] < tokens + self.stretch_tokens
+        begins_document = document_starts[documents] == sentences
         borders = np.where(is_near & ~begins_document, following, sentences)
         borders = np.where(tokens >= self.end_token, self.end_sentence, np.minimum(borders, self.end_sentence))
         return np.where(stretches == 0, self.first_sentence, borders)
@@ -305,7 +305,7 @@ class EpochPairs:
         pairs, pieces = (make(place.epoch, place.window) for make in (self.window, self.pieces))
         if self.windows(place.epoch) == 1:
             return float(len(pairs))
-        first_tokens, ends = (self.selection.corpus.sentence_ends.before(at) for at in (pieces.firsts, pieces.ends))
+        first_tokens, ends = (self.selection.corpus.sentence_starts[of] for of in (pieces.firsts, pieces.ends))
         passes = 1 if self.selection.passes is None else self.selection.passes
         return len(pairs) / float((ends - first_tokens).sum()) * float((self.selection.source_tokens() * passes).sum())
 

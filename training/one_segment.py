@@ -42,6 +42,6 @@ def _features(corpus, pairs, side, values):
     """The pair of each feature of the segments, and the feature's number: below `4 * values`, for four kinds."""
     starts, ends = pairs[f"{side}_start"], pairs[f"{side}_end"]
     pair = np.arange(len(pairs))
-    kinds = (corpus.ids.at(ranges(starts, ends)), corpus.ids.at(starts), corpus.ids.at(ends - 1), ends - starts)
+    kinds = (corpus.ids[ranges(starts, ends)], corpus.ids[starts], corpus.ids[ends - 1], ends - starts)
     numbers = [kind.astype(np.int64) + number * values for number, kind in enumerate(kinds)]
     return np.concatenate([np.repeat(pair, ends - starts), pair, pair, pair]), np.concatenate(numbers)

@@ -90,7 +90,7 @@ def lay_out(
     into several.
 
     Args:
-        corpus: has the tables `sentence_ends` and `ids` (`TokenizedCorpus`).
+        corpus: has the arrays `sentence_starts` and `ids` (`TokenizedCorpus`).
         pieces: the sentences to lay out.
         rng: the generator of all random numbers.
         max_seq_length: the most tokens in a pair, special tokens included.
@@ -136,10 +136,8 @@ class _Sentences:
         has_sentences = pieces.ends > pieces.firsts
         firsts, piece_ends = pieces.firsts[has_sentences], pieces.ends[has_sentences]
         bounds = np.append(0, np.cumsum(piece_ends - firsts))
-        ends = corpus.sentence_ends.at(ranges(firsts, piece_ends))
-        starts = np.append(0, ends[:-1])[: len(ends)]  # a sentence starts where the previous sentence ends
-        starts[bounds[:-1]] = corpus.sentence_ends.before(firsts)
-        return cls(starts, ends, bounds)
+        numbers = ranges(firsts, piece_ends)
+        return cls(corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1], bounds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ def _exchange(a, b, capacity, ids, rng):
 def _stands_twice(b, block, ids):
     """Whether another B (2, pairs) of the same block has the same tokens (pairs,)."""
     places = b[0][:, None] + (b[1] - b[0])[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
-    keys = ids.at(places).astype(np.int64) @ HASH_FACTORS  # modulo 2**64
+    keys = ids[places].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
     order = np.lexsort((keys, block))
     is_same = (np.diff(keys[order]) == 0) & (np.diff(block[order]) == 0)
     found = np.zeros(len(order), dtype=bool)

@@ -109,7 +109,7 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         given = [*run.validation_corpus, *run.validation_dataset]
         for name, path in zip(evaluated, given, strict=True):
             if Path(name).exists():
-                fingerprints[path] = text.held_out.fingerprint()
+                fingerprints[path] = text.held_out.fingerprint
     for path in filter(None, (run.tokenizer, run.init_from)):
         if Path(path).exists():
             fingerprints[path] = hash_of_model(path)
@@ -212,7 +212,7 @@ def make_identity(job: Job) -> dict:
     # `check_identity` names the first difference, so the cause comes before its effect: a tokenizer trained by this
     # run follows from the corpus; with an existing tokenizer, the corpus's tokens follow from the tokenizer.
     fingerprints = {
-        "corpus (fingerprint)": text.train.fingerprint(),
+        "corpus (fingerprint)": text.train.fingerprint,
         "tokenizer (fingerprint)": wordpiece.tokenizer_fingerprint(text.tokenizer),
     }
     values = {
@@ -222,7 +222,7 @@ def make_identity(job: Job) -> dict:
         # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
         "validation text": "none" if text.validation is None else "given",
         **(fingerprints if run.existing_tokenizer() is None else dict(reversed(fingerprints.items()))),
-        "held-out text (fingerprint)": text.held_out.fingerprint(),
+        "held-out text (fingerprint)": text.held_out.fingerprint,
     }
     return {name: value for name, value in values.items() if name not in redundant}
 

@@ -139,8 +139,7 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     corpus = text.held_out
     for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
         sentence = rng.choice(corpus.sentences(document))
-        first, end = corpus.sentence_ends.before(sentence), corpus.sentence_ends.at(sentence)
-        ids = corpus.ids.at(np.arange(first, end)).tolist()
+        ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole_words = [
             position
@@ -176,8 +175,8 @@ def token_entropy(text) -> float:
         text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
     """
     corpus = text.held_out
-    (end,) = corpus.first_tokens(np.array([min(len(corpus), MAX_ENTROPY_DOCUMENTS)]))
-    counts = np.bincount(corpus.ids.at(np.arange(end)), minlength=len(text.tokenizer))
+    end = corpus.first_tokens(min(len(corpus), MAX_ENTROPY_DOCUMENTS))
+    counts = np.bincount(corpus.ids[:end], minlength=len(text.tokenizer))
     counts[text.tokenizer.unk_token_id] = 0
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

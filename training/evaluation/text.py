@@ -18,10 +18,10 @@ from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, open_sources, read_sources
 from d2l_bert.tokenization.text_store import TextPart, held_out_documents
-from d2l_bert.tokenization.token_store import HELD_OUT_SEED, TokenizedCorpus, read_store
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.batching import make_batch_maker, pairing_arguments
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data import HeldOutPairs
+from d2l_bert.training.data import HELD_OUT_SEED, HeldOutPairs
 from d2l_bert.training.distributed import on_main
 from d2l_bert.training.epochs import Selection
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -260,12 +260,12 @@ def _tokens(model, text, config, accelerator):
     path = on_main(accelerator, prepare_tokens, *arguments, share_result=False)
     if path is None:  # the main process wrote the tokens into this cache, or into that of another machine
         path = prepare_tokens(*arguments)
-    tokens = TokenizedCorpus(read_store(path))
+    tokens = TokenizedCorpus(path)
     cases = {
         f"no document of {text.name} holds a token that its tokenizer knows; give other text": not len(tokens),
         "its run held out other documents: give its files in the same order, and no option that reads them otherwise; "
         "a corpus of parts that were prepared apart cannot be held out again": (
-            asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint()
+            asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint
         ),
     }
     refuse_first(cases, f"{model.name}: ")

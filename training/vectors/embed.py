@@ -21,7 +21,6 @@ from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.sources import STDIN, text_lines
-from d2l_bert.tokenization.token_store import NumberFile
 from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
@@ -158,6 +157,35 @@ def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[st
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What becomes of the vectors
+
+
+class NumberFile:
+    """
+    A `.npy` file that grows by appending rows, so that an array need not fit into memory.
+
+    Args:
+        row: the shape of a row.
+    """
+
+    def __init__(self, path: Path, dtype: str, row: tuple[int, ...]):
+        self.dtype, self.row, self.count = np.dtype(dtype), row, 0
+        self.file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self):  # NumPy pads the header: a header with a larger count has the same size
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count, *self.row)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def append(self, rows: np.ndarray) -> None:
+        """Append rows (n, ...)."""
+        self.file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
+        self.count += len(rows)
+
+    def close(self) -> None:
+        """Write the count into the header."""
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
 
 
 @contextlib.contextmanager
