@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.turns import machine, positive
 from d2l_bert import RECIPES, PretrainConfig
+from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.account import account_of
-from d2l_bert.tokenization.cache import content_hash, short_hash
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.search import sentences_of
-from d2l_bert.tokenization.cache import content_hash
+from d2l_bert.folders import content_hash
 from d2l_bert.training.config import PREFIX
 
 

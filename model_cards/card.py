@@ -51,7 +51,6 @@ PIPELINE_TAGS = {
     "Model": "feature-extraction",
 }
 
-CLEANING = ("unicode_normalization", "min_paragraph_characters", "drop_duplicate_paragraphs")
 MASKED = {"token": "tokens", "whole_word": "tokens, whole words", "span": "tokens, spans of whole words"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of the encoder's blocks, AdamW for all else"}
 
@@ -160,7 +159,6 @@ def card_of(
         counted=counted,
         account=account_line(data["account"]) if "account" in data else None,
         shown={metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)},
-        cleaning=[f"`{name}={run[name]}`" for name in CLEANING if run.get(name, 0) not in ("none", 0, False)],
         masked_units=MASKED,
         optimizers=OPTIMIZERS,
         decay_ratio=run.get("decay_ratio") or record.get("decay_ratio"),

@@ -11,6 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
 from d2l_bert.errors import UserError, explained, refuse_first
+from d2l_bert.folders import content_hash
 from d2l_bert.model_cards.card import (
     CARD_FILE,
     METRICS_FILE,
@@ -24,9 +25,7 @@ from d2l_bert.modeling import configuration_d2l_bert, conversion, modeling_d2l_b
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import AUTO_MAP
 from d2l_bert.modeling.export import FLOAT, OnnxModel, largest_difference, read_for_task
-from d2l_bert.tokenization.cache import content_hash
-from d2l_bert.tokenization.existing_tokenizers import stock_tokenizer
-from d2l_bert.tokenization.wordpiece import pieces
+from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
 CODE = {Path(module.__file__).name: Path(module.__file__) for module in (configuration_d2l_bert, modeling_d2l_bert)}

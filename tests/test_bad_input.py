@@ -18,9 +18,9 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.existing_tokenizers import load_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 

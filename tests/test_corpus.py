@@ -13,8 +13,9 @@ from text_sources import texts, write_table
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.cache import short_hash
-from d2l_bert.tokenization.sources import all_documents, decoded, file_source, text_lines
+from d2l_bert.folders import short_hash
+from d2l_bert.tokenization.sources import all_documents, decoded, file_source
+from d2l_bert.training.vectors.embed import text_lines
 
 
 def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):

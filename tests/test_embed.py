@@ -10,10 +10,9 @@ from encoders import WORDS, vectors_one_by_one, write_encoders
 from numpy.testing import assert_allclose
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.sources import text_lines
 from d2l_bert.training.vectors import embed as module
 from d2l_bert.training.vectors.config import EmbedConfig
-from d2l_bert.training.vectors.embed import embed
+from d2l_bert.training.vectors.embed import embed, text_lines
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -89,7 +89,7 @@ def lines(tmp_path_factory):
     return path
 
 
-TEXT_OPTIONS = ["--documents=line", "--min_paragraph_characters=20", "--language=de", "--validation_fraction=0.2"]
+TEXT_OPTIONS = ["--documents=line", "--language=de", "--validation_fraction=0.2"]
 TEXT_OPTIONS += ["--max_validation_characters=2000"]  # a fifth of the lines has more
 ROW_OPTIONS = [
     ["--objective=nsp", "--max_eval_pairs=30"],

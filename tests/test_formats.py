@@ -63,15 +63,7 @@ def write_chinese(folder):
         (folder / f"{number}.txt").write_text("\n".join(text), encoding="utf-8")
 
 
-TEXTS = {  # how each is written, its language, and how it is cleaned
-    "english": (write_english, "en", {}),
-    "cleaned": (
-        write_english,
-        "en",
-        {"unicode_normalization": "NFKC", "min_paragraph_characters": 20, "drop_duplicate_paragraphs": True},
-    ),
-    "chinese": (write_chinese, "zh", {"unicode_normalization": "NFC"}),
-}
+TEXTS = {"english": (write_english, "en"), "chinese": (write_chinese, "zh")}  # how each is written, its language
 
 # A fixed vocabulary, so that ids do not depend on how a vocabulary is trained.
 PIECES = [*wordpiece.SPECIAL_TOKENS, *map(chr, range(33, 127)), *(f"##{chr(code)}" for code in range(97, 123))]
@@ -97,9 +89,9 @@ PIECES += [
 
 def measured(name: str, folder: Path) -> dict[str, str]:
     """The SHA-256 of what is made of a text, by the names in `RECORDED`."""
-    write, language, cleaning = TEXTS[name]
+    write, language = TEXTS[name]
     write(folder / name)
-    text = TextStore(prepare_text([file_source(folder / name)], language, cleaning, folder / "cache"))
+    text = TextStore(prepare_text([file_source(folder / name)], language, folder / "cache"))
     tables = {key: getattr(text, key).tolist() for key in ("documents", "sources", "characters", "hashes")}
     tables |= {"source_count": text.source_count, "reading": text.reading}
     # Every sentence but those of two documents, in the order of the text.
@@ -124,7 +116,6 @@ def formats() -> dict[str, int]:
         "STORE_FORMAT": token_store.STORE_FORMAT,
         "ENCODING_FORMAT": encoding.ENCODING_FORMAT,
         "TOKENIZER_FORMAT": prepare.TOKENIZER_FORMAT,
-        "ACCOUNT_FORMAT": prepare.ACCOUNT_FORMAT,
     }
 
 

@@ -13,6 +13,7 @@ from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.text_store import held_out_documents
+from d2l_bert.training.existing_tokenizers import load_tokenizer
 
 
 OPTIONS = [*(option for option in SMALL if not option.startswith("--vocab_size")), "--mixed_precision=no"]
@@ -77,13 +78,13 @@ def paths(folders):
 
 def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts, tokenizer):
     together = prepare(TextConfig(corpus=paths(parts)))
-    whole = prepare(TextConfig(corpus=paths(texts), tokenizer=str(tokenizer)))
+    whole = prepare(TextConfig(corpus=paths(texts)), load_tokenizer(str(tokenizer)))
     (train, held_out), of_whole = documents(together), documents(whole)
     assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
     # Each part holds out some of its own documents, and the order within each is that of the text.
     ends = [0]
     for text in texts:
-        part = prepare(TextConfig(corpus=[str(text)], tokenizer=str(tokenizer)))
+        part = prepare(TextConfig(corpus=[str(text)]), load_tokenizer(str(tokenizer)))
         ends.append(ends[-1] + len(part.train))
         assert documents(part)[0] == train[ends[-2] : ends[-1]]
     assert together.train.source_ends == ends[1:]
@@ -199,7 +200,7 @@ def other_parts(texts, books, tokenizer, tmp_path_factory):
     with_tokenizer = f"--tokenizer={tokenizer}"
     for name, options in {
         "own-tokenizer": ["--vocab_size=300"],
-        "cleaned": [with_tokenizer, "--min_paragraph_characters=20"],
+        "divided": [with_tokenizer, "--documents=blank_line"],
         "fraction": [with_tokenizer, "--validation_fraction=0.1"],
     }.items():
         assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={folder / name}", *options]) == 0
@@ -208,7 +209,7 @@ def other_parts(texts, books, tokenizer, tmp_path_factory):
 
 REFUSED = [  # the second folder, then words of the line that refuses it
     ("own-tokenizer", "own-tokenizer: its tokenizer is not that of ", "prepare it again with --tokenizer "),
-    ("cleaned", "cleaned: was prepared with min_paragraph_characters 20, and ", " with 0; prepare both alike"),
+    ("divided", "divided: was prepared with documents 'blank_line', and ", " with 'auto'; prepare both alike"),
     ("fraction", "fraction: was prepared with validation_fraction 0.1, and ", " with 0.05; prepare both alike"),
 ]
 

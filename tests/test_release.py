@@ -12,8 +12,7 @@ import pytest
 from benchmarks import release
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
-from d2l_bert.folders import read_json, write_json
-from d2l_bert.tokenization.cache import short_hash
+from d2l_bert.folders import read_json, short_hash, write_json
 from d2l_bert.tokenization.sources import file_source
 
 

@@ -1,4 +1,4 @@
-"""How text becomes documents: cleaning, sentences, blocks of sentences."""
+"""How documents become sentences, and blocks of sentences."""
 
 import random
 from collections import Counter
@@ -12,33 +12,8 @@ from d2l_bert.tokenization.sentences import (
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
     Document,
-    clean,
     split_sentences,
 )
-
-
-def test_each_cleaning_rule_changes_only_its_own_paragraphs_and_counts_them():
-    ligature, composed = "The \ufb01rst cafe\u0301.", "The first caf\xe9."
-    texts = [[ligature, "Short.", "Twice the same."], ["Twice the same."]]
-    read = {"documents": 2, "paragraphs": 4, "characters": sum(len(line) for text in texts for line in text)}
-
-    def cleaned(**rules):
-        counts = Counter()
-        found = clean([Document(text) for text in texts], counts, **rules)
-        return [list(document.paragraphs) for document in found], dict(+counts)
-
-    assert cleaned() == (texts, read)
-    assert cleaned(unicode_normalization="NFC")[0][0][0] == "The \ufb01rst caf\xe9."
-    assert cleaned(unicode_normalization="NFKC", min_paragraph_characters=8, drop_duplicate_paragraphs=True) == (
-        [[composed, "Twice the same."], []],
-        {
-            **read,
-            "paragraphs normalised": 1,
-            "paragraphs dropped as too short": 1,
-            "paragraphs dropped as duplicates": 1,
-            "characters removed by cleaning": len("Short.Twice the same."),
-        },
-    )
 
 
 def test_sentences_are_split():
@@ -107,16 +82,17 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
     assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
-    assert counts == {CUT: 2, "sentences": len(sentences)}
+    assert counts.pop("characters") == sum(map(len, document.paragraphs))
+    assert counts == {CUT: 2, "documents": 1, "paragraphs": 3, "sentences": len(sentences)}
 
 
-def test_a_long_text_without_full_stops_is_one_sentence():
+def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing():
     counts = Counter()
     blocks = list(split_sentences([Document(["A word " * 100_000 + "ends. Then two more. Three."])], "en", counts))
     sentences = [sentence for block in blocks for sentence in block.sentences]
     assert sentences[-2:] == ["Then two more.", "Three."]
     assert " ".join(sentences) == "A word " * 100_000 + "ends. Then two more. Three."
-    assert counts[CUT] == 1
+    assert counts[CUT] == -(-700_000 // (1 << 14))
 
 
 def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):

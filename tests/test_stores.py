@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from d2l_bert import train_wordpiece
+from d2l_bert.folders import cache_folder
 from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
-from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
 from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sources import file_source
@@ -89,7 +89,7 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     monkeypatch.setattr(text_store, "BATCH_CHARACTERS", characters)
     lines = [f"line {number} of the log" for number in range(1000)]
     (tmp_path / "app.log").write_text("\n".join(lines))
-    found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, {}, tmp_path))
+    found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, tmp_path))
     assert len(found) == len(found.hashes) == len(set(found.hashes.tolist())) == 1000
     assert list(found.part()) == lines
     assert found.reading["characters"] == found.characters.sum() == sum(map(len, lines))
@@ -105,7 +105,7 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
 
 
 def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
-    found = TextStore(prepare_text([file_source(books)], "en", {}, cache_folder()))
+    found = TextStore(prepare_text([file_source(books)], "en", cache_folder()))
     several = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes=2))
     is_held_out = np.isin(several.hashes, text.held_out.hashes)
     assert is_held_out.sum() == len(text.held_out) == 24 - len(text.train)
@@ -127,7 +127,7 @@ def test_a_store_does_not_depend_on_how_much_is_tokenized_at_once(text, at_once,
             "\ue000" if number % 5 == 2 else " ".join(f"Anna met number {place}." for place in range(number * 30))
         )
         (tmp_path / "texts" / f"{number:02d}.txt").write_text(content)
-    found = TextStore(prepare_text([file_source(tmp_path / "texts")], "en", {}, tmp_path))
+    found = TextStore(prepare_text([file_source(tmp_path / "texts")], "en", tmp_path))
     expected = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path / "whole"))
     monkeypatch.setattr(encoding, "TOKENIZED_AT_ONCE", at_once)
     store = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path / "parts"))
@@ -204,7 +204,7 @@ def test_documents_without_a_token_do_not_shift_the_sources_or_the_held_out_docu
 
 
 def test_a_sample_of_sentences_is_spread_over_the_text_limited_in_size_and_repeatable(books, text):
-    found = TextStore(prepare_text([file_source(books)], "en", {}, cache_folder()))
+    found = TextStore(prepare_text([file_source(books)], "en", cache_folder()))
     everything = found.part()
     assert list(everything) == list(everything) and len(list(everything)) == 24 * 30
     half = everything.sample(sum(map(len, everything)) // 2)

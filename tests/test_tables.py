@@ -18,9 +18,10 @@ from text_sources import texts, write_table
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
-from d2l_bert.tokenization.sources import file_source, text_lines
+from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.tables import file_kind, text_rows
 from d2l_bert.training.finetuning.tables import read_file
+from d2l_bert.training.vectors.embed import text_lines
 
 
 TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nOf two lines."]

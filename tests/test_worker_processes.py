@@ -33,9 +33,10 @@ def test_processes_that_cannot_be_started_are_said_in_one_line(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_other_processes_end_with_the_one_that_started_them(number):
     code = (
-        "import itertools, time; from d2l_bert.tokenization.processes import in_order\n"
-        "for number, _ in enumerate(in_order(time.sleep, itertools.repeat(0), 2)):\n"
-        "    print(number, flush=True); time.sleep(0.5)\n"  # the other processes wait for work most of the time
+        "import time; from d2l_bert.tokenization.processes import in_order\n"
+        # The other processes wait, for work or until a result of a megabyte is taken.
+        "for number, _ in enumerate(in_order(bytes, [10**6] * 1000, 2)):\n"
+        "    print(number, flush=True); time.sleep(0.5)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

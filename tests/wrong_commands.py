@@ -244,7 +244,6 @@ AFTER_READING = [  # errors found only after the text is read: lines of progress
     ("embed run cut.jsonl --output v.npy", "cut.jsonl"),
     ("embed run empty.vocab --nearest a", "empty.vocab"),
     ("pretrain --corpus file.txt", "file.txt"),
-    ("pretrain --min_paragraph_characters 9999", "books"),
     ("pretrain --dataset parts --dataset_split dev", "--dataset_split"),
     ("pretrain --dataset run", "dataset run"),
     ("pretrain --corpus tokens --source_weights 1 2", "source_weights"),

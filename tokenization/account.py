@@ -1,5 +1,6 @@
 """The account of a text: what its tokenizer drops, reads as `[UNK]` or makes equal, said with cause and option."""
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
@@ -78,7 +79,7 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
         `characters`, white space aside; of them `unknown_characters`, which stand in `[UNK]`, `dropped_marks` (as many
         nonspacing marks of the decomposed text) and `dropped_characters` (any other, such as control characters);
         `word_types`, and of them `merged_types`, which have the tokens of another word type that differs by more than
-        case; `merged_examples`, a few of these.
+        case and normal form; `merged_examples`, a few of these.
     """
     normalizer, unk = tokenizer.backend_tokenizer.normalizer, tokenizer.unk_token_id
     if normalized(ZERO_WIDTH_SPACE, normalizer).isspace():  # to this tokenizer it ends a word
@@ -98,7 +99,7 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
             unknown += count * sum(end - start for id, (start, end) in spans if id == unk)
         of_tokens.setdefault(tuple(ids), []).append(word)
     for same in of_tokens.values():
-        different = {word.lower(): word for word in same}
+        different = {unicodedata.normalize("NFKC", word).lower(): word for word in same}
         if len(different) > 1:
             merged += len(same)
             examples.append((sum(words[word] for word in same), list(different.values())[:2]))
@@ -158,6 +159,7 @@ def remarks(
         language: the option.
     """
     facts, unknown = facts_of(tokenizer), share_unknown(account)
+    composed, decomposed = (normalized(form, tokenizer.backend_tokenizer.normalizer) for form in ("\u00e9", "e\u0301"))
     other = "another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
     strip = f"give {other}" if is_given else "--strip_accents false keeps them"
     case = f"give {other}" if is_given else "--lowercase false keeps it"
@@ -187,8 +189,10 @@ def remarks(
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
-        "the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
-        "--unicode_normalization NFC makes them one": contents["mixed_forms"] > NOTICEABLE,
+        f"the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
+        f"{'convert it to NFC' if is_given else '--unicode_normalization NFC makes them one'}": (
+            contents["mixed_forms"] > NOTICEABLE and composed != decomposed
+        ),
         f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
         f"apart, and the tokenizer drops it; {case}": facts["lowercase"] and contents["mixed_case"] > MOST_MIXED_CASE,
         f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, cores, option
-from d2l_bert.tokenization.cache import dataset_folder
 from d2l_bert.tokenization.rules import Rules
+from d2l_bert.tokenization.sources import dataset_folder
 
 
 Separator = Literal["auto", ",", ";", "tab", "pipe"]  # as in `tables.table_rows`
@@ -120,11 +120,6 @@ class TextConfig(SourceConfig):
     validation_dataset: ClassVar[list[str]] = []
     validation_split: ClassVar[str] = ""
 
-    unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
-        "none", "Unicode normal form that paragraphs are converted to", TEXT
-    )
-    min_paragraph_characters: int = option(0, "drop paragraphs with fewer characters", TEXT, within="[0, inf)")
-    drop_duplicate_paragraphs: bool = option(False, "of equal paragraphs, keep only the first", TEXT)
     validation_fraction: float = option(
         0.05, "share of the text to hold out for evaluation, in whole documents", TEXT, within="(0, 1)"
     )
@@ -153,6 +148,9 @@ class TextConfig(SourceConfig):
         "that do not overlap)",
         TOKENIZER,
         metavar="bert|characters|kmers:N",
+    )
+    unicode_normalization: Literal["none", "NFC", "NFKC"] = option(
+        "none", "Unicode normal form that the tokenizer converts text to, before all else", TOKENIZER
     )
     individual_digits: bool = option(
         False, "make every digit a word, so that numbers do not fill the vocabulary", TOKENIZER
@@ -226,6 +224,6 @@ def dataset_and_config(dataset: str) -> tuple[str, str | None]:
 
 # Options for training a tokenizer: refused together with an existing tokenizer.
 TOKENIZER_TRAINING_OPTIONS = (
-    *("vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "individual_digits"),
+    *("vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "unicode_normalization", "individual_digits"),
     *("min_frequency", "limit_alphabet"),
 )

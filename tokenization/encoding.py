@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from d2l_bert.folders import entry, write_once
 from d2l_bert.progress import with_progress
-from d2l_bert.tokenization.cache import entry, write_once
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
@@ -57,14 +57,12 @@ def prepare_tokens(
         documents = text.documents[blocks]
         ends_document = np.diff(documents, append=-1) != 0
 
-        def spans():
-            for first in range(0, len(blocks), at_once):
-                some = slice(first, first + at_once)
-                ended = documents[some][ends_document[some]]
-                yield blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]
-
+        spans = []
+        for some in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
+            ended = documents[some][ends_document[some]]
+            spans.append((blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]))
         arguments = (text.folder, backend, word_unit)
-        sections = in_order(_tokenize, spans(), min(processes, -(-len(blocks) // at_once)), _open_text, arguments)
+        sections = in_order(_tokenize, spans, min(processes, len(spans)), _open_text, arguments)
         sections = with_progress(
             sections, "tokenizing", part.document_count(), lambda section: len(section.document_ends)
         )

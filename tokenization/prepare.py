@@ -1,17 +1,17 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
 import dataclasses
-import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
+from d2l_bert.folders import cache_folder, cached_json, entry, short_hash
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -22,13 +22,10 @@ from d2l_bert.tokenization.account import (
     share_unknown,
     unknown_share,
 )
-from d2l_bert.tokenization.cache import cache_folder, cached_json, entry, short_hash
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
-from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words, word_unit_of
-from d2l_bert.tokenization.sentences import CLEANING
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus
@@ -41,25 +38,25 @@ logger = logging.getLogger(__name__)
 # The share of `[UNK]` in a text to evaluate on is taken from stretches of about this many characters in all.
 SAMPLED_CHARACTERS = 2_000_000
 
-# Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary: cached tokenizers
-# are then trained again. `tests/test_formats.py` fails until it is raised.
-TOKENIZER_FORMAT = 3
-
-# Raise ACCOUNT_FORMAT by 1 when the same text with the same tokenizer would give another account.
-ACCOUNT_FORMAT = 3
+# Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary, or another
+# account: cached tokenizers are then trained again. `tests/test_formats.py` fails until it is raised.
+TOKENIZER_FORMAT = 4
 
 
-def prepare(run: TextConfig) -> PreparedText:
+def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) -> PreparedText:
     """
     Prepare the text, tokenizer and tokens of a run.
 
-    Reads the text, splits it into training and held-out documents, trains or loads the tokenizer, and tokenizes. Each
+    Reads the text, splits it into training and held-out documents, trains the tokenizer, and tokenizes. Each
     result is cached: a later call with the same text and options reads it from the cache. A prepared folder is read
     instead, without the cache; several are joined there.
 
+    Args:
+        existing: the tokenizer that `run` names; None if one is trained.
+
     Raises:
-        UserError: the text or the validation text cannot be read or is too short; the tokenizer cannot be used,
-            trained or extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
+        UserError: the text or the validation text cannot be read or is too short; the tokenizer cannot be trained or
+            extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
             written; or a process was killed or could not be started.
     """
     prepared = None
@@ -78,20 +75,17 @@ def prepare(run: TextConfig) -> PreparedText:
         ("--validation_corpus", "--validation_split"),
     )
     if prepared is None:
-        prepared = _from_text(run, bool(validation))
+        prepared = _from_text(run, existing, bool(validation))
     if validation:
         _add_validation(prepared, validation, run)
     logger.info(prepared.summary())
     return prepared
 
 
-def _from_text(run, has_validation):
+def _from_text(run, existing, has_validation):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
-    existing = run.existing_tokenizer()
-    tokenizer = None if existing is None else load_tokenizer(existing)
     sources = open_sources(run.text_paths(), run.dataset, run.dataset_split, run, run.max_documents)
-    corpus_name, text = read_sources(sources, run.token_options())
-    cache = cache_folder()
+    corpus_name, text = read_sources(sources, run.language)
     with explained(corpus_name, "", UserError):
         is_held_out = np.zeros(len(text), dtype=bool)
         if not has_validation:
@@ -105,13 +99,7 @@ def _from_text(run, has_validation):
                 f"are trained on, or all are held out"
             )
         train = text.part(~is_held_out)
-        sample = train.sample()
-        words = functools.cache(lambda: count_words(sample))
-        if tokenizer is None:
-            tokenizer = train_or_load_tokenizer(run, sample, words, cache)
-        elif run.extend_vocab:
-            tokenizer = extend_tokenizer(tokenizer, words(), run)
-        account, contents = take_account(tokenizer, sample, words, cache)
+        tokenizer, account, contents = fit_tokenizer(run, existing, train.sample())
         logger.info(account_line(account))
         for line in remarks(account, contents, tokenizer, existing is not None, run.language):
             logger.warning(line)
@@ -172,7 +160,7 @@ def check_unknown_share(account: dict, run: TextConfig) -> None:
 
 def _add_validation(prepared, sources, run):
     """Read and tokenize the validation text like the training text, and count the documents that are in both."""
-    name, text = read_sources(sources, prepared.token_options)
+    name, text = read_sources(sources, prepared.token_options["language"])
     documents, in_both = text.documents_in(prepared.train.hashes)
     _hold_out(prepared, text.part(), run, f"validation text {name}")
     prepared.validation = {
@@ -221,60 +209,58 @@ def open_sources(
     return sources
 
 
-def read_sources(sources: Sequence[Source], options: dict) -> tuple[str, TextStore]:
+def read_sources(sources: Sequence[Source], language: str | None) -> tuple[str, TextStore]:
     """
     The names of some sources, and their text, read or found in the cache.
 
-    Logs which files and rows reading passed over, how many sentences it cut, and what cleaning did.
+    Logs which files and rows reading passed over, and how many sentences it cut.
 
     Args:
-        options: those of `TextConfig.token_options`, of which are the language and how to clean.
+        language: the option.
     """
     name = ", ".join(source.name for source in sources)
-    cleaning = {option: options[option] for option in CLEANING}
-    store = TextStore(prepare_text(sources, options["language"] or "en", cleaning, cache_folder()))
+    store = TextStore(prepare_text(sources, language or "en", cache_folder()))
     logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items() if count)}")
     return name, store
 
 
-def train_or_load_tokenizer(
-    run: TextConfig, sample: TextPart, words: Callable[[], Counter], cache: Path
-) -> PreTrainedTokenizerBase:
+def fit_tokenizer(
+    run: TextConfig, existing: PreTrainedTokenizerBase | None, sample: TextPart
+) -> tuple[PreTrainedTokenizerBase, dict, dict]:
     """
-    Train a tokenizer on the sample, or read the cached tokenizer of the same sample and options.
+    The tokenizer of a run: trained on the sample, or an existing one, extended by words of the sample if asked.
 
-    Args:
-        words: gives the words of the sample (`count_words`).
+    What was computed of the same sample with the same options is read from the cache.
+
+    Returns:
+        The tokenizer; the account of the sample (`account_of`); what the sample is made of (`contents_of`).
     """
+    if existing and run.extend_vocab:
+        existing = extend_tokenizer(existing, count_words(sample), run)
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
-    path = entry(cache, "tokenizer", TOKENIZER_FORMAT, sample.identity(), options)
 
-    def train():
-        share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
-        logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
-        start = time.monotonic()
-        names = ("lowercase", "strip_accents", "pre_tokenizer", "individual_digits", "unicode_normalization")
-        rules = choose_rules(contents_of(words()), **{name: getattr(run, name) for name in names})
-        tokenizer = train_on_words(words(), rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
-        logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
-        return {"rules": vars(rules), "pieces": tokenizer.convert_ids_to_tokens(range(len(tokenizer)))}
+    def fit():
+        words = count_words(sample)
+        contents, tokenizer, found = contents_of(words), existing, {}
+        if not tokenizer:
+            share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
+            logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
+            start = time.monotonic()
+            names = ("lowercase", "strip_accents", "pre_tokenizer", "individual_digits", "unicode_normalization")
+            rules = choose_rules(contents, **{name: getattr(run, name) for name in names})
+            tokenizer = train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
+            logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
+            found = {"rules": vars(rules), "pieces": wordpiece.pieces(tokenizer)}
+        return {**found, "account": account_of(words, tokenizer), "contents": contents}
 
-    content = cached_json(path, "training a tokenizer", train)
-    rules = Rules(**content["rules"])
-    tokenizer = make_tokenizer(content["pieces"], rules)
-    with_digits = facts_of(tokenizer)["entries_with_digits"]
-    logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
-    return tokenizer
-
-
-def take_account(
-    tokenizer: PreTrainedTokenizerBase, sample: TextPart, words: Callable[[], Counter], cache: Path
-) -> tuple[dict, dict]:
-    """The account of the sample (`account_of`), and its contents (`contents_of`); from the cache if they are there."""
-    path = entry(cache, "account", ACCOUNT_FORMAT, sample.identity(), text_backend(tokenizer))
-    return cached_json(
-        path, "taking account of the text", lambda: (account_of(words(), tokenizer), contents_of(words()))
-    )
+    made_of = text_backend(existing) if existing else options
+    path = entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
+    found = cached_json(path, "training a tokenizer", fit)
+    tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
+    if not existing:
+        with_digits = facts_of(tokenizer)["entries_with_digits"]
+        logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
+    return tokenizer, found["account"], found["contents"]
 
 
 def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, words: Counter, run: TextConfig) -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ A prepared folder that makes one corpus with others is called a part.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -18,11 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained, refuse_first
+from d2l_bert.folders import cache_folder, content_hash, entry, short_hash, write_once
 from d2l_bert.progress import counted, shortened
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.cache import cache_folder, content_hash, entry, short_hash, write_once
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
-from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import STORE_FORMAT, TokenizedCorpus, join_stores
 
@@ -252,9 +252,8 @@ def _joined(parts, kept):
 def _added(counts):
     """Dicts of numbers, added up; lists are joined."""
     total = {}
-    for each in counts:
-        for name, value in each.items():
-            total[name] = total[name] + value if name in total else value
+    for name, value in itertools.chain.from_iterable(map(dict.items, counts)):
+        total[name] = total[name] + value if name in total else value
     return total
 
 
@@ -291,7 +290,7 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
     return PreparedText(
         token_options=record["token_options"],
         source_fingerprints=[counts["corpus_fingerprint"]],
-        tokenizer=load_tokenizer(str(folder)),
+        tokenizer=wordpiece.stock_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
         **{name: counts[name] for name in _READ_BACK},
         **{name: TokenizedCorpus(folder / name) for name in STORES},

@@ -1,30 +1,27 @@
 """`in_order`: `map` on several processes, which keeps the order of the items."""
 
-import multiprocessing
+import functools
+import multiprocessing.connection
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterator, Sequence
 
 from d2l_bert.errors import explained
 
 
 def in_order(
     function: Callable,
-    items: Iterable,
+    items: Sequence,
     processes: int,
     initializer: Callable[..., object] | None = None,
     arguments: tuple = (),
 ) -> Iterator:
     """
-    `map(function, items)` on several processes, which compute a few items ahead of the caller.
+    `map(function, items)` on the worker processes of a `DataLoader`, which compute a few items ahead of the caller.
 
     The processes ignore Ctrl-C, and end when the calling process ends, even if the calling process is killed. An
-    exception in `function` is raised in the calling process, with the original traceback.
+    exception in `function` is raised in the calling process, with the original traceback in its message.
 
     Args:
         processes: how many processes to start; with 1 or less, the calling process computes.
@@ -38,26 +35,28 @@ def in_order(
             initializer(*arguments)
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(processes, initializer=_set_up_process, initargs=(initializer, arguments)) as pool:
-        items, results = iter(items), deque()
-        try:
-            with explained(
-                f"one of {processes} processes was killed or cannot be started",
-                "perhaps memory ran out: lower --preprocessing_num_workers",
-                BrokenProcessPool,
-                BlockingIOError,
-            ):
-                for item in items:
-                    results.append(pool.submit(function, item))  # the first item starts the processes
-                    if len(results) > 2 * processes:
-                        yield results.popleft().result()
-                while results:
-                    yield results.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    import torch
+    from torch.utils.data import DataLoader
+
+    set_up, apart = functools.partial(_set_up_process, initializer, arguments), torch.Generator()
+    with explained(
+        f"one of {processes} processes was killed or cannot be started",
+        "perhaps memory ran out: lower --preprocessing_num_workers",
+        RuntimeError,
+        BlockingIOError,
+    ):
+        # A generator of its own: a seed for the processes is drawn from it, not from the run's random numbers.
+        yield from DataLoader(
+            items,
+            batch_size=None,
+            collate_fn=function,
+            num_workers=processes,
+            worker_init_fn=set_up,
+            generator=apart,
+        )
 
 
-def _set_up_process(initializer, arguments):
+def _set_up_process(initializer, arguments, _):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,10 +66,13 @@ def _set_up_process(initializer, arguments):
 
 
 def exit_with_parent() -> None:
-    """End this process when its parent process has ended; for a thread of a pool's process, which would else wait for
-    work forever."""
+    """
+    End this process when its parent process has ended; for a thread of a worker process.
+
+    A worker of a `DataLoader` notices that by itself while it waits for work, but not while it hands a result over.
+    """
     # With forkserver, `getppid` is the id of the server. The sentinel then shows that the parent process has ended.
     first_parent_id, parent = os.getppid(), multiprocessing.parent_process()
-    while os.getppid() == first_parent_id and not wait([parent.sentinel], 1):
+    while os.getppid() == first_parent_id and not multiprocessing.connection.wait([parent.sentinel], 1):
         pass
     os._exit(1)

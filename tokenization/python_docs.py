@@ -40,8 +40,8 @@ def python_docs(processes: int = 1) -> Iterator[Document]:
     from pydoc_data import topics
 
     reference = (prose(text) for _, text in sorted(topics.topics.items()))
-    files = _source_files()
-    groups = iter(lambda: list(itertools.islice(files, FILES_AT_ONCE)), [])
+    files = list(_source_files())
+    groups = [files[first : first + FILES_AT_ONCE] for first in range(0, len(files), FILES_AT_ONCE)]
     of_files = itertools.chain.from_iterable(in_order(_prose_of_files, groups, processes))
     seen = set()
     for paragraphs in itertools.chain(reference, of_files):

@@ -1,8 +1,7 @@
-"""Documents as paragraphs; cleans paragraphs, splits them into sentences, groups sentences into blocks."""
+"""Documents as paragraphs; splits them into sentences, and groups sentences into blocks."""
 
 import dataclasses
 import hashlib
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -48,58 +47,6 @@ BLOCK_SENTENCES = 64
 # document.
 FEWEST_DOCUMENTS = 20
 
-# The options that change or drop paragraphs: the keyword arguments of `clean`.
-CLEANING = ("unicode_normalization", "min_paragraph_characters", "drop_duplicate_paragraphs")
-
-
-def clean(
-    documents: Iterable[Document],
-    counts: Counter,
-    unicode_normalization: str = "none",
-    min_paragraph_characters: int = 0,
-    drop_duplicate_paragraphs: bool = False,
-) -> Iterator[Document]:
-    """
-    The same documents with cleaned paragraphs. Paragraphs are cleaned one by one, when the caller reads them.
-
-    Of equal paragraphs the first is kept. They are recognised by a hash of 8 bytes, which takes some 70 bytes of
-    memory for each paragraph.
-
-    Args:
-        counts: increased by the numbers of documents, paragraphs and their characters before cleaning, by the numbers
-            of paragraphs that each rule changed or dropped, and by the characters of those that were dropped.
-        unicode_normalization, min_paragraph_characters, drop_duplicate_paragraphs: as in `TextConfig`.
-    """
-    seen = set()
-
-    def is_dropped(paragraph):
-        if len(paragraph) < min_paragraph_characters:
-            return "paragraphs dropped as too short"
-        if drop_duplicate_paragraphs:
-            count = len(seen)
-            seen.add(content_key(paragraph))
-            return count == len(seen) and "paragraphs dropped as duplicates"
-        return None
-
-    def cleaned(paragraphs):
-        for paragraph in paragraphs:
-            counts["paragraphs"] += 1
-            counts["characters"] += (length := len(paragraph))
-            if unicode_normalization != "none":
-                normal = unicodedata.normalize(unicode_normalization, paragraph)
-                counts["paragraphs normalised"] += normal != paragraph
-                paragraph = normal
-            if reason := is_dropped(paragraph):
-                counts[reason] += 1
-                counts["characters removed by cleaning"] += length
-            else:
-                yield paragraph
-
-    for document in documents:
-        counts["documents"] += 1
-        document.paragraphs = cleaned(document.paragraphs)
-        yield document
-
 
 def content_key(text: str) -> bytes:
     """A hash of a text, 8 bytes."""
@@ -133,11 +80,12 @@ def split_sentences(
 
     Args:
         language: ISO 639 code of the language whose rules `sentencex` applies.
-        counts: increased by the number of sentences, and of those that were cut.
+        counts: increased by the numbers of documents, paragraphs, characters, sentences, and sentences that were cut.
     """
     counts = Counter() if counts is None else counts
     number = 0
     for document in documents:
+        counts["documents"] += 1
         before = counts["sentences"]
         for sentences in _blocks(document, language, counts, number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
@@ -163,6 +111,7 @@ def _blocks(document, language, counts, is_divided):
 def _pieces(document, language, counts):
     """The sentences of a document, the long ones in pieces, and None at the end of each paragraph."""
     for paragraph in document.paragraphs:
+        counts.update(paragraphs=1, characters=len(paragraph))
         for sentence in paragraph.split("\n") if document.are_sentences else _segmented(paragraph, language):
             counts[CUT] += len(sentence) > LONGEST_SENTENCE
             yield from _cut(sentence.strip())
@@ -171,23 +120,18 @@ def _pieces(document, language, counts):
 
 def _segmented(paragraph, language):
     """The sentences of a paragraph, found in windows of `SPLIT_CHARACTERS` that each begin where a sentence does."""
-    start, begun = 0, []  # the windows so far of a sentence that is longer than one
+    start = 0
     while start < len(paragraph):
         end = start + SPLIT_CHARACTERS
         if end < len(paragraph):
             end = paragraph.rfind(" ", start, end) + 1 or end
         *ended, last = sentencex.segment(language, paragraph[start:end])
-        if end >= len(paragraph):
-            ended.append(last)
-        elif ended:
+        if ended and end < len(paragraph):
             end -= len(last)  # it may be unfinished: the next window begins with it
         else:
-            begun.append(last)
+            ended.append(last)
         start = end
-        if ended:
-            yield "".join([*begun, ended[0]])
-            yield from ended[1:]
-            begun = []
+        yield from ended
 
 
 def _cut(sentence):

@@ -2,22 +2,22 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import json
 import logging
 import operator
 import os
 import platform
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.errors import UserError, explained
-from d2l_bert.folders import base_name
+from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
 from d2l_bert.progress import counted, shortened
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.cache import content_hash, rows_hash
 from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 from d2l_bert.tokenization.sentences import Document
@@ -296,6 +296,42 @@ def dataset_source(
     return Source(shown, identity, found, counts, is_on_hub)
 
 
+def rows_hash(rows) -> str:
+    """16 hexadecimal digits: the start of the SHA-256 of the rows of a dataset of `datasets`, wherever they lie."""
+    digest = hashlib.sha256()
+    for batch in rows.with_format(None).iter(1000):
+        digest.update(json.dumps(batch, default=repr).encode())
+    return digest.hexdigest()[:16]
+
+
+def dataset_folder(rows, column: str) -> str:
+    """
+    Write the text of a `datasets.Dataset` that a program has in memory to the cache, under the hash of this text.
+
+    Returns:
+        The folder, for `sources.dataset_source`.
+
+    Raises:
+        UserError: `rows` is something else, has no such column, or the cache cannot be written.
+    """
+    import datasets
+
+    if not isinstance(rows, datasets.Dataset):
+        raise UserError(
+            f"dataset: a {type(rows).__name__} is neither a name, a folder nor a datasets.Dataset; give one of these, "
+            f"such as a split of a DatasetDict, or a folder of save_to_disk"
+        )
+    if column not in rows.column_names:
+        raise UserError(
+            f"dataset: the datasets.Dataset has no column {column}, but {', '.join(rows.column_names)}; name one of "
+            f"them with text_column"
+        )
+    rows = rows.select_columns([column])
+    path = cache_folder() / f"dataset-{rows_hash(rows)}"
+    write_once(path, "writing a dataset", rows.save_to_disk)
+    return str(path)
+
+
 @contextlib.contextmanager
 def dataset_errors(name: str, way_out: str) -> Iterator[None]:
     """
@@ -385,38 +421,3 @@ def row_documents(texts: Iterable[str | None], counts: Counter, documents: str =
         counts[f"rows {division}"] += 1
         for paragraphs in divided(tables.LINE_END.split(text), division, READ_CHARACTERS):
             yield Document(paragraphs, are_sentences=are_sentences)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-STDIN = "-"
-
-
-def text_lines(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[str]:
-    """
-    The lines of a file in order, each without the characters at its end; empty lines are empty strings.
-
-    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
-    (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty strings.
-
-    Args:
-        file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be larger than
-            the memory, a line may not.
-        text_column: the column of text in a table.
-        separator: between the cells of a CSV file, as in `tables.table_rows`.
-
-    Raises:
-        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
-            read, is damaged or is not text, or has no such column.
-    """
-    if file == STDIN:
-        return decoded(Path("standard input"), sys.stdin.buffer)
-    kind = tables.file_kind(Path(file)) if Path(file).is_file() else None
-    if kind in (None, "json"):
-        raise UserError(
-            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
-            f"JSON as lines of JSON (.jsonl)"
-        )
-    if kind == "text":
-        return decoded(Path(file))
-    return (text or "" for text in tables.text_rows(Path(file), text_column, separator))

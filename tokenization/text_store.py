@@ -15,15 +15,15 @@ import numpy as np
 import pyarrow as pa
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import entry, reading_cache, write_once
 from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.cache import entry, reading_cache, write_once
-from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, clean, content_key, split_sentences
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, content_key, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 5
+TEXT_FORMAT = 6
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
@@ -37,12 +37,11 @@ _SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), *((name, pa.int64()) 
 BATCH_CHARACTERS = 1 << 20
 
 
-def prepare_text(sources: Sequence[Source], language: str, cleaning: dict, folder: Path) -> Path:
+def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path:
     """
-    Write a text store, unless `folder` already has a store of the same sources, language and cleaning.
+    Write a text store, unless `folder` already has a store of the same sources and language.
 
     Args:
-        cleaning: the options of `sentences.clean`.
         folder: the cache.
 
     Returns:
@@ -51,12 +50,12 @@ def prepare_text(sources: Sequence[Source], language: str, cleaning: dict, folde
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    path = entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language, cleaning)
+    path = entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language)
     name = ", ".join(source.name for source in sources)
 
     def write(partial):
         counts = Counter()
-        documents = clean(with_progress(all_documents(sources), f"reading {name}"), counts, **cleaning)
+        documents = with_progress(all_documents(sources), f"reading {name}")
         with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
             for batch in _batches(split_sentences(documents, language, counts)):
                 writer.write_batch(batch)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.tokenization.cache import content_hash, reading_cache, short_hash
+from d2l_bert.folders import content_hash, reading_cache, short_hash
 
 
 # Raise STORE_FORMAT by 1 when the content of the files changes: the cache's keys hold it.
@@ -111,7 +111,7 @@ def ranges(firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def find(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Of the stretches with these starts, ascending, the one in which each place lies: of sentences, those of tokens."""
+    """The number of the stretch in which each place lies, such as a token's sentence; `starts` are ascending (n,)."""
     return np.searchsorted(starts, places, side="right") - 1
 
 
@@ -155,19 +155,6 @@ class TokenizedCorpus:
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_starts[self.document_starts[documents]]
-
-    def words(self, starts: np.ndarray, ends: np.ndarray) -> float:
-        """
-        The words in stretches of tokens, summed: each token counts as its document's words divided by its tokens.
-
-        Args:
-            starts, ends: the numbers of the first token and of the token after the last of each stretch (n,). A
-                stretch lies in one document.
-        """
-        documents = find(self.document_starts, find(self.sentence_starts, starts))
-        borders = np.stack([documents, documents + 1])
-        (words,), (sizes,) = (np.diff(of, axis=0) for of in (self.words_before[borders], self.first_tokens(borders)))
-        return float(((ends - starts) * (words / sizes)).sum())
 
     def tokens(self, document: int) -> np.ndarray:
         """The token ids of a document (tokens,)."""

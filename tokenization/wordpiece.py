@@ -1,7 +1,6 @@
-"""Train, extend, measure and save a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
+"""Train, extend, save and load a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
 
 import copy
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,12 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from d2l_bert.errors import UserError
-from d2l_bert.folders import read_json, write_json
-from d2l_bert.tokenization.cache import short_hash
+from d2l_bert.folders import read_json, short_hash, write_json
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -283,23 +284,6 @@ def extend_wordpiece(
     return extended
 
 
-def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> list[str]:
-    """
-    The entries that the vocabulary of `new` has after those of `old`, in the order of ids.
-
-    Raises:
-        UserError: the vocabulary of `new` does not begin with all entries of `old`.
-    """
-    before, after = pieces(old), pieces(new)
-    for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
-        if was != piece:
-            has = "none" if piece is None else repr(piece)
-            raise UserError(
-                f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
-            )
-    return after[len(before) :]
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """
     Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, so that Transformers 4 and 5 can load them.
@@ -333,18 +317,8 @@ def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """
-    A hash of the tokenizer's entries and ids, and of its rules: those of a `BertTokenizer` are three settings, and of
-    other tokenizers `rules_of`.
-
-    For a `BertTokenizer`, the hash does not depend on a library's file format, so an upgrade does not change it.
-    """
-    vocabulary, backend = sorted(tokenizer.get_vocab().items()), tokenizer.backend_tokenizer
-    if not isinstance(tokenizer, BertTokenizer):
-        return short_hash(vocabulary, rules_of(backend))
-    settings = {name: getattr(backend.normalizer, name) for name in ("lowercase", "strip_accents")}
-    chinese = {} if backend.normalizer.handle_chinese_chars else {"handle_chinese_chars": False}
-    return short_hash(vocabulary, "BertNormalizer", settings | chinese)
+    """A hash of the tokenizer's entries and ids, and of its rules (`rules_of`)."""
+    return short_hash(sorted(tokenizer.get_vocab().items()), rules_of(tokenizer.backend_tokenizer))
 
 
 def rules_of(backend: Tokenizer) -> dict:
@@ -352,3 +326,47 @@ def rules_of(backend: Tokenizer) -> dict:
     parts = json.loads(backend.to_str())
     del parts["model"]["vocab"]
     return {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Load
+
+
+def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json.
+        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
+    """
+    settings = get_tokenizer_config(name)
+    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
+    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
+        raise UserError(
+            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
+            "BertTokenizer"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
+    # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
+    rules = isinstance(tokenizer, BertTokenizer) and cached_file(
+        name, "tokenizer.json", _raise_exceptions_for_missing_entries=False
+    )
+    if rules and _without_options(Tokenizer.from_file(rules)) != _without_options(tokenizer.backend_tokenizer):
+        raise UserError(
+            "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
+            '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
+        )
+    return tokenizer
+
+
+def _without_options(backend):
+    """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
+    rules = rules_of(backend)
+    options = ("lowercase", "strip_accents", "handle_chinese_chars")
+    rules["normalizer"] = {key: value for key, value in (rules["normalizer"] or {}).items() if key not in options}
+    return rules

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from d2l_bert import folders
 from d2l_bert.errors import GO_ON, UserError, explained, refuse_first
+from d2l_bert.folders import content_hash
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import save_with_code
-from d2l_bert.tokenization.cache import content_hash
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PREFIX, folder_name
 from d2l_bert.training.distributed import on_main

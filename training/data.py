@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from d2l_bert.errors import UserError
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.tokenization.token_store import TokenizedCorpus, find
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training import masking, packing
 from d2l_bert.training.epochs import EpochPairs, Place, Selection
@@ -29,10 +29,13 @@ HELD_OUT_SEED = 20_181_011
 
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
-    """The words in both segments of the pairs (n,), summed (`TokenizedCorpus.words`)."""
+    """The words in both segments of the pairs (n,), summed; each token counts as an equal share of its document's."""
     starts, ends = (np.concatenate([pairs[f"a_{side}"], pairs[f"b_{side}"]]) for side in ("start", "end"))
     is_there = ends > starts  # a single segment has no B
-    return corpus.words(starts[is_there], ends[is_there])
+    documents = find(corpus.document_starts, find(corpus.sentence_starts, starts[is_there]))
+    borders = np.stack([documents, documents + 1])
+    words, tokens = (np.diff(of, axis=0)[0] for of in (corpus.words_before[borders], corpus.first_tokens(borders)))
+    return float(((ends - starts)[is_there] * (words / tokens)).sum())
 
 
 def ordinary_ids(tokenizer) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The weights that a run starts from: fresh, with heads that attend to neighbours, or those of a saved model."""
 
 import copy
+import itertools
 import logging
 import tempfile
 from pathlib import Path
@@ -14,10 +15,10 @@ from d2l_bert.modeling import bert_checkpoints, conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, load_tokenizer
-from d2l_bert.tokenization.wordpiece import added_entries
+from d2l_bert.tokenization.wordpiece import pieces
 from d2l_bert.training.checkpoint import Checkpoint
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.existing_tokenizers import has_tokenizer, load_tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -248,3 +249,20 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, resu
         # `activation_checkpointing_enable` exists from Transformers 5.23 on; the old name is removed in version 6.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
+
+
+def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> list[str]:
+    """
+    The entries that the vocabulary of `new` has after those of `old`, in the order of ids.
+
+    Raises:
+        UserError: the vocabulary of `new` does not begin with all entries of `old`.
+    """
+    before, after = pieces(old), pieces(new)
+    for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
+        if was != piece:
+            has = "none" if piece is None else repr(piece)
+            raise UserError(
+                f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
+            )
+    return after[len(before) :]

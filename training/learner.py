@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import nn
 
 from d2l_bert.errors import UserError
+from d2l_bert.folders import short_hash
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.cache import short_hash
 from d2l_bert.training import checkpoint, distributed
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.held_out import SUMS, count_examples, held_out_counts, held_out_metrics

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.utils import logging
 
 from d2l_bert.errors import UserError, reading_model, refuse_first
+from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization.cache import content_hash, short_hash
-from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
+from d2l_bert.training.existing_tokenizers import read_tokenizer
 
 
 def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

@@ -20,7 +20,6 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import Pusher, check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.progress import report
-from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
 from d2l_bert.training import distributed, interruption
 from d2l_bert.training.batch_loader import load
@@ -39,6 +38,7 @@ from d2l_bert.training.checkpoint import WordSaver, check_output_folder, find_ch
 from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, folder_name, word_marks
 from d2l_bert.training.data import HeldOutPairs
 from d2l_bert.training.distributed import on_main, report_errors_once, restore_host_settings, shut_down
+from d2l_bert.training.existing_tokenizers import prepare_with_tokenizer
 from d2l_bert.training.initialize import make_model, model_class_of, start_from
 from d2l_bert.training.interruption import StopSignals, signal_name
 from d2l_bert.training.job import Job
@@ -112,9 +112,9 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             on_main(accelerator, check_push, *hub, False)
         # The main process prepares the text first. The other processes then find the prepared text in the cache; on
         # another machine, which may have another cache, they prepare the text again.
-        text = on_main(accelerator, prepare, run, share_result=False)
+        text = on_main(accelerator, prepare_with_tokenizer, run, share_result=False)
         if text is None:
-            text = prepare(run)
+            text = prepare_with_tokenizer(run)
         run = dataclasses.replace(run, **text.token_options)
         with distributed.report_errors_once():
             make_passes(run, text)  # checks source_weights against the text, before anything is written

@@ -23,8 +23,6 @@ from d2l_bert.page import TASKS as PAGE_TASKS
 from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
-from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
-from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import (
     check_prepared_folder,
     corpus_is_prepared,
@@ -36,6 +34,7 @@ from d2l_bert.training.distributed import report_errors_once
 from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
 from d2l_bert.training.evaluation.exported import cost_of_int8
 from d2l_bert.training.evaluation.run import evaluate
+from d2l_bert.training.existing_tokenizers import prepare_with_tokenizer, read_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.run import finetune
 from d2l_bert.training.initialize import read_architecture
@@ -136,7 +135,7 @@ def prepare_command(arguments) -> None:
     if corpus_is_prepared(run):
         raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
     with new_folder(Path(arguments.output_dir)) as folder:
-        text = prepare(run)
+        text = prepare_with_tokenizer(run)
         write_prepared_folder(text, folder)
     print(text.summary())
     print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")

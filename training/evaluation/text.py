@@ -9,11 +9,11 @@ import numpy as np
 from accelerate import Accelerator
 
 from d2l_bert.errors import UserError, explained, refuse_first
+from d2l_bert.folders import cache_folder
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.progress import progress_bar
-from d2l_bert.tokenization.cache import cache_folder
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, open_sources, read_sources
@@ -132,7 +132,7 @@ def read_text(config: EvaluateConfig, run: PretrainConfig) -> EvaluationText:
     }
     run = dataclasses.replace(run if config.held_out else PretrainConfig(), **options)
     sources = open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = read_sources(sources, run.token_options())
+    name, store = read_sources(sources, run.language)
     if not len(store):
         raise UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:

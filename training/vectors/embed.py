@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,9 +19,9 @@ from d2l_bert import folders
 from d2l_bert.errors import UserError
 from d2l_bert.modeling.conversion import longest_input
 from d2l_bert.progress import counted, with_progress
+from d2l_bert.tokenization import sources, tables
 from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
-from d2l_bert.tokenization.sources import STDIN, text_lines
 from d2l_bert.training.load_models import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
@@ -155,6 +156,39 @@ def embedded(embedder: Embedder, lines: Iterable[str]) -> Iterator[tuple[list[st
             yield *read, embedder.vectors(read[1])
 
 
+STDIN = "-"
+
+
+def text_lines(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[str]:
+    """
+    The lines of a file in order, each without the characters at its end; empty lines are empty strings.
+
+    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
+    (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty strings.
+
+    Args:
+        file: a text file as in `sources.decoded`, or a table; `-` for text on the standard input. The file may be
+            larger than the memory, a line may not.
+        text_column: the column of text in a table.
+        separator: between the cells of a CSV file, as in `tables.table_rows`.
+
+    Raises:
+        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
+            read, is damaged or is not text, or has no such column.
+    """
+    if file == STDIN:
+        return sources.decoded(Path("standard input"), sys.stdin.buffer)
+    kind = tables.file_kind(Path(file)) if Path(file).is_file() else None
+    if kind in (None, "json"):
+        raise UserError(
+            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
+            f"JSON as lines of JSON (.jsonl)"
+        )
+    if kind == "text":
+        return sources.decoded(Path(file))
+    return (text or "" for text in tables.text_rows(Path(file), text_column, separator))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What becomes of the vectors
 
@@ -259,7 +293,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> Embedded:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `tokenization.sources.text_lines`.
+        file: as in `text_lines`.
 
     Raises:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.

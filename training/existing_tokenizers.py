@@ -1,4 +1,4 @@
-"""Loads existing tokenizers, of a folder or the Hub, or a bare vocab.txt or tokenizer.json; runs no code of theirs."""
+"""Loads existing tokenizers: of a folder or the Hub, or a bare vocab.txt or tokenizer.json; those of models."""
 
 import logging
 import re
@@ -6,17 +6,31 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-import transformers
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from d2l_bert.errors import UserError, reading_model, refuse_first
-from d2l_bert.tokenization.wordpiece import CONTINUATION, SPECIAL_TOKENS, general_tokenizer, give_bert_inputs, rules_of
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
+from d2l_bert.tokenization.wordpiece import (
+    CONTINUATION,
+    SPECIAL_TOKENS,
+    general_tokenizer,
+    give_bert_inputs,
+    rules_of,
+    stock_tokenizer,
+)
 
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_with_tokenizer(run: TextConfig) -> PreparedText:
+    """The text of a run (`prepare`), with the existing tokenizer that the run names, if it does."""
+    name = None if corpus_is_prepared(run) else run.existing_tokenizer()
+    return prepare(run, None if name is None else load_tokenizer(name))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -38,7 +52,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             with BERT's special tokens.
     """
     with reading_model(name, "tokenizer "):
-        tokenizer = stock_tokenizer(name)
+        file = _bare_file(Path(name))
+        tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
         is_bert = isinstance(tokenizer, BertTokenizer)
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if not (is_bert or type(tokenizer) is PreTrainedTokenizerFast) or type(model).__name__ != "WordPiece":
@@ -68,7 +83,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Any tokenizer of Transformers, to use with a model
+# The tokenizer of a model
 
 
 # The files of a tokenizer's vocabulary, of which each model has one or the other.
@@ -85,41 +100,6 @@ def has_tokenizer(name: str) -> bool:
     For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
     """
     return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
-
-
-def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """
-    Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
-
-    Args:
-        name: a folder or an id on the Hub; or a `vocab.txt` or a `tokenizer.json`, or a folder with no other file of a
-            tokenizer or a model.
-
-    Raises:
-        UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json.
-        Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
-    """
-    if file := _bare_file(Path(name)):
-        return _read_rules(file) if file.suffix == ".json" else _read_vocabulary(file)
-    settings = get_tokenizer_config(name)
-    # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
-    if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
-        raise UserError(
-            "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
-            "BertTokenizer"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
-    # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
-    rules = isinstance(tokenizer, BertTokenizer) and cached_file(
-        name, "tokenizer.json", _raise_exceptions_for_missing_entries=False
-    )
-    if rules and _without_options(Tokenizer.from_file(rules)) != _without_options(tokenizer.backend_tokenizer):
-        raise UserError(
-            "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
-            '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
-        )
-    return tokenizer
 
 
 def read_tokenizer(name: str, config):
@@ -144,14 +124,6 @@ def read_tokenizer(name: str, config):
     return tokenizer
 
 
-def _without_options(backend):
-    """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
-    rules = rules_of(backend)
-    options = ("lowercase", "strip_accents", "handle_chinese_chars")
-    rules["normalizer"] = {key: value for key, value in (rules["normalizer"] or {}).items() if key not in options}
-    return rules
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One file alone
 
@@ -163,6 +135,10 @@ def _bare_file(path):
     if any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
         return None
     return next((path / file for file in ("tokenizer.json", "vocab.txt") if (path / file).is_file()), None)
+
+
+def _read_file(file):
+    return _read_rules(file) if file.suffix == ".json" else _read_vocabulary(file)
 
 
 def _read_vocabulary(file):
