@@ -29,6 +29,11 @@ def write_store(folder, documents, vocab_size=2**20, ids=None, source_ends=None)
     return folder
 
 
+def tokens_of(corpus, document):
+    """The token ids of a document, as a list."""
+    return corpus.ids[slice(*corpus.first_tokens([document, document + 1]))].tolist()
+
+
 def corpus_of(folder, *stores, source_ends=None):
     """The documents of several stores, each given as in `write_store`, as one corpus."""
     folders = [

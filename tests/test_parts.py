@@ -6,6 +6,7 @@ import os
 
 import pytest
 from conftest import SMALL, write_books
+from stores import tokens_of
 
 from d2l_bert.cli import main
 from d2l_bert.errors import UserError
@@ -63,9 +64,7 @@ def refused(capsys, *arguments):
 
 def documents(text):
     """The token ids of each document, those to train on and those that are held out."""
-    return [
-        [corpus.tokens(number).tolist() for number in range(len(corpus))] for corpus in (text.train, text.held_out)
-    ]
+    return [[tokens_of(corpus, number) for number in range(len(corpus))] for corpus in (text.train, text.held_out)]
 
 
 def paths(folders):

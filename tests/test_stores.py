@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import write_store
+from stores import tokens_of, write_store
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -71,7 +71,7 @@ def test_joined_stores_hold_the_documents_that_are_kept_one_after_the_other(stor
         assert corpus.words_before.tolist() == ends.tolist()  # a word of these stores is a token
         for found in (corpus, pickle.loads(pickle.dumps(corpus))):
             for number, document in enumerate(documents):
-                assert found.tokens(number).tolist() == everything[number]
+                assert tokens_of(found, number) == everything[number]
                 sentences = found.sentences(number)
                 assert np.diff(found.sentence_starts[[*sentences, sentences[-1] + 1]]).tolist() == [
                     *map(len, document)
@@ -113,7 +113,7 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
         for number, document in enumerate(np.flatnonzero(is_chosen)):
             expected = ids_of(text.tokenizer, list(found.part(np.arange(24) == document)))
             sentences, first = tokens.sentences(number), int(tokens.first_tokens(number))
-            assert tokens.tokens(number).tolist() == [token for ids in expected for token in ids]
+            assert tokens_of(tokens, number) == [token for ids in expected for token in ids]
             ends = np.cumsum(list(map(len, expected))).tolist()
             assert (tokens.sentence_starts[sentences + 1] - first).tolist() == ends
 
@@ -188,8 +188,7 @@ def test_documents_without_a_token_do_not_shift_the_sources_or_the_held_out_docu
     kept = [line for line in lines if "Anna" in line]
     ids = [tokens for line in kept for tokens in ids_of(prepared.tokenizer, [line])]
     train, held_out = (
-        [corpus.tokens(number).tolist() for number in range(len(corpus))]
-        for corpus in (prepared.train, prepared.held_out)
+        [tokens_of(corpus, number) for number in range(len(corpus))] for corpus in (prepared.train, prepared.held_out)
     )
     assert sorted(train + held_out) == sorted(ids) and len(ids) == 33 and len(held_out) > 2
     assert train == [tokens for tokens in ids if tokens in train]  # in the order of the text

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from d2l_bert.errors import UserError
 from d2l_bert.options import TEXT, TOKENIZER, Options, cores, option
 from d2l_bert.tokenization.rules import Rules
 from d2l_bert.tokenization.sources import dataset_folder
@@ -208,17 +207,10 @@ class TextConfig(SourceConfig):
 
 
 def dataset_and_config(dataset: str) -> tuple[str, str | None]:
-    """
-    The Hub id or folder in ID or ID:CONFIG, and its configuration or None.
-
-    Raises:
-        UserError: the id or the configuration is empty.
-    """
+    """The Hub id or folder in ID or ID:CONFIG, and its configuration or None."""
     name, colon, config = dataset.rpartition(":")
-    if not colon or Path(dataset).exists():  # a folder's name may contain a colon
+    if not colon or not config or Path(dataset).exists():  # a folder's name may contain a colon
         return dataset, None
-    if not name or not config:
-        raise UserError(f"dataset takes ID or ID:CONFIG, got {dataset}")
     return name, config
 
 

@@ -1,5 +1,6 @@
 """Encodes sentences to token ids, each distinct word once, on several processes; writes a token store."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -56,19 +57,19 @@ def prepare_tokens(
         at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
         documents = text.documents[blocks]
         ends_document = np.diff(documents, append=-1) != 0
-
         spans = []
         for some in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
             ended = documents[some][ends_document[some]]
             spans.append((blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]))
-        arguments = (text.folder, backend, word_unit)
-        sections = in_order(_tokenize, spans, min(processes, len(spans)), _open_text, arguments)
+        tokenize = functools.partial(_tokenize, (text.folder, backend, word_unit))
+        sections = in_order(tokenize, spans, min(processes, len(spans)))
         sections = with_progress(
             sections, "tokenizing", part.document_count(), lambda section: len(section.document_ends)
         )
         write_once(
             path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), text.source_count, sections)
         )
+        _opened.cache_clear()  # in the calling process, if no others were started
     return path
 
 
@@ -96,18 +97,18 @@ def plain_backend(backend: str) -> Tokenizer:
     return tokenizer
 
 
-def _open_text(folder, backend, word_unit):
-    """Set up a process for `_tokenize`."""
-    global _blocks, _encode
-    _blocks, _encode = Blocks(folder), SentenceEncoder(backend, word_unit)
+@functools.lru_cache(maxsize=1)
+def _opened(folder, backend, word_unit):
+    """What a process reads text and encodes it with, opened once."""
+    return Blocks(folder), SentenceEncoder(backend, word_unit)
 
 
-def _tokenize(span):
+def _tokenize(arguments, span):
     """The `Section` of some blocks, given with those among them that end a document, and these documents."""
-    blocks, last_blocks, hashes, sources = span
-    rows = pa.Table.from_batches(_blocks.read(blocks))
+    (text, encode), (blocks, last_blocks, hashes, sources) = _opened(*arguments), span
+    rows = pa.Table.from_batches(text.read(blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
-    ids, lengths, words = _encode(pc.list_flatten(rows["sentences"]).to_pylist())
+    ids, lengths, words = encode(pc.list_flatten(rows["sentences"]).to_pylist())
     has_tokens = lengths > 0
     kept_before = np.append(0, np.cumsum(has_tokens))  # the number of sentences with tokens before each sentence
     document_ends = kept_before[block_ends[last_blocks]]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from d2l_bert.tokenization.account import (
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
 from d2l_bert.tokenization.prepared_folder import PreparedText
-from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words, word_unit_of
+from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
 from d2l_bert.tokenization.sources import Source, dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus
@@ -104,7 +102,7 @@ def _from_text(run, existing, has_validation):
         for line in remarks(account, contents, tokenizer, existing is not None, run.language):
             logger.warning(line)
         check_unknown_share(account, run)
-    facts = {**facts_of(tokenizer), "word_unit": word_unit_of(contents)}
+    facts = {**facts_of(tokenizer), "word_unit": contents["word_unit"]}
     options = run.token_options()
     if existing is None:
         options["strip_accents"] = facts["strip_accents"]
@@ -113,7 +111,7 @@ def _from_text(run, existing, has_validation):
         corpus_name=corpus_name,
         hub_datasets=list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
         source_fingerprints=[short_hash(source.identity) for source in sources],
-        text_fingerprint=text.fingerprint(),
+        text_fingerprint=text.fingerprint,
         reading=text.reading,
         account=account,
         tokenizer=tokenizer,
@@ -220,7 +218,7 @@ def read_sources(sources: Sequence[Source], language: str | None) -> tuple[str, 
     """
     name = ", ".join(source.name for source in sources)
     store = TextStore(prepare_text(sources, language or "en", cache_folder()))
-    logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items() if count)}")
+    logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items())}")
     return name, store
 
 
@@ -236,43 +234,38 @@ def fit_tokenizer(
         The tokenizer; the account of the sample (`account_of`); what the sample is made of (`contents_of`).
     """
     if existing and run.extend_vocab:
-        existing = extend_tokenizer(existing, count_words(sample), run)
-    options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
+        known = len(existing)
+        existing = wordpiece.extend_wordpiece(existing, count_words(sample), run.extend_vocab, run.min_frequency)
+        logger.info(
+            f"added {len(existing) - known:,} words to the vocabulary: at most {run.extend_vocab:,} that are split "
+            f"and occur {run.min_frequency:,} times"
+        )
 
     def fit():
         words = count_words(sample)
         contents, tokenizer, found = contents_of(words), existing, {}
         if not tokenizer:
-            share = "" if sample.share == 1 else f", on {sample.share:.1%} of the text"
-            logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces{share}")
-            start = time.monotonic()
-            names = ("lowercase", "strip_accents", "pre_tokenizer", "individual_digits", "unicode_normalization")
-            rules = choose_rules(contents, **{name: getattr(run, name) for name in names})
+            logger.info(
+                f"training a tokenizer of at most {run.vocab_size:,} pieces, on {sample.share:.1%} of the text"
+            )
+            rules = choose_rules(
+                contents,
+                run.lowercase,
+                run.strip_accents,
+                run.pre_tokenizer,
+                run.individual_digits,
+                run.unicode_normalization,
+            )
             tokenizer = train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
-            logger.info(f"trained the tokenizer in {time.monotonic() - start:.0f} s")
             found = {"rules": vars(rules), "pieces": wordpiece.pieces(tokenizer)}
         return {**found, "account": account_of(words, tokenizer), "contents": contents}
 
+    options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     made_of = text_backend(existing) if existing else options
     path = entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
     found = cached_json(path, "training a tokenizer", fit)
     tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:
-        with_digits = facts_of(tokenizer)["entries_with_digits"]
-        logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
+        digits = facts_of(tokenizer)["entries_with_digits"]
+        logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {digits:,} of them with digits")
     return tokenizer, found["account"], found["contents"]
-
-
-def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, words: Counter, run: TextConfig) -> PreTrainedTokenizerBase:
-    """
-    A copy of the tokenizer with at most `extend_vocab` of some words added: those that save the most tokens.
-
-    Logs how many words are added.
-    """
-    extended = wordpiece.extend_wordpiece(tokenizer, words, run.extend_vocab, run.min_frequency)
-    added = len(extended) - len(tokenizer)
-    line = f"added {added:,} words to the vocabulary"
-    if added < run.extend_vocab:
-        line += f", not {run.extend_vocab:,}: no other words are split and occur {run.min_frequency:,} times"
-    logger.info(line)
-    return extended

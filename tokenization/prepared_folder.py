@@ -6,11 +6,11 @@ A prepared folder that makes one corpus with others is called a part.
 """
 
 import dataclasses
-import itertools
 import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,10 +137,6 @@ class PreparedText:
 # Write
 
 
-# The entries of `PreparedText.counts` that are read back.
-_READ_BACK = ("corpus_name", "hub_datasets", "text_fingerprint", "reading", "account")
-
-
 def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     """
     Write a prepared folder.
@@ -154,14 +150,14 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
         (folder / name).mkdir()
         for file in getattr(text, name).folder.iterdir():  # `shutil.copytree` would hide why a write fails
             shutil.copyfile(file, folder / name / file.name)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
     record = {
         "format": PREPARED_FORMAT,
         "token_options": text.token_options,
         "counts": text.counts(),
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": content_hash(path)}
-            for path in files
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
         },
     }
     record["fingerprint_of_record"] = short_hash(record)
@@ -230,8 +226,10 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         hub_datasets=list(dict.fromkeys(name for part in parts for name in part.hub_datasets)),
         source_fingerprints=[part.fingerprint() for part in parts],
         text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),
-        reading=_added(part.reading for part in parts),
-        account=_added(part.account for part in parts),
+        reading=dict(sum((Counter(part.reading) for part in parts), Counter())),
+        account={
+            name: sum((part.account[name] for part in parts), type(value)()) for name, value in first.account.items()
+        },
         **stores,
     )
 
@@ -247,14 +245,6 @@ def _joined(parts, kept):
 
     write_once(path, "joining prepared folders", write)
     return {name: TokenizedCorpus(path / name) for name in STORES}
-
-
-def _added(counts):
-    """Dicts of numbers, added up; lists are joined."""
-    total = {}
-    for name, value in itertools.chain.from_iterable(map(dict.items, counts)):
-        total[name] = total[name] + value if name in total else value
-    return total
 
 
 def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedText:
@@ -283,8 +273,7 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         for name, file in record["files"].items():
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-            is_large = name.endswith(".bin")
-            if (check_large or not is_large) and content_hash(folder / name) != file["sha256"]:
+            if (check_large or not name.endswith(".bin")) and content_hash(folder / name) != file["sha256"]:
                 raise ValueError(f"{name} has changed since it was written")
     counts = record["counts"]
     return PreparedText(
@@ -292,26 +281,6 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         source_fingerprints=[counts["corpus_fingerprint"]],
         tokenizer=wordpiece.stock_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
-        **{name: counts[name] for name in _READ_BACK},
+        **{name: counts[name] for name in ("corpus_name", "hub_datasets", "text_fingerprint", "reading", "account")},
         **{name: TokenizedCorpus(folder / name) for name in STORES},
     )
-
-
-def check_prepared_folder(folder: Path) -> str:
-    """
-    Read every byte of a prepared folder, and compare each file's hash with the record.
-
-    Returns:
-        A line for the user with the numbers of documents and tokens.
-
-    Raises:
-        UserError: this is not a prepared folder, the folder is damaged (a file is missing or has changed since it was
-            written), or it has an earlier format.
-    """
-    if not is_prepared_folder(folder):
-        raise UserError(
-            f"{folder}: no prepared folder (no {PREPARED_FILE}); give one that `d2l-bert prepare` has made"
-        )
-    text = read_prepared_folder(folder, check_large=True)
-    documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
-    return f"{folder}: whole; {documents:,} documents, {tokens:,} tokens"

@@ -1,6 +1,5 @@
 """`in_order`: `map` on several processes, which keeps the order of the items."""
 
-import functools
 import multiprocessing.connection
 import os
 import signal
@@ -10,13 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from d2l_bert.errors import explained
 
 
-def in_order(
-    function: Callable,
-    items: Sequence,
-    processes: int,
-    initializer: Callable[..., object] | None = None,
-    arguments: tuple = (),
-) -> Iterator:
+def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
     """
     `map(function, items)` on the worker processes of a `DataLoader`, which compute a few items ahead of the caller.
 
@@ -25,20 +18,16 @@ def in_order(
 
     Args:
         processes: how many processes to start; with 1 or less, the calling process computes.
-        initializer, arguments: each process calls `initializer(*arguments)` once before the first item.
 
     Raises:
         UserError: a process was killed, or could not be started.
     """
     if processes <= 1:
-        if initializer is not None:
-            initializer(*arguments)
         yield from map(function, items)
         return
     import torch
     from torch.utils.data import DataLoader
 
-    set_up, apart = functools.partial(_set_up_process, initializer, arguments), torch.Generator()
     with explained(
         f"one of {processes} processes was killed or cannot be started",
         "perhaps memory ran out: lower --preprocessing_num_workers",
@@ -51,18 +40,16 @@ def in_order(
             batch_size=None,
             collate_fn=function,
             num_workers=processes,
-            worker_init_fn=set_up,
-            generator=apart,
+            worker_init_fn=_set_up_process,
+            generator=torch.Generator(),
         )
 
 
-def _set_up_process(initializer, arguments, _):
+def _set_up_process(_):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    if initializer is not None:
-        initializer(*arguments)
 
 
 def exit_with_parent() -> None:

@@ -134,16 +134,12 @@ def prose(text: str) -> list[str]:
         depth = min(map(len, _INDENTATION.findall(block)))
         if code_depth is None or depth <= code_depth:
             code_depth = depth if block.rstrip().endswith("::") else None
-            words = [] if _NO_PROSE.search(block) else _without_markup(block).split()
-            if _are_prose(words):
+            is_prose = not _NO_PROSE.search(block)
+            for pattern, replacement in _MARKUP.items():
+                block = re.sub(pattern, replacement, block)
+            if is_prose and _are_prose(words := block.split()):
                 paragraphs.append(" ".join(words))
     return paragraphs
-
-
-def _without_markup(block):
-    for pattern, replacement in _MARKUP.items():
-        block = re.sub(pattern, replacement, block)
-    return block
 
 
 def _are_prose(words):

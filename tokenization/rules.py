@@ -85,10 +85,6 @@ class Rules:
                 f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 100, got {self.pre_tokenizer!r}"
             )
 
-    def is_bert(self) -> bool:
-        """Whether a `BertTokenizer` has these rules: whether they are BERT's own, but for case and accents."""
-        return self == Rules(lowercase=self.lowercase, strip_accents=self.strip_accents)
-
     def normalizer(self) -> normalizers.Normalizer:
         """The rules' normalizer."""
         form = [] if self.unicode_normalization == "none" else [getattr(normalizers, self.unicode_normalization)()]
@@ -109,22 +105,6 @@ class Rules:
         of_bert = pre_tokenizers.BertPreTokenizer()
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         return pre_tokenizers.Sequence([of_bert, *splits]) if splits else of_bert
-
-    def __str__(self):
-        parts = {
-            "lower case" if self.lowercase else "case kept": True,
-            "accents stripped" if self.strip_accents else "accents and marks kept": True,
-            {
-                "bert": "",
-                "characters": "single characters",
-                LONG_WORDS_CUT: f"words over {LONGEST_WORD} characters cut",
-            }.get(self.pre_tokenizer, self.pre_tokenizer): True,
-            "single digits": self.individual_digits,
-            "U+200B ends a word": self.zero_width_spaces,
-            "joiners kept": self.keep_joiners,
-            self.unicode_normalization: self.unicode_normalization != "none",
-        }
-        return ", ".join(part for part, holds in parts.items() if part and holds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +157,7 @@ def split_words(
 
 def contents_of(words: Counter) -> dict:
     """
-    What a text is made of, as shares from 0 to 1, but for two.
+    What a text is made of, as shares from 0 to 1, but for three.
 
     Args:
         words: how often each word occurs (`count_words`).
@@ -188,7 +168,7 @@ def contents_of(words: Counter) -> dict:
         `zero_width_spaces`: words that U+200B ends, between letters.
         `joiners`: words with one of `JOINERS` between letters; or, if more, word types that differ in them alone.
         `long_words`: characters in words over `LONGEST_WORD` characters, as BERT's rules split words.
-        `spaceless`: characters in `SPACELESS` scripts.
+        `word_unit`: what to count as words (`WordUnit`): by the characters in these and in `SPACELESS` scripts.
         `mixed_forms`: words in the rarer of the normal forms NFC and NFD, of those that differ in them.
         `mixed_case`: words with a capital letter inside, beside small ones.
         `dotless`: Turkish dotless and dotted letters i, beside all letters.
@@ -212,24 +192,20 @@ def contents_of(words: Counter) -> dict:
     runs = [(run, count) for word, count in words.items() for run in _RUN.findall(word)]
     long = Counter({word: count for word, count in words.items() if len(word) > LONGEST_WORD})
     pieces = split_words(long, Rules().normalizer(), Rules().splitter())
+    spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
+    long_words = sum(n * len(word) for word, n in pieces.items() if len(word) > LONGEST_WORD) / all_characters
     return {
         "marks": sum(count * count_marks(character) for character, count in characters.items()) / letters,
         "has_hangul": any("가" <= character <= "힣" for character in characters),
         "zero_width_spaces": ended / (in_all + ended),
         "joiners": max(joined / in_all, merged / max(len(words), 1)),
-        "long_words": sum(n * len(word) for word, n in pieces.items() if len(word) > LONGEST_WORD) / all_characters,
-        "spaceless": sum(scripts[script] for script in SPACELESS) / all_characters,
+        "long_words": long_words,
+        "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
         "mixed_forms": min(forms[True, False], forms[False, True]) / in_all,
         "mixed_case": sum(count for run, count in runs if _is_mixed(run)) / max(sum(count for _, count in runs), 1),
         "dotless": sum(characters.get(character, 0) for character in "ıİ") / letters,
         "script": scripts.most_common(1)[0][0] if scripts else "LATIN",
     }
-
-
-def word_unit_of(contents: dict) -> WordUnit:
-    """What to count as words of a text (`contents_of`)."""
-    has_white_space_words = contents["spaceless"] + contents["long_words"] <= MOST_SPACELESS
-    return "white space" if has_white_space_words else "tokenizer"
 
 
 _RUN = re.compile(r"[^\W_]+")  # letters and digits

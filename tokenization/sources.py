@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-import operator
 import os
 import platform
 from collections import Counter
@@ -109,21 +108,17 @@ def file_source(
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     with explained(f"{shortened(str(path), 200)}: cannot be read", "allow reading it, or leave it out", OSError):
         files = text_files(path)
-        states = [_state(file.stat()) for file in files]
+        times = [file.stat().st_mtime_ns for file in files]
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents, documents, separator]
     found = itertools.islice(_of_files(files, text_column, documents, counts, separator), max_documents)
-    return Source(base_name(path), identity, _unchanged(found, files, states), counts)
+    return Source(base_name(path), identity, _unchanged(found, files, times), counts)
 
 
-# What a write to a file changes.
-_state = operator.attrgetter("st_size", "st_mtime_ns")
-
-
-def _unchanged(documents, files, states):
+def _unchanged(documents, files, times):
     """The documents; refuses files that were written meanwhile, as their hashes are of other text than was read."""
     yield from documents
-    for file, state in zip(files, states, strict=True):
-        if _state(file.stat()) != state:
+    for file, time in zip(files, times, strict=True):
+        if file.stat().st_mtime_ns != time:
             raise UserError(f"{file}: changed while it was read; run again when no program writes to it")
 
 
@@ -281,9 +276,8 @@ def dataset_source(
     """
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else base_name(name)
-    of_files, of_split = options
-    hint = f"give an id on the Hub, or a folder of save_to_disk or of data files; {of_files} takes files"
-    with dataset_errors(name, f"{hint}; {of_split} names the split, ID:CONFIG a configuration"):
+    hint = f"give an id on the Hub, or a folder of save_to_disk or of data files; {options[0]} takes files"
+    with dataset_errors(name, f"{hint}; {options[1]} names the split, ID:CONFIG a configuration"):
         if Path(name, PREPARED_FILE).exists():
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
         rows, hub_version = _open_dataset(name, config, split, streaming)
@@ -314,21 +308,13 @@ def dataset_folder(rows, column: str) -> str:
     Raises:
         UserError: `rows` is something else, has no such column, or the cache cannot be written.
     """
-    import datasets
-
-    if not isinstance(rows, datasets.Dataset):
-        raise UserError(
-            f"dataset: a {type(rows).__name__} is neither a name, a folder nor a datasets.Dataset; give one of these, "
-            f"such as a split of a DatasetDict, or a folder of save_to_disk"
-        )
-    if column not in rows.column_names:
-        raise UserError(
-            f"dataset: the datasets.Dataset has no column {column}, but {', '.join(rows.column_names)}; name one of "
-            f"them with text_column"
-        )
-    rows = rows.select_columns([column])
-    path = cache_folder() / f"dataset-{rows_hash(rows)}"
-    write_once(path, "writing a dataset", rows.save_to_disk)
+    hint = (
+        "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column"
+    )
+    with dataset_errors("in memory", hint):
+        rows = rows.select_columns([column])
+        write, path = rows.save_to_disk, cache_folder() / f"dataset-{rows_hash(rows)}"
+    write_once(path, "writing a dataset", write)
     return str(path)
 
 
@@ -348,8 +334,7 @@ def dataset_errors(name: str, way_out: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ or error
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        reason = " ".join(f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}".split())
         raise UserError(f"dataset {name}: cannot be read ({reason}); {way_out}") from None
     finally:
         logging.set_verbosity(before)

@@ -113,18 +113,18 @@ def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
                 yield line
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
             number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
-            is_utf8, binary = error.encoding == "utf-8", ", and holds NUL, as binary files do; leave it out"
-            way_out = encoding_advice(error.object) if is_utf8 else "repair it, or leave it out"
+            # Only Windows has characters at 0x80 to 0x9f.
+            likely = "CP1252" if re.search(rb"[\x80-\x9f]", error.object) else "LATIN1"
+            way_out = (
+                f"convert it from the encoding that it has, as with `iconv -f {likely} -t UTF-8`, or leave it out"
+            )
+            if error.encoding != "utf-8":
+                way_out = "repair it, or leave it out"
+            elif bytes(1) in error.object:
+                way_out = "it holds NUL, as binary files do: leave it out"
             raise ValueError(
-                f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#04x})"
-                f"{binary if is_utf8 and bytes(1) in error.object else f'; {way_out}'}"
+                f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#x}); {way_out}"
             ) from None
-
-
-def encoding_advice(undecoded: bytes) -> str:
-    """What to do with a file whose bytes are not UTF-8. Only Windows has characters at 0x80 to 0x9f."""
-    encoding = "CP1252" if re.search(rb"[\x80-\x9f]", undecoded) else "LATIN1"
-    return f"convert it from the encoding that it has, as with `iconv -f {encoding} -t UTF-8`, or leave it out"
 
 
 def file_kind(file: Path) -> str:

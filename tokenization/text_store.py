@@ -61,7 +61,7 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
                 writer.write_batch(batch)
         for source in sources:
             counts.update(source.counts)
-        (partial / "counts.json").write_text(json.dumps({"reading": counts, "sources": len(sources)}))
+        (partial / "counts.json").write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
 
     write_once(path, f"reading {name}", write)
     return path
@@ -126,7 +126,7 @@ class TextStore(Blocks):
     of each block's document; `sources`, `characters` and `hashes` have an entry for each document. Documents with the
     same sentences have the same hash. `source_count` counts the sources. `reading` counts what was read and how,
     by what it is: documents, paragraphs, sentences and characters, and the files, rows and sentences that were left
-    out or cut.
+    out or cut. `fingerprint` is a hash of all sentences: of two texts together, the sum of theirs in int64.
     """
 
     def __init__(self, folder: Path):
@@ -142,14 +142,11 @@ class TextStore(Blocks):
         self.documents = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(self.table)))
         self.sources = self.of_blocks["source"][firsts]
         self.characters, self.hashes = (np.add.reduceat(self.of_blocks[name], firsts) for name in _NUMBERS[2:])
+        self.fingerprint = int(self.hashes.sum())
 
     def __len__(self):
         """The number of documents."""
         return len(self.hashes)
-
-    def fingerprint(self) -> int:
-        """A hash of all sentences: of two texts together, the sum of theirs in int64."""
-        return int(self.hashes.sum())
 
     def part(self, is_chosen: np.ndarray | None = None) -> "TextPart":
         """The documents whose entry is true (documents,), or all."""

@@ -156,10 +156,6 @@ class TokenizedCorpus:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_starts[self.document_starts[documents]]
 
-    def tokens(self, document: int) -> np.ndarray:
-        """The token ids of a document (tokens,)."""
-        return self.ids[slice(*self.first_tokens([document, document + 1]))]
-
     def sentences(self, document: int) -> np.ndarray:
         """The numbers of a document's sentences (sentences,)."""
         return np.arange(*self.document_starts[document : document + 2])

@@ -193,7 +193,7 @@ def make_tokenizer(
     the general class, which reads them from tokenizer.json.
     """
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    if rules.is_bert():
+    if rules == Rules(lowercase=rules.lowercase, strip_accents=rules.strip_accents):  # BERT's own
         return BertTokenizer(
             vocab=vocabulary,
             do_lower_case=rules.lowercase,

@@ -24,8 +24,9 @@ from d2l_bert.page import copy_runtime, write_page
 from d2l_bert.progress import shortened
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.prepared_folder import (
-    check_prepared_folder,
     corpus_is_prepared,
+    is_prepared_folder,
+    read_prepared_folder,
     read_prepared_folders,
     write_prepared_folder,
 )
@@ -122,8 +123,12 @@ def prepare_command(arguments) -> None:
     if arguments.check:
         for name in (*others, *(["output_dir"] if arguments.output_dir else [])):
             raise UserError(f"{name} is for preparing a text, and check reads folders that are prepared; leave it out")
-        for folder in arguments.check:
-            print(check_prepared_folder(Path(folder)))
+        for folder in map(Path, arguments.check):
+            if not is_prepared_folder(folder):
+                raise UserError(f"{folder}: no prepared folder; give one that `d2l-bert prepare` has made")
+            text = read_prepared_folder(folder, check_large=True)
+            documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
+            print(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
         if len(arguments.check) > 1:  # whether they are parts of one corpus
             read_prepared_folders([Path(folder) for folder in arguments.check])
         return

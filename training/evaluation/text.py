@@ -242,7 +242,7 @@ def _tokens(model, text, config, accelerator):
             the text.
     """
     data = model.record.get("data", {})
-    is_text_of_run = data.get("text_fingerprint") == text.part.text.fingerprint()
+    is_text_of_run = data.get("text_fingerprint") == text.part.text.fingerprint
     if is_text_of_run and not config.held_out:
         way_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
         logger.warning(f"{model.name} was trained on this very text, {text.name}{way_out}")
