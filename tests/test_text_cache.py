@@ -128,6 +128,5 @@ def test_a_waiting_process_continues_when_the_other_is_killed(prepare_beside, tm
     assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
         "text",
         "tokenizer",
-        "account",
         "tokens",
     }

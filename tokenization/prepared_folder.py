@@ -213,7 +213,10 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
             f"{name}: {held_out - left:,} of {held_out:,} held-out documents are left out, as other parts have copies "
             f"of them to train on"
         )
-    if len({*np.concatenate([part.held_out.hashes[some] for part, some in zip(parts, apart, strict=True)])}) < 2:
+    if (
+        len(np.unique(np.concatenate([part.held_out.hashes[some] for part, some in zip(parts, apart, strict=True)])))
+        < 2
+    ):
         raise UserError(
             f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.folders import content_hash, reading_cache, short_hash
+from d2l_bert.progress import with_progress
 
 
 # Raise STORE_FORMAT by 1 when the content of the files changes: the cache's keys hold it.
@@ -100,7 +101,12 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
         kept: the numbers of the documents that are kept of each store, ascending (n,).
     """
     parts = enumerate(zip(corpora, kept, strict=True))
-    sections = (section for source, (corpus, some) in parts for section in corpus.sections(some, source))
+    sections = with_progress(
+        (section for source, (corpus, some) in parts for section in corpus.sections(some, source)),
+        "joining prepared folders",
+        sum(map(len, kept)),
+        lambda section: len(section.document_ends),
+    )
     write_store(folder, vocab_size, len(corpora), sections)
 
 
