@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import shutil
 
 import pytest
 from conftest import SMALL, write_books
+from huggingface_hub import constants
 from stores import tokens_of
 
 from d2l_bert.cli import main
@@ -186,6 +188,40 @@ def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tm
     assert main(["prepare", f"--corpus={text}", f"--output_dir={second}", f"--tokenizer={first}"]) == 0
     with pytest.raises(UserError, match="fewer than two held-out documents"):
         prepare(TextConfig(corpus=paths([first, second])))
+
+
+def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(parts, tmp_path, monkeypatch):
+    """Its size is as it was: a run of this part alone would not see it."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    damaged = shutil.copytree(parts[1], tmp_path / "damaged")
+    ids = bytearray((damaged / "train/ids.bin").read_bytes())
+    ids[100] ^= 1
+    (damaged / "train/ids.bin").write_bytes(ids)
+    with pytest.raises(UserError, match="damaged: .*ids.bin has changed since it was written"):
+        prepare(TextConfig(corpus=paths([parts[0], damaged])))
+    assert not list((tmp_path / "home").rglob("joined-*/*"))
+    joined = documents(prepare(TextConfig(corpus=paths(parts[:2]))))[0]
+    assert (
+        joined
+        == documents(prepare(TextConfig(corpus=paths(parts[:1]))))[0]
+        + (documents(prepare(TextConfig(corpus=paths(parts[1:2]))))[0])
+    )
+
+
+def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path):
+    """The second part is written in letters that the tokenizer of the first lacks."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    rows = rows_of(0, 60)
+    write_rows(tmp_path / "english.jsonl", rows)
+    write_rows(tmp_path / "greek.jsonl", [row.translate(str.maketrans("aeinorstw", "αεινορστω")) for row in rows])
+    assert main(["prepare", f"--corpus={tmp_path}/english.jsonl", f"--output_dir={first}", "--vocab_size=300"]) == 0
+    other = [f"--corpus={tmp_path}/greek.jsonl", f"--output_dir={second}", f"--tokenizer={first}"]
+    assert main(["prepare", *other, "--max_unknown_share=1"]) == 0
+    folders = paths([first, second])
+    parts = [prepare(TextConfig(corpus=[folder], max_unknown_share=1)) for folder in folders]
+    (one, tokens), (other, more) = [(part.tokenizer_report["unknown_share"], len(part.held_out.ids)) for part in parts]
+    together = prepare(TextConfig(corpus=folders, max_unknown_share=1)).tokenizer_report["unknown_share"]
+    assert one == 0 and other > 0.3 and together == pytest.approx(other * more / (tokens + more))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ AT_ONCE = [
     ("prepare --check flipped", "flipped"),
     # Tokenizers and models that are not there, damaged, or of another kind.
     ("prepare --tokenizer nowhere", "nowhere"),
+    ("prepare --tokenizer books", "no tokenizer"),
     ("prepare --tokenizer empty", "empty"),
     ("prepare --tokenizer file.txt", "file.txt"),
     ("prepare --tokenizer mute", "mute"),

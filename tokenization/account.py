@@ -20,8 +20,8 @@ from d2l_bert.tokenization.rules import (
 )
 
 
-# Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK], of marks dropped
-# beside all characters, of word types that became equal to another, and of vocabulary entries with a digit.
+# Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of marks, or other
+# characters, that are dropped; of word types that became equal to another; of vocabulary entries with a digit.
 REMARKED_UNKNOWN, REMARKED_MARKS, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
 
 # The scripts of languages that are not written in Latin letters, as `unicodedata.name` begins.
@@ -186,6 +186,9 @@ def remarks(
         f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
             account["dropped_marks"] > REMARKED_MARKS * account["characters"]
+        ),
+        f"{account['dropped_characters']:,} characters are dropped; {invisible}": (
+            account["dropped_characters"] > REMARKED_MARKS * account["characters"]
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),

@@ -83,7 +83,7 @@ class SourceConfig(Options):
         Write a `datasets.Dataset` that stands in place of a name to the cache, so that it has a name.
 
         Raises:
-            UserError: as in `cache.dataset_folder`.
+            UserError: as in `sources.dataset_folder`.
         """
         for name in {"dataset", "validation_dataset"} & vars(self).keys():
             given = getattr(self, name)

@@ -136,10 +136,9 @@ def _tokenize(part, tokenizer, facts, run, name):
 
 def _hold_out(prepared, part, run, name):
     """Make a part of a text the one to evaluate on."""
-    tokenizer, facts = prepared.tokenizer, prepared.tokenizer_report
-    prepared.held_out = _tokenize(part, tokenizer, facts, run, name)
-    share = unknown_share(tokenizer, part.sample(SAMPLED_CHARACTERS))
-    prepared.tokenizer_report = {**facts, "unknown_share": share}
+    prepared.held_out = _tokenize(part, prepared.tokenizer, prepared.tokenizer_report, run, name)
+    share = unknown_share(prepared.tokenizer, part.sample(SAMPLED_CHARACTERS))
+    prepared.tokenizer_report = {**prepared.tokenizer_report, "unknown_share": share}
     if share > REMARKED_UNKNOWN:
         logger.warning(
             "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
@@ -203,7 +202,7 @@ def open_sources(
         sources.append(dataset_source(name, config, split, streaming=run.streaming, options=options, **both))
     identities = [source.identity for source in sources]
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
-        raise UserError(f"{options[0]}: {twice[0]} is given twice; give it once")
+        raise UserError(f"{twice[0]} is given twice; give it once")
     return sources
 
 
@@ -266,6 +265,8 @@ def fit_tokenizer(
     found = cached_json(path, "training a tokenizer", fit)
     tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:
-        digits = facts_of(tokenizer)["entries_with_digits"]
-        logger.info(f"tokenizer: {rules}; {len(tokenizer):,} entries, {digits:,} of them with digits")
+        logger.info(
+            f"tokenizer: {rules}; {len(tokenizer):,} entries, {facts_of(tokenizer)['entries_with_digits']:,} of them "
+            f"with digits"
+        )
     return tokenizer, found["account"], found["contents"]

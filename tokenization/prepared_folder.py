@@ -177,8 +177,8 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     """
     The text of the prepared folders that make one corpus. Of large files only the sizes are checked.
 
-    The stores of several folders are joined in the cache. Of the held-out documents, those that another part trains on
-    are left out.
+    The stores of several folders are joined in the cache, once every byte of theirs is checked. Of the held-out
+    documents, those that another part trains on are left out.
 
     Raises:
         UserError: a folder is damaged or has an earlier format, its tokenizer or options differ from those of the
@@ -220,7 +220,7 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         raise UserError(
             f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
         )
-    stores = _joined(parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart})
+    stores = _joined(folders, parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart})
     languages = filter(None, dict.fromkeys(part.token_options["language"] for part in parts))
     return dataclasses.replace(
         first,
@@ -233,15 +233,26 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         account={
             name: sum((part.account[name] for part in parts), type(value)()) for name, value in first.account.items()
         },
+        tokenizer_report={
+            **first.tokenizer_report,
+            "unknown_share": float(
+                np.average(
+                    [part.tokenizer_report["unknown_share"] for part in parts],
+                    weights=[len(part.held_out.ids) for part in parts],
+                )
+            ),
+        },
         **stores,
     )
 
 
-def _joined(parts, kept):
-    """The documents that are kept of the parts' stores, as stores of the cache."""
+def _joined(folders, parts, kept):
+    """The documents that are kept of the parts' stores, as stores of the cache; every byte of the parts is checked."""
     path = entry(cache_folder(), "joined", STORE_FORMAT, [part.fingerprint() for part in parts])
 
     def write(partial):
+        for folder in folders:
+            read_prepared_folder(folder, check_large=True)
         for name, documents in kept.items():
             (partial / name).mkdir()
             join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)

@@ -194,8 +194,8 @@ def _files_below(folder, seen):
     seen.add(os.path.realpath(folder))
     if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin")):  # also without its record
         raise UserError(
-            f"{folder}: a prepared folder, not text; give the text, or name every prepared folder to pretrain: "
-            f"--corpus {folder} ..."
+            f"{folder}: a prepared folder, not text; pretrain takes text alone, or prepared folders alone, each with "
+            f"its {PREPARED_FILE}"
         )
     for path in (path for path in folder.iterdir() if not path.name.startswith(".")):
         if not path.is_dir():
@@ -303,7 +303,7 @@ def dataset_folder(rows, column: str) -> str:
     Write the text of a `datasets.Dataset` that a program has in memory to the cache, under the hash of this text.
 
     Returns:
-        The folder, for `sources.dataset_source`.
+        The folder, for `dataset_source`.
 
     Raises:
         UserError: `rows` is something else, has no such column, or the cache cannot be written.

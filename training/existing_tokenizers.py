@@ -53,6 +53,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     with reading_model(name, "tokenizer "):
         file = _bare_file(Path(name))
+        if file is None and not has_tokenizer(name):
+            raise UserError("it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one that does")
         tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
         is_bert = isinstance(tokenizer, BertTokenizer)
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

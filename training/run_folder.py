@@ -208,7 +208,8 @@ def make_identity(job: Job) -> dict:
     """The values that a checkpoint and the run that resumes from it must share, by the names in error messages."""
     run, text = job.run, job.text
     # The tokenizer's fingerprint covers these. With an existing tokenizer the training options have no effect.
-    redundant = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if run.existing_tokenizer() else ())}
+    has_tokenizer = run.existing_tokenizer() or corpus_is_prepared(run)
+    redundant = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if has_tokenizer else ())}
     # `check_identity` names the first difference, so the cause comes before its effect: a tokenizer trained by this
     # run follows from the corpus; with an existing tokenizer, the corpus's tokens follow from the tokenizer.
     fingerprints = {

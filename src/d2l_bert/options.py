@@ -107,7 +107,7 @@ class Options:
             kinds_of_field = members_of(kind)
             if not any(_is_a(value, kind) for kind in kinds_of_field):
                 wanted = " or ".join(_in_words(kind) for kind in kinds_of_field if kind is not types.NoneType)
-                raise UserError(f"{field.name} must be {wanted}, got {value!r}")
+                raise UserError(f"{field.name} must be {wanted}, got {' '.join(repr(value).split()):.200}")
             for string in value if isinstance(value, list) else [value]:
                 if isinstance(string, str) and field.metadata.get("metavar") == "PATH":
                     string = re.sub("[\udc80-\udcff]", "?", string)  # bytes of file names need not be UTF-8
