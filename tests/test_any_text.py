@@ -11,7 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from d2l_bert.tokenization.account import account_of, facts_of, remarks, unknown_share
-from d2l_bert.tokenization.rules import choose_rules, contents_of, count_words
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
 from d2l_bert.tokenization.wordpiece import save_tokenizer, train_on_words, train_wordpiece
 
 
@@ -163,6 +165,26 @@ def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_i
     chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
     assert unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
     assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
+
+
+def test_the_options_of_a_tokenizer_are_those_of_the_run(tmp_path):
+    lines = [f"Bàn này bán rồi, bạn bán {number} bàn." for number in range(60)]
+    text = "".join(f"{unicodedata.normalize(('NFC', 'NFD')[n % 2], line)}\n" for n, line in enumerate(lines))
+    (tmp_path / "text.txt").write_text(text)
+    options = {"unicode_normalization": "NFC", "individual_digits": True, "lowercase": False, "documents": "line"}
+    tokenizer = prepare(TextConfig(corpus=[str(tmp_path / "text.txt")], vocab_size=300, **options)).tokenizer
+    assert tokenizer.tokenize("12 Bàn") == ["1", "2", "Bàn"]
+    assert tokenizer.tokenize(unicodedata.normalize("NFD", "bàn")) == ["bàn"]
+
+
+def test_the_account_of_a_few_words_is_right():
+    decomposed = unicodedata.normalize("NFD", "é")
+    texts = [f"é {decomposed} a a\u200bbb \ue000 é {decomposed} a bb"]
+    rules = Rules(unicode_normalization="NFC", zero_width_spaces=True)
+    account = account_of(count_words(texts), train_on_words(count_words(texts), rules, min_frequency=1))
+    assert account["merged_types"] == 0  # é in two normal forms is one letter
+    assert account["word_types"] == 5  # both forms of é, a, bb and the private character
+    assert account["dropped_characters"] == 1 and account["unknown_characters"] == account["dropped_marks"] == 0
 
 
 def test_a_normal_form_is_part_of_the_tokenizer():

@@ -90,7 +90,7 @@ def lines(tmp_path_factory):
 
 
 TEXT_OPTIONS = ["--documents=line", "--language=de", "--validation_fraction=0.2"]
-TEXT_OPTIONS += ["--max_validation_characters=2000"]  # a fifth of the lines has more
+TEXT_OPTIONS += ["--max_validation_characters=1000"]  # a fifth of the lines has more
 ROW_OPTIONS = [
     ["--objective=nsp", "--max_eval_pairs=30"],
     ["--pairing=sentences", "--objective=sop", "--mlm_probability=0.30->0.25"],

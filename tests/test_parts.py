@@ -15,6 +15,7 @@ from d2l_bert.errors import UserError
 from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.prepared_folder import write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents
 from d2l_bert.training.existing_tokenizers import load_tokenizer
 
@@ -91,7 +92,24 @@ def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, text
     assert together.train.source_ends == ends[1:]
     assert together.text_fingerprint == whole.text_fingerprint
     assert together.reading == whole.reading
+    for name in ("characters", "unknown_characters", "dropped_marks"):
+        assert together.account[name] == sum(prepare(TextConfig(corpus=[str(part)])).account[name] for part in parts)
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
+
+
+def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts, tokenizer, tmp_path):
+    folders = []
+    for name, text in (("de", texts[0]), ("en", texts[1])):
+        run = TextConfig(corpus=[str(text)], language=name)
+        part = prepare(run, load_tokenizer(str(tokenizer)))
+        part.hub_datasets = [name, "both"]
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        write_prepared_folder(part, folders[-1])
+    one, other = (prepare(TextConfig(corpus=paths(some))) for some in (folders, folders[::-1]))
+    assert one.token_options["language"] == "de, en" and one.hub_datasets == ["de", "both", "en"]
+    assert one.train.source_ends[0] + other.train.source_ends[0] == len(one.train) == len(other.train)
+    assert documents(one)[0][: one.train.source_ends[0]] == documents(other)[0][other.train.source_ends[0] :]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import tokens_of, write_store
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
 from d2l_bert import train_wordpiece
 from d2l_bert.folders import cache_folder
@@ -104,7 +104,8 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     assert gaps.min() >= 0.9 * gaps.max() - 1
 
 
-def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
+def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "TOKENIZED_AT_ONCE", 2000)  # several spans, on two processes
     found = TextStore(prepare_text([file_source(books)], "en", cache_folder()))
     several = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes=2))
     is_held_out = np.isin(several.hashes, text.held_out.hashes)
@@ -116,6 +117,38 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(text, books, tmp_path):
             assert tokens_of(tokens, number) == [token for ids in expected for token in ids]
             ends = np.cumsum(list(map(len, expected))).tolist()
             assert (tokens.sentence_starts[sentences + 1] - first).tolist() == ends
+
+
+def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_from(text, books, tmp_path):
+    assert len({prepare_text([file_source(books)], language, tmp_path) for language in ("en", "zh")}) == 2
+    part = TextStore(prepare_text([file_source(books)], "en", tmp_path)).part()
+    other = train_wordpiece(part, vocab_size=60)
+    kept = [
+        TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path, 1, unit))
+        for tokenizer in (text.tokenizer, other)
+        for unit in ("white space", "tokenizer")
+    ]
+    assert len({(len(corpus.ids), int(corpus.words_before[-1])) for corpus in kept}) == 4
+    options = [{"vocab_size": 300}, {"vocab_size": 60}, {"vocab_size": 300, "lowercase": False}]
+    trained = [prepare.prepare(PretrainConfig(corpus=[str(books)], **some)) for some in options]
+    assert len({wordpiece.tokenizer_fingerprint(prepared.tokenizer) for prepared in trained}) == 3
+    # An existing tokenizer has an account of its own.
+    few = BertTokenizer(vocab={piece: index for index, piece in enumerate([*wordpiece.SPECIAL_TOKENS, *"abc", "##a"])})
+    run = PretrainConfig(corpus=[str(books)], max_unknown_share=1)
+    many, most = (prepare.prepare(run, tokenizer).account["unknown_characters"] for tokenizer in (other, few))
+    assert most > 10 * many
+
+
+def test_ids_of_a_large_vocabulary_are_whole_also_in_joined_stores(tmp_path):
+    pieces = [*wordpiece.SPECIAL_TOKENS, *(f"w{number}" for number in range(70_000))]
+    tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    (tmp_path / "rows.txt").write_text("".join(f"w{number} w69999.\n" for number in range(40)))
+    part = TextStore(prepare_text([file_source(tmp_path / "rows.txt", documents="line")], "en", tmp_path)).part()
+    corpus = TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path))
+    assert corpus.ids.max() == 5 + 69_999 and corpus.ids[0] == 5
+    (tmp_path / "joined").mkdir()
+    join_stores(tmp_path / "joined", len(tokenizer), [corpus, corpus], [np.arange(40), np.arange(3)])
+    assert TokenizedCorpus(tmp_path / "joined").ids.tolist() == [*corpus.ids, *corpus.ids[: 3 * 3]]
 
 
 @pytest.mark.parametrize("at_once", [1, 200])

@@ -105,6 +105,20 @@ def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tm
     assert overlap(corpus, validation_dataset=[str(tmp_path / "set")]) == (texts, in_both)
 
 
+def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
+    """In the corpus each block of some 64 sentences counts as a document, in the other text each file does."""
+    sentences = [" ".join(f"It is {10 * n + k} o'clock." for k in range(10)) for n in range(40)]
+    for number in range(3):
+        (tmp_path / "corpus").mkdir(exist_ok=True)
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"Text {number}. " + "\n\n".join(sentences))
+    (tmp_path / "check").mkdir()
+    for number in range(30):
+        (tmp_path / "check" / f"{number}.txt").write_text(f"Another, {number}. And its end.")
+    (tmp_path / "check" / "copy.txt").write_text((tmp_path / "corpus" / "1.txt").read_text())
+    assert overlap(tmp_path / "corpus", validation_corpus=[str(tmp_path / "corpus")]) == (3, 3)
+    assert overlap(tmp_path / "check", validation_corpus=[str(tmp_path / "corpus")]) == (3, 1)
+
+
 def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
     lines = [f"Line {number} is a document. It has two sentences.\n" for number in range(60)]
     for name in ("corpus.txt", "check.txt"):

@@ -71,6 +71,7 @@ def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
                 document = np.searchsorted(starts, token, side="right") - 1
                 expected += words[document] / (starts[document + 1] - starts[document])
     assert words_in(corpus, pairs) == pytest.approx(expected, rel=1e-9) and expected > 500
+    assert len(corpus.ids) > 1.1 * corpus.words_before[-1]  # so that a token is not a word
 
 
 PAIRING = {"pairing": "segments", "max_seq_length": 32, "objective": "nsp", "short_seq_prob": 0.1}

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from d2l_bert.errors import UserError
 from d2l_bert.tokenization.processes import in_order
@@ -18,6 +20,17 @@ def test_an_exception_in_another_process_is_raised_here():
     # An OSError of the function does not say that processes cannot be started.
     with pytest.raises(FileNotFoundError):
         list(in_order(os.stat, ["/", "/no/such/file"], 2))
+
+
+def test_the_items_come_in_order_and_the_run_draws_the_same_random_numbers():
+    before = torch.get_rng_state()
+    assert list(in_order(slow_when_even, list(range(12)), 2)) == list(range(12))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def slow_when_even(number):
+    time.sleep(0.05 * (number % 2 == 0))
+    return number
 
 
 def test_processes_that_cannot_be_started_are_said_in_one_line(monkeypatch):
