@@ -168,7 +168,8 @@ class Book:
         # d2l gives padded slots the label 0, and its mean counts them; the loss ignores slots with the label -100.
         labels = step["labels"].where(known, 0)
         slots = (step["masked_positions"], known.float(), labels)
-        return step["input_ids"], step["token_type_ids"], lengths, *slots, 1 - step["next_sentence_label"]
+        label = step["next_sentence_label"]  # -100 for a row without a pair
+        return step["input_ids"], step["token_type_ids"], lengths, *slots, torch.where(label < 0, label, 1 - label)
 
     def step(self, batch, rate):
         self.optimizer.param_groups[0]["lr"] = rate

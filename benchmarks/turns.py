@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,8 @@ class Task:
     device: str
 
     def __post_init__(self):
+        if self.run.objective == "auto":  # what a run makes of it with these texts
+            self.run = replace(self.run, objective="nsp")
         self.run.check()
 
     def __str__(self):
