@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from d2l_bert.folders import entry, write_once
+from d2l_bert.folders import cache_entry, write_once
 from d2l_bert.progress import with_progress
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
@@ -51,7 +51,7 @@ def prepare_tokens(
             started.
     """
     backend = text_backend(tokenizer)
-    path = entry(folder, "tokens", ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit)
+    path = cache_entry(folder, "tokens", ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit)
     if not path.exists():
         text, blocks = part.text, part.blocks
         at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))

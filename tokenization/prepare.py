@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained
-from d2l_bert.folders import cache_folder, cached_json, entry, short_hash
+from d2l_bert.folders import cache_entry, cache_folder, cached_json, short_hash
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -82,6 +82,7 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
 
 def _from_text(run, existing, has_validation):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
+    assert existing is not None or run.existing_tokenizer() is None, "the tokenizer that the run names is not given"
     sources = open_sources(run.text_paths(), run.dataset, run.dataset_split, run, run.max_documents)
     corpus_name, text = read_sources(sources, run.language)
     with explained(corpus_name, "", UserError):
@@ -261,7 +262,7 @@ def fit_tokenizer(
 
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     made_of = text_backend(existing) if existing else options
-    path = entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
+    path = cache_entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
     found = cached_json(path, "training a tokenizer", fit)
     tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.errors import UserError, explained, refuse_first
-from d2l_bert.folders import cache_folder, content_hash, entry, short_hash, write_once
+from d2l_bert.folders import cache_entry, cache_folder, content_hash, short_hash, write_once
 from d2l_bert.progress import counted, shortened
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
@@ -220,7 +220,6 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         raise UserError(
             f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
         )
-    stores = _joined(folders, parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart})
     languages = filter(None, dict.fromkeys(part.token_options["language"] for part in parts))
     return dataclasses.replace(
         first,
@@ -242,13 +241,13 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
                 )
             ),
         },
-        **stores,
+        **_joined(folders, parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart}),
     )
 
 
 def _joined(folders, parts, kept):
     """The documents that are kept of the parts' stores, as stores of the cache; every byte of the parts is checked."""
-    path = entry(cache_folder(), "joined", STORE_FORMAT, [part.fingerprint() for part in parts])
+    path = cache_entry(cache_folder(), "joined", STORE_FORMAT, [part.fingerprint() for part in parts])
 
     def write(partial):
         for folder in folders:

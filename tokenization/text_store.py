@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from d2l_bert.errors import UserError
-from d2l_bert.folders import entry, reading_cache, write_once
+from d2l_bert.folders import cache_entry, reading_cache, write_once
 from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, content_key, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
@@ -50,7 +50,7 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    path = entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language)
+    path = cache_entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language)
     name = ", ".join(source.name for source in sources)
 
     def write(partial):

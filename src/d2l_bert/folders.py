@@ -234,7 +234,7 @@ def cache_folder() -> Path:
     return Path(constants.HF_HOME) / "d2l_bert"
 
 
-def entry(folder: Path, kind: str, *identity) -> Path:
+def cache_entry(folder: Path, kind: str, *identity) -> Path:
     """
     The path in a folder of the cache of what follows from these values of JSON.
 
