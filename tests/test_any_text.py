@@ -238,7 +238,7 @@ LOG = " ".join(f"10.{n}.7.{3 * n} GET /{n:04x} {n * 7919}" for n in range(300))
         (TEXTS["russian"], {}, "--language"),
         (TEXTS["russian"], {"language": "el"}, "--language"),
         (ENGLISH, {"language": "ru"}, "--language"),
-        ("\ue000\ue001 the \ue002\ue003 cat " * 50, {}, "private-use characters: take them out"),
+        ("\ue000\ue001 the \ue002\ue003 cat " * 50, {}, "characters are dropped; BERT's cleaning"),
     ],
 )
 def test_what_is_lost_is_said_with_the_option(text, options, option):

@@ -22,17 +22,19 @@ def pairs_of(count, seed):
 @pytest.mark.parametrize("tells", ["a token of A", "A's first", "B's last", "B's length", "nothing"])
 def test_one_segment_alone(tmp_path, tells):
     pairs, ids = pairs_of(2000, seed=1)
-    with_label = pairs[pairs["next_sentence_label"] == 1]
+    with_label, others = (pairs[pairs["next_sentence_label"] == label] for label in (1, 0))
     if tells == "B's length":
         pairs["b_end"] -= 4 * (pairs["next_sentence_label"] == 1)
     places = {"a token of A": with_label["a_start"] + 4, "A's first": with_label["a_start"]}
     places |= {"B's last": with_label["b_end"] - 1}
     if tells in places:
         ids[places[tells]] = 5
+    if tells in ("A's first", "B's last"):  # the others have the token, too, in another place
+        ids[others[f"{tells[0].lower()}_start"] + 4] = 5
     corpus = TokenizedCorpus(write_store(tmp_path / "store", [[20] * 2000], ids=ids))
     np.random.default_rng(0).shuffle(pairs)
     found = one_segment_accuracy(corpus, pairs, entries=300)
     if tells == "nothing":
         assert found == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(1600))
     else:
-        assert found > 0.85
+        assert found > 0.8
