@@ -34,9 +34,10 @@ from d2l_bert import RECIPES
 from d2l_bert.folders import write_json
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import batching
+from d2l_bert.training.data.batches import ALONE
 from d2l_bert.training.held_out import held_out_metrics
-from d2l_bert.training.optim import learning_rate_share
+from d2l_bert.training.pretrain import held_out_pairs
+from d2l_bert.training.schedule import learning_rate_share
 
 
 LN_2 = math.log(2)
@@ -119,7 +120,6 @@ def make_task(arguments) -> Task:
         corpus=[str(arguments.books / "train")],
         validation_corpus=[str(arguments.books / "valid")],
         global_batch_size=arguments.global_batch_size,
-        micro_batch_size=min(run.micro_batch_size, arguments.global_batch_size),
     )
     return Task("d2l's small BERT", architecture, run, arguments.device)
 
@@ -164,12 +164,12 @@ def train(task, contestant, what, rates, steps, held_out, folder, eval_steps) ->
 
     Args:
         rates: the learning rate of each step.
-        steps: the micro-batches of each step, as a sequence that makes them when they are asked for.
+        steps: the micro-batches of each step.
         held_out: a file with held-out pairs.
     """
     losses = Losses(what)
-    for number, rate in enumerate(rates):
-        file = str(write_step(steps[number], folder / "step"))
+    for number, (rate, micro_batches) in enumerate(zip(rates, steps, strict=True)):
+        file = str(write_step(micro_batches, folder / "step"))
         mlm, nsp = contestant.call("losses", file, rate)
         losses.rates.append(rate)
         losses.mlm.append(mlm)
@@ -183,7 +183,7 @@ def train(task, contestant, what, rates, steps, held_out, folder, eval_steps) ->
 def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run and ours on the same pairs."""
     count, run = arguments.max_steps, task.run
-    steps, held_out = task.steps(count), write_held_out(task, folder)
+    held_out = write_held_out(task, folder)
     warmup, decay = run.schedule_steps(count)
     share = [learning_rate_share(run.lr_scheduler_type, step, warmup, count, decay) for step in range(count)]
     plans = {
@@ -192,22 +192,23 @@ def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     }
     for name, (what, rates, python) in plans.items():
         with task.contestant(name, python or sys.executable) as contestant:
+            steps = task.steps(count)
             yield name, train(task, contestant, what, rates, steps, held_out, folder, arguments.eval_steps)
 
 
 def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run with one thing changed at a time."""
     count, held_out = arguments.max_steps, write_held_out(task, folder)
-    steps = task.steps(count)
     for name in dict.fromkeys(["book", *(arguments.experiment or VARIANTS)]):
         variant = VARIANTS[name]
         rates = [variant.rate(step, count) for step in range(count)]
         with task.contestant("d2l", arguments.d2l_python, book=variant.book) as contestant:
+            steps = task.steps(count)
             yield name, train(task, contestant, variant.what, rates, steps, held_out, folder, arguments.eval_steps)
 
 
 def write_held_out(task, folder) -> str:
-    return str(write_step(list(batching.make_held_out(task.run, prepare(task.run))), folder / "held-out"))
+    return str(write_step(list(held_out_pairs(task.run, prepare(task.run), ALONE)), folder / "held-out"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.turns import machine, positive
-from d2l_bert import RECIPES, PretrainConfig
+from d2l_bert import PretrainConfig
 from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.account import account_of
@@ -32,7 +32,9 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT
 from d2l_bert.tokenization.token_store import ARRAYS
-from d2l_bert.training import batching
+from d2l_bert.training.data.batches import ALONE
+from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.pretrain import held_out_pairs
 
 
 SENTENCES = 20  # in a document
@@ -153,22 +155,21 @@ def first_batch(arguments):
 
 def measure_first_batch(folder):
     """Open a prepared folder, make `STEPS` steps, print the measurements as JSON. Runs in a separate process."""
-    architecture, run = RECIPES["tiny"]()
-    run = PretrainConfig(corpus=[folder], max_steps=10_000, recipe=run.recipe, global_batch_size=512)
+    run = PretrainConfig(corpus=[folder], max_steps=10_000, objective="sop", global_batch_size=512)
     torch.set_num_threads(1)
     start = time.monotonic()
     text = prepare(run)
-    sharding = batching.make_sharding(architecture, run)
-    held_out = batching.make_held_out(run, text, sharding)
-    steps = batching.make_steps(run, text, run.max_steps, sharding)
-    steps[0]
+    held_out = held_out_pairs(run, text, ALONE)
+    steps = TrainingSteps(run, text, run.max_steps)
+    made = steps.walk()
+    next(made)
     seconds = time.monotonic() - start
     next(iter(held_out))
-    for step in range(1, STEPS):
-        steps[step]
+    for _ in range(1, STEPS):
+        next(made)
     # The layout alone, in this process.
     start = time.monotonic()
-    laid_out = len(steps.phases[-1].pairs.window(1, 0))
+    laid_out = len(steps.stages[-1].pairs.window(1, 0))
     print(
         json.dumps(
             {

@@ -74,7 +74,8 @@ def rows_of(half: Path, other: Path, tokenizer: Path | None, args, pairing: str)
             ids = named["input_ids"].clone()
             row, slot = (named["labels"] != -100).nonzero(as_tuple=True)
             ids[row, named["masked_positions"][row, slot]] = named["labels"][row, slot]  # as before masking
-            lengths, in_b = named["attention_mask"].sum(1).tolist(), named["token_type_ids"].sum(1).tolist()
+            real = named.get("attention_mask", torch.ones_like(ids))  # left out where no row is padded
+            lengths, in_b = real.sum(1).tolist(), named["token_type_ids"].sum(1).tolist()
             for of_row, length, b in zip(ids.tolist(), lengths, in_b, strict=True):
                 segments.append((of_row[1 : length - b - 1], of_row[length - b : length - 1]))
             labels.extend(named["next_sentence_label"].tolist())

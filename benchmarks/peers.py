@@ -11,7 +11,6 @@ import contextlib
 import copy
 import ctypes
 import json
-import math
 import os
 import subprocess
 import sys
@@ -66,47 +65,25 @@ def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
 # Contestants
 
 
-def full_batch(run, vocab_size: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of random tokens without padding, as large as the largest of the run."""
-    from d2l_bert.training.batching import most_tokens
-
-    rows, length, slots = (
-        most_tokens(run) // run.max_seq_length,
-        run.max_seq_length,
-        math.ceil(0.15 * run.max_seq_length),
-    )
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
-    batch |= {"masked_positions": torch.arange(slots).expand(rows, slots), "labels": ids[:, :slots].clone()}
-    return {**batch, "next_sentence_label": ids[:, 0] % 2}
-
-
 class Ours:
     """The step of `d2l-bert pretrain`, set up as the command and `pretrain` do."""
 
     def __init__(self, setup):
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
-        from d2l_bert.training import distributed
+        from d2l_bert.training.data.batches import counts_of
+        from d2l_bert.training.devices import compiled_blocks, make_accelerator, with_defaults
         from d2l_bert.training.initialize import make_model
-        from d2l_bert.training.learner import train_step
-        from d2l_bert.training.machine import compiled_blocks, with_defaults
-        from d2l_bert.training.openmp import short_waits
-        from d2l_bert.training.optim import make_optimizers
+        from d2l_bert.training.optimizer import Learner
 
         keep_freed_memory()
         self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
-        self.opened.enter_context(short_waits())
-        self.train_step = train_step
-        self.accelerator = distributed.make_accelerator(None)
-        architecture = D2lBertConfig(**setup["architecture"])
-        self.run = run = with_defaults(PretrainConfig(**setup["run"]), architecture, self.accelerator)
-        model = make_model(architecture, self.run, None, None)
-        betas = (run.adam_beta1, run.adam_beta2)
-        optimizers = make_optimizers(model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon)
-        self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
-        self.model.train()
-        self.opened.enter_context(compiled_blocks(model, run.torch_compile))
+        self.counts_of = counts_of
+        accelerator, architecture = make_accelerator(None), D2lBertConfig(**setup["architecture"])
+        run = with_defaults(PretrainConfig(**setup["run"]), architecture, accelerator)
+        self.learner = Learner(accelerator, make_model(architecture, run, None, is_resumed=False), run)
+        self.model = self.learner.wrapped_model.train()
+        self.opened.enter_context(compiled_blocks(self.learner.model, run.torch_compile))
         compiled = "compiled" if run.torch_compile else "not compiled"
         self.settings = f"{run.mixed_precision}, attention {run.attn_implementation}, {compiled}"
 
@@ -114,12 +91,10 @@ class Ours:
         return f"d2l-bert {version('d2l-bert')}, {self.settings}"
 
     def batches(self, micro_batches):
-        return micro_batches
+        return micro_batches, torch.stack([self.counts_of(batch) for batch in micro_batches]).sum(0)
 
-    def step(self, micro_batches, rate):
-        run = self.run
-        stats = self.train_step(self.accelerator, self.model, self.optimizers, micro_batches, rate, run.max_grad_norm)
-        return stats[:2]
+    def step(self, batches, rate):
+        return self.learner.take_step(*batches, rate)[:2]
 
     def scores(self, batch):
         outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own `forward` would compute in bf16

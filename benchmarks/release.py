@@ -13,8 +13,8 @@ import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import content_hash, read_json, short_hash, write_json
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.figures import DEVIATIONS, deviations, finetuned_entries, formatted, reported_metrics
 from d2l_bert.model_cards.outgoing import without_paths

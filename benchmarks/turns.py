@@ -17,9 +17,10 @@ import transformers
 from benchmarks.peers import Contestant, write_step
 from d2l_bert import D2lBertConfig, PretrainConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import batching
-from d2l_bert.training.learner import counts_of
-from d2l_bert.training.meter import matmul_peak, training_arithmetic
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.devices import matmul_peak
+from d2l_bert.training.log import training_arithmetic
 from d2l_bert.training.recipes import architecture_options
 
 
@@ -92,12 +93,15 @@ class Task:
         return Contestant(name, setup, python)
 
     def steps(self, count):
-        sharding = batching.make_sharding(self.architecture, self.run)
-        return batching.make_steps(self.run, prepare(self.run), count, sharding)
+        """The micro-batches of each of the first steps."""
+        return (step.micro_batches for step in TrainingSteps(self.run, prepare(self.run), count).walk())
 
     def write_steps(self, folder, count) -> list["Step"]:
-        steps, own = self.steps(count), Path(tempfile.mkdtemp(dir=folder))
-        return [Step(steps[number], own / f"{number}.safetensors", self.architecture) for number in range(count)]
+        own = Path(tempfile.mkdtemp(dir=folder))
+        return [
+            Step(micro_batches, own / f"{number}.safetensors", self.architecture)
+            for number, micro_batches in enumerate(self.steps(count))
+        ]
 
 
 class Step:

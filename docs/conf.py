@@ -8,7 +8,7 @@ import io
 import shutil
 from pathlib import Path
 
-from d2l_bert.cli import COMMANDS, main
+from d2l_bert.__main__ import COMMANDS, main
 
 
 project, author, release = "d2l-bert", "the authors of d2l-bert", importlib.metadata.version("d2l-bert")

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from d2l_bert import model_cards
-from d2l_bert.errors import explained
 from d2l_bert.folders import read_json, write_json
+from d2l_bert.messages import counted, explained
 from d2l_bert.model_cards.figures import (
     DEVIATIONS,
     cell,
@@ -29,7 +29,6 @@ from d2l_bert.model_cards.figures import (
     shown_metric,
 )
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
-from d2l_bert.progress import counted
 from d2l_bert.tokenization.account import account_line
 
 

@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.options import HUB, Options, option
 
 

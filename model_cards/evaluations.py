@@ -6,8 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from d2l_bert.errors import refuse_first, writing
 from d2l_bert.folders import read_json, write_json
+from d2l_bert.messages import refuse_first, writing
 from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, eval_results, read_card, render_card
 from d2l_bert.model_cards.figures import (
     evaluated_metrics,

@@ -10,8 +10,8 @@ from transformers import BertConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.folders import content_hash
+from d2l_bert.messages import UserError, explained, refuse_first
 from d2l_bert.model_cards.card import (
     CARD_FILE,
     METRICS_FILE,

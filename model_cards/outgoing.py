@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, quoted, read_card
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import CODE

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, Repositor
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id
 
-from d2l_bert.errors import UserError, explained
+from d2l_bert.messages import UserError, explained
 from d2l_bert.model_cards.card import auto_class
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.folder_rules import check_folder

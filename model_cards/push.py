@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig, check_license
 from d2l_bert.model_cards.outgoing import outgoing, published_files

@@ -98,7 +98,7 @@ def check_finite(model: PreTrainedModel) -> None:
 
 def lacks(model: PreTrainedModel, missing: set[str], module: str) -> bool:
     """
-    Whether a checkpoint lacks a whole module of a model, such as `mlm`.
+    Whether a checkpoint lacks a whole module of a model, such as `mlm`; not of one that the model lacks, too.
 
     Args:
         missing: the names of the weights that the checkpoint lacks.
@@ -106,7 +106,7 @@ def lacks(model: PreTrainedModel, missing: set[str], module: str) -> bool:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{module}.")}
     # A tied decoder is never missing, as the checkpoint has the token embedding.
     tied = {name for name in names if name.endswith("decoder.weight")} if is_tied(model) else set()
-    return names - tied <= missing
+    return bool(names) and names - tied <= missing
 
 
 def is_tied(model):

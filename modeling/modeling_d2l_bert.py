@@ -19,7 +19,6 @@ With x the token ids, s the segment ids and t the positions:
 
 import copy
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -52,22 +51,27 @@ from .configuration_d2l_bert import D2lBertConfig
 NSP_LABELS = ("IsNext", "NotNext")  # 0: B follows A, as in Hugging Face's BERT. In the book 1 means that B follows A.
 
 
-# `LinearCrossEntropy` holds at most this many logits in memory at a time. In bf16 the logits alone take 64 MB; their
+# `loss_and_gradients` holds at most this many logits in memory at a time. In bf16 the logits alone take 64 MB; their
 # gradient takes as much again.
 LOGITS_AT_ONCE = 2**25
 
 
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is computed as is best on a CPU, or on a GPU. Tests replace this to try the latter on a CPU."""
+    return tensor.device.type == "cpu"
+
+
 def _unused_name(name: str) -> str:
     """
-    A name for a PyTorch operator that no operator in this process has; the namespace is this module's name.
+    A name for a PyTorch operator that no operator in this process has.
 
     A process may import several copies of this file: the package's copy, and the copies in model folders, which
     Transformers may import again. If an operator's name is registered a second time, PyTorch destroys the first
-    operator, and calling the first operator then crashes.
+    operator, and calling the first operator then crashes. The name of this module cannot tell the copies apart: it
+    holds the name of the folder, which may have characters that no operator's name can have.
     """
-    namespace = __name__.replace(".", "_")
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return f"{namespace}::{next(free for free in names if not hasattr(getattr(torch.ops, namespace), free))}"
+    return f"d2l_bert::{next(free for free in names if not hasattr(torch.ops.d2l_bert, free))}"
 
 
 @torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=())
@@ -85,7 +89,7 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
         anchor: a new `torch.empty(0)`: the compiler merges calls with equal arguments, but never two empty tensors.
             The dropped values in its place would have to be computed and stored before they could be masked.
     """
-    seed, count = torch.randint(2**63 - 1, ()).item(), math.prod(shape)
+    seed, count = torch.randint(2**63 - 1, ()).item(), torch.Size(shape).numel()
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.int16)
     kept = torch.from_numpy(bits)[:count] >= dropped - 2**15
     # uint8 instead of bool: compiled CPU code reads and writes bool without vector instructions.
@@ -102,7 +106,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, values):
         dropped = round(self.p * 2**16)
-        if not (self.training and 0 < dropped < 2**16 and values.device.type == "cpu"):
+        if not (self.training and 0 < dropped < 2**16 and is_on_cpu(values)):
             return super().forward(values)
         mask = dropout_mask(torch.empty(0), values.shape, dropped)
         return values * mask * (2**16 / (2**16 - dropped))
@@ -132,8 +136,9 @@ class D2lBertEmbeddings(nn.Module):
             position_ids = torch.arange(length, device=inputs_embeds.device).unsqueeze(0)  # (1, T)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(position_ids)
-        hidden_states = inputs_embeds + self.token_type_embeddings(token_type_ids)
-        hidden_states = hidden_states + self.position_embeddings(position_ids)  # (B, T, H)
+        hidden_states = (
+            inputs_embeds + self.token_type_embeddings(token_type_ids) + self.position_embeddings(position_ids)
+        )  # (B, T, H)
         if self.LayerNorm is not None:
             hidden_states = self.dropout(self.LayerNorm(hidden_states))
         return hidden_states
@@ -157,6 +162,31 @@ def dot_product_attention(module, query, key, value, attention_mask, scaling, **
         scores = scores + attention_mask
     probabilities = module.dropout(scores.softmax(dim=-1))
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+
+
+def is_plain(layer: nn.Linear) -> bool:
+    """
+    Whether a layer computes `states @ weight.T + bias` and nothing else.
+
+    A layer with an adapter, a hook, or a quantized or sharded weight does not, and has to be called.
+    """
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not hooks
+
+
+def linear_together(layers, states):
+    """
+    The outputs (..., H) of several linear layers for the same states (..., H).
+
+    On a GPU by one product, which is faster than several small ones. On a CPU it is not.
+
+    Args:
+        layers: `nn.Linear`, or what has taken its place, each with H outputs.
+    """
+    if is_on_cpu(states) or not all(map(is_plain, layers)):
+        return [layer(states) for layer in layers]
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return F.linear(states, weight, bias).chunk(len(layers), dim=-1)
 
 
 class D2lBertMultiHeadAttention(nn.Module):
@@ -187,14 +217,16 @@ class D2lBertMultiHeadAttention(nn.Module):
             shape = (*states.shape[:-1], self.config.num_attention_heads, self.head_size)
             return states.view(shape).transpose(1, 2)  # (B, N, Q or T, D)
 
-        query = heads(self.query(queries))
-        key, value = heads(self.key(hidden_states)), heads(self.value(hidden_states))
+        if queries is hidden_states:
+            query, key, value = linear_together((self.query, self.key, self.value), hidden_states)
+        else:
+            query, (key, value) = self.query(queries), linear_together((self.key, self.value), hidden_states)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, dot_product_attention)
         context, probabilities = attend(
             self,
-            query,
-            key,
-            value,
+            heads(query),
+            heads(key),
+            heads(value),
             attention_mask,
             scaling=self.scaling,
             dropout=self.dropout.p if self.training else 0.0,
@@ -212,7 +244,10 @@ class D2lBertAddNorm(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, residual, branch):
-        return self.LayerNorm(residual + self.dropout(branch))
+        states = self.LayerNorm(residual + self.dropout(branch))
+        # Under autocast LayerNorm gives float32. In the branch's dtype a token of BERT-base takes 94 instead of 143 kB
+        # in each layer, which a GPU writes and reads. A CPU would gain 1 %, and keeps the exact residual.
+        return states if is_on_cpu(states) else states.to(branch.dtype)
 
 
 class D2lBertPositionWiseFFN(nn.Module):
@@ -242,15 +277,12 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         """
         Hidden states (B, T, H) -> (B, T, H), or (B, Q, H) at `positions` (B, Q).
 
-        With `positions`, the other positions only get keys and values. Flex attention is an exception: its block mask
-        cannot be restricted to some queries, so all positions are computed, and then those at `positions` gathered.
+        With `positions`, the other positions only get keys and values.
         """
-        queries, gather_later = hidden_states, positions is not None
-        if positions is not None and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-            queries, gather_later = states_at(hidden_states, positions), False
-            attention_mask = None if attention_mask is None else mask_at(attention_mask, positions)
-        outputs = self.compute(queries, hidden_states, attention_mask, **kwargs)
-        return states_at(outputs, positions) if gather_later else outputs
+        if positions is None:
+            return self.compute(hidden_states, hidden_states, attention_mask, **kwargs)
+        queries = states_at(hidden_states, positions)
+        return self.compute(queries, hidden_states, mask_at(attention_mask, positions), **kwargs)
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
         """The block without the choice of queries; a training program may compile this method."""
@@ -272,9 +304,10 @@ class D2lBertEncoder(nn.Module):
 
         Only the last block leaves out the other positions: every block before needs all positions of its input.
         """
-        last = len(self.layer) - 1
-        for number, block in enumerate(self.layer):
-            hidden_states = block(hidden_states, attention_mask, positions if number == last else None, **kwargs)
+        for block in self.layer:
+            hidden_states = block(
+                hidden_states, attention_mask, positions if block is self.layer[-1] else None, **kwargs
+            )
         return hidden_states
 
 
@@ -320,16 +353,12 @@ class MaskLM(nn.Module):
         Returns:
             The scores, None if skipped; and the loss, None without labels.
         """
-        decoder = self.decoder
-        hooks = decoder._forward_pre_hooks or decoder._forward_hooks or "forward" in vars(decoder)
-        # A decoder with an adapter, a hook, or a quantized or sharded weight has to be called: it may give more than
-        # `states @ weight.T + bias`.
-        if labels is None or not skip_scores or type(decoder) is not nn.Linear or hooks:
+        if labels is None or not skip_scores or not is_plain(self.decoder):
             scores = self(hidden_states)
             loss = None if labels is None else cross_entropy(scores, labels, num_items)
             return None if skip_scores and labels is not None else scores, loss
         states, labels = self.transform(hidden_states).flatten(0, -2), labels.flatten().long()
-        loss = linear_cross_entropy(states, decoder.weight, decoder.bias, labels)
+        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels)
         return None, loss / ((labels != -100).sum() if num_items is None else num_items)
 
 
@@ -346,20 +375,19 @@ class NextSentencePred(nn.Module):
 
 def states_at(hidden_states, positions):
     """Gather hidden states (B, T, H) at positions (B, P) -> (B, P, H)."""
-    index = checked_positions(positions, hidden_states.shape[0]).unsqueeze(-1)
-    return hidden_states.gather(1, index.expand(-1, -1, hidden_states.shape[-1]))
+    index = checked_positions(positions, hidden_states.shape[0])
+    return hidden_states.take_along_dim(index.unsqueeze(-1), dim=1)
 
 
 def mask_at(attention_mask, positions):
     """
     The rows of an attention mask that belong to the queries at positions (B, Q).
 
-    The given mask broadcasts to (B, N, T, T), the returned mask to (B, N, Q, T).
+    The given mask broadcasts to (B, N, T, T), the returned mask to (B, N, Q, T). None, for no mask, stays None.
     """
-    if attention_mask.shape[2] == 1:
+    if attention_mask is None or attention_mask.shape[2] == 1:
         return attention_mask
-    index = positions[:, None, :, None].expand(-1, attention_mask.shape[1], -1, attention_mask.shape[3])
-    return attention_mask.expand(positions.shape[0], -1, -1, -1).gather(2, index)
+    return attention_mask.take_along_dim(positions[:, None, :, None], dim=2)
 
 
 def checked_positions(positions, rows):
@@ -384,7 +412,7 @@ def labelled_positions(labels, shape):
     labels = labels.reshape(shape)
     is_labelled = labels != -100
     largest = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
-    slots = min(shape[1], 4 * math.ceil(largest / 4))
+    slots = min(shape[1], largest + -largest % 4)
     positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
     return positions, labels.gather(1, positions)
 
@@ -410,14 +438,17 @@ def cross_entropy(logits, labels, num_items=None):
 
 def rows_to_predict(labels):
     """
-    The numbers of the rows whose label (R,) is not -100, for a CPU; as many rows have to be computed.
+    The numbers of the rows to compute, those whose label (R,) is not -100.
 
-    The count is rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64, from
-    4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape: few shapes are faster.
+    On a CPU the count is rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64,
+    from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape: few shapes are faster.
+    On a GPU all rows are computed, as counting the labelled rows would synchronize the GPU.
 
     Returns:
         The numbers of the rows (P,), and their labels (P,).
     """
+    if not is_on_cpu(labels):
+        return torch.arange(len(labels), device=labels.device), labels
     rows = (labels != -100).nonzero().squeeze(1)
     unused = -len(rows) % max(32, 2 ** (len(rows).bit_length() - 6))
     return F.pad(rows, (0, unused)), F.pad(labels[rows], (0, unused), value=-100)
@@ -456,42 +487,30 @@ def loss_and_gradients(
     there and begin another.
     """
     with torch.autocast(hidden_states.device.type, enabled=False):
-        exact, dtype = torch.promote_types(weight.dtype, torch.float32), hidden_states.dtype
-        states = hidden_states
-        # On a GPU all rows are computed, as counting the labelled rows would synchronize the GPU.
-        if labels.device.type == "cpu":
-            wanted, labels = rows_to_predict(labels)
-            states = hidden_states[wanted]
+        on_cpu, dtype = is_on_cpu(labels), hidden_states.dtype
+        rows, labels = rows_to_predict(labels)
         is_labelled = labels != -100
         labels = labels.where(is_labelled, 0)
-        # Checked here, as indexing takes -1 for the last token. A GPU checks at `gather`, in `label_losses`.
-        if labels.device.type == "cpu" and not ((labels >= 0) & (labels < len(weight))).all():
-            wrong = labels[(labels < 0) | (labels >= len(weight))][0]
-            raise IndexError(f"label {wrong} is neither a token id (0 to {len(weight) - 1}) nor -100")
-        counted = is_labelled.to(dtype).unsqueeze(1)  # (R, 1)
-        states = states * counted  # rows without a label become 0, and add nothing to the weight's gradient
+        counted = is_labelled.to(dtype).unsqueeze(1)  # (P, 1)
+        # Rows without a label become 0, and add nothing to the weight's gradient.
+        states = hidden_states[rows] * counted
         table, offset = weight.to(dtype), bias.to(dtype)
-        d_states, d_bias = torch.empty_like(states), torch.zeros_like(bias)
-        d_weight = None
-        loss = torch.zeros((), dtype=exact, device=weight.device)
-        at_once = max(1, LOGITS_AT_ONCE // len(weight))
-        for first in range(0, len(labels), at_once):
-            rows = slice(first, first + at_once)
-            at_labels = (torch.arange(len(labels[rows]), device=labels.device), labels[rows])
-            logits = F.linear(states[rows], table, offset)  # (rows at once, V)
-            gradient = logits.softmax(dim=1)
-            losses, others = label_losses(logits, gradient, at_labels)
-            loss += losses.where(is_labelled[rows], 0).sum()
-            gradient[at_labels] = -others.to(dtype)
-            torch.mm(gradient, table, out=d_states[rows])
-            product = gradient.T @ states[rows]
+        if not on_cpu:  # a GPU computes a product faster if its sides are multiples of 64
+            unused = -len(weight) % 64
+            table, offset = F.pad(table, (0, 0, 0, unused)), F.pad(offset, (0, unused), value=-torch.inf)
+        gradient_of = gradient_by_softmax if on_cpu else gradient_in_float32
+        loss = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        d_states, d_weight, d_bias = torch.empty_like(states), None, torch.zeros_like(bias)
+        at_once = max(1, LOGITS_AT_ONCE // len(table))
+        for first in range(0, max(1, len(labels)), at_once):  # at least once, where no row has a label
+            part = slice(first, first + at_once)
+            losses, gradient = gradient_of(F.linear(states[part], table, offset), labels[part])  # gradient: (P', V)
+            loss += losses.where(is_labelled[part], 0).sum()
+            torch.mm(gradient, table, out=d_states[part])
+            product = (gradient.T @ states[part])[: len(weight)]
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
-            d_bias += (counted[rows].T @ gradient).squeeze(0)
-        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
-        d_states = d_states * counted
-        if labels.device.type == "cpu":
-            d_states = torch.zeros_like(hidden_states).index_add_(0, wanted, d_states)
-        return loss, d_states, d_weight, d_bias
+            d_bias += (counted[part].T @ gradient).squeeze(0)[: len(bias)]
+        return loss, torch.zeros_like(hidden_states).index_add_(0, rows, d_states * counted), d_weight, d_bias
 
 
 @loss_and_gradients.register_fake
@@ -511,33 +530,47 @@ def _scaled_gradients(ctx, scale, *_):
 loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 
 
-def label_losses(logits, probabilities, at_labels):
+def gradient_by_softmax(logits, labels):
     """
-    For each row, the cross-entropy -log p of the label, and the probability 1 - p of all other tokens.
+    The cross-entropy -log p of each row, and its gradient for the logits, p for each token and p - 1 for the label.
 
-    The gradient of the loss with respect to the label's score is -(1 - p). The rounded p is precise enough where p is
-    at most 1/2 and a normal number. For a larger p too few digits of 1 - p are left: bf16 has no number between 0.996
-    and 1. For these rows the scores of the other tokens are summed in float32. On a GPU this is done for all rows, as
-    selecting rows would synchronize the GPU.
+    The rounded p is precise enough where p is at most 1/2 and a normal number. For a larger p too few digits of 1 - p
+    are left: bf16 has no number between 0.996 and 1. For the labels of these rows the scores of the other tokens are
+    summed in float32.
 
     Args:
-        logits, probabilities: (R, V), the softmax of the former being the latter.
-        at_labels: indices of the labels in the logits: row numbers (R,) and labels (R,).
+        logits: (R, V).
+        labels: token ids (R,).
 
     Returns:
-        -log p and 1 - p, both (R,), in float32 or float64.
+        The losses (R,) in float32 or float64, and the gradient (R, V) in the dtype of the logits.
+
+    Raises:
+        IndexError: a label is no token id.
     """
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    chances = probabilities[at_labels].to(exact)
+    exact, numbers = torch.promote_types(logits.dtype, torch.float32), torch.arange(len(logits))
+    gradient = logits.softmax(dim=1)
+    chances = -F.nll_loss(gradient, labels, reduction="none").to(exact)  # p; checks the labels, as indexing takes -1
     losses, others = -chances.log(), 1 - chances
-    rows = torch.arange(len(logits), device=logits.device)
-    if logits.device.type == "cpu":
-        rows = rows[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
-    scores, labels = logits[rows].to(exact), at_labels[1][rows].unsqueeze(1)
-    log_odds = -scores.gather(1, labels).squeeze(1)
-    log_odds += scores.scatter_(1, labels, -torch.inf).logsumexp(dim=1)  # log (1 - p) / p
+    rows = numbers[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
+    scores, columns = logits[rows].to(exact), labels[rows].unsqueeze(1)
+    log_odds = -scores.gather(1, columns).squeeze(1)
+    log_odds += scores.scatter_(1, columns, -torch.inf).logsumexp(dim=1)  # log (1 - p) / p
     losses[rows], others[rows] = F.softplus(log_odds), log_odds.sigmoid()
-    return losses, others
+    gradient[numbers, labels] = -others.to(logits.dtype)
+    return losses, gradient
+
+
+def gradient_in_float32(logits, labels):
+    """
+    As `gradient_by_softmax`, in float32 or float64 for all rows, as selecting rows would synchronize a GPU.
+
+    A training program may compile this function, so that float32 numbers are never in memory.
+    """
+    log_chances = logits.log_softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    of_labels = log_chances.gather(1, labels.unsqueeze(1))  # (R, 1)
+    gradient = log_chances.exp().to(logits.dtype).scatter_(1, labels.unsqueeze(1), of_labels.expm1().to(logits.dtype))
+    return -of_labels.squeeze(1), gradient
 
 
 def head_dropout(config):
@@ -584,35 +617,25 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, new_embeddings):
         self.mlm.decoder = new_embeddings
 
-    def what_to_score(self, skip_logits, masked_positions, labels, input_ids, inputs_embeds):
+    def masked_lm(self, masked_positions, labels, num_items, skip_logits, **kwargs):
         """
-        Settle what the MLM head computes.
+        Run the encoder and the MLM head.
+
+        Args:
+            masked_positions, labels, num_items, skip_logits: as in `D2lBertForPreTraining`.
+            kwargs: the arguments of `D2lBertModel`.
 
         Returns:
-            skip_logits: whether to compute the loss without keeping logits; by default true in training mode.
-            masked_positions: the positions (B, P) that the head reads; None for all positions.
-            labels: the labels at these positions.
+            The output of the encoder, with `last_hidden_state` at the positions that the head reads; the scores, None
+            if skipped; and the loss, None without labels.
         """
-        if skip_logits is None:
-            skip_logits = self.training
+        skip_logits = self.training if skip_logits is None else skip_logits
         # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
         if skip_logits and masked_positions is None and labels is not None and not torch.compiler.is_compiling():
-            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            tokens = kwargs["input_ids"] if kwargs["inputs_embeds"] is None else kwargs["inputs_embeds"]
             masked_positions, labels = labelled_positions(labels, tokens.shape[:2])
-        return skip_logits, masked_positions, labels
-
-    def encode(self, *inputs, wanted_positions, **kwargs):
-        """
-        The output of the encoder, with `last_hidden_state` at `wanted_positions` (B, P); at all positions if None.
-
-        The last block computes the wanted positions only, unless all hidden states or attentions are requested.
-        """
-        names = ("output_hidden_states", "output_attentions")
-        if any(kwargs.get(name, getattr(self.config, name)) for name in names) and wanted_positions is not None:
-            outputs = self.base_model(*inputs, return_dict=True, **kwargs)
-            outputs.last_hidden_state = states_at(outputs.last_hidden_state, wanted_positions)
-            return outputs
-        return self.base_model(*inputs, wanted_positions=wanted_positions, return_dict=True, **kwargs)
+        outputs = self.base_model(wanted_positions=masked_positions, return_dict=True, **kwargs)
+        return outputs, *self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
 
 class D2lBertModel(D2lBertPreTrainedModel):
@@ -625,7 +648,7 @@ class D2lBertModel(D2lBertPreTrainedModel):
         self.pooler = D2lBertPooler(config) if add_pooling_layer else None
         self.post_init()
 
-    @capture_outputs
+    @capture_outputs(tie_last_hidden_states=False)  # the last block's states may have more positions than are returned
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -645,12 +668,11 @@ class D2lBertModel(D2lBertPreTrainedModel):
             token_type_ids: 0 in segment A, 1 in segment B (B, T).
             position_ids: positions (B, T); they restart with every sequence of a packed row.
             sequence_ids: in a packed row, the number of the sequence each token belongs to, from 1; 0 is padding
-                (B, T). A token attends to its own sequence only.
+                (B, T). A token attends to its own sequence only, and `attention_mask` is not read.
             cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
                 position of the row.
             wanted_positions: the positions of the hidden states to return (B, P), by default all. The last block then
-                computes these positions and [CLS] only. If hidden states or attentions are requested, those of the
-                last block have these positions only, too.
+                computes these positions and [CLS] only, unless hidden states or attentions are requested.
 
         Returns:
             `last_hidden_state` (B, T, H), or (B, P, H) with `wanted_positions`, and `pooler_output` (B, H), or
@@ -665,7 +687,9 @@ class D2lBertModel(D2lBertPreTrainedModel):
         hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
         same_sequence = None
         if sequence_ids is not None:
-            attention_mask = sequence_ids != 0 if attention_mask is None else attention_mask
+            # Padding has a number of its own, and so a key for each of its queries. With a padding mask it would have
+            # none: in the attention of a GPU such a query gives NaN.
+            attention_mask = None
 
             def same_sequence(row, head, query, key):
                 return sequence_ids[row, query] == sequence_ids[row, key]
@@ -676,20 +700,26 @@ class D2lBertModel(D2lBertPreTrainedModel):
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
         )
-        if wanted_positions is None:
-            hidden_states = self.encoder(hidden_states, mask, **kwargs)
-            cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
-        else:
-            rows = hidden_states.shape[0]
-            wanted_positions, cls_columns = checked_positions(wanted_positions, rows), cls_positions
+        requests = [
+            kwargs.get(name, getattr(self.config, name)) for name in ("output_hidden_states", "output_attentions")
+        ]
+        # The block mask of flex attention cannot be restricted to some queries.
+        is_restricted = wanted_positions is not None and (mask is None or isinstance(mask, torch.Tensor))
+        if is_restricted and not any(requests):
+            rows, cls_columns = hidden_states.shape[0], cls_positions
             if cls_columns is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
                 cls_columns = wanted_positions.new_zeros((rows, 0 if self.pooler is None else 1))
-            hidden_states = self.encoder(hidden_states, mask, torch.cat([cls_columns, wanted_positions], 1), **kwargs)
+            positions = torch.cat([cls_columns, checked_positions(wanted_positions, rows)], 1)
+            hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
             cls_states, hidden_states = hidden_states.tensor_split([cls_columns.shape[1]], 1)
-        pooled = None
-        if self.pooler is not None:
-            pooled = self.pooler(cls_states)  # (B, S, H)
-            pooled = pooled.squeeze(1) if cls_positions is None else pooled
+        else:
+            hidden_states = self.encoder(hidden_states, mask, **kwargs)
+            cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
+            if wanted_positions is not None:
+                hidden_states = states_at(hidden_states, wanted_positions)
+        pooled = None if self.pooler is None else self.pooler(cls_states)  # (B, S, H)
+        if pooled is not None and cls_positions is None:
+            pooled = pooled.squeeze(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
@@ -762,22 +792,19 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         Returns:
             `D2lBertForPreTrainingOutput`
         """
-        skip_logits, masked_positions, labels = self.what_to_score(
-            skip_logits, masked_positions, labels, input_ids, inputs_embeds
-        )
-        outputs = self.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            sequence_ids,
-            cls_positions,
-            wanted_positions=masked_positions,
+        outputs, prediction_logits, mlm_loss = self.masked_lm(
+            masked_positions,
+            labels,
+            num_items_in_batch,
+            skip_logits,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            sequence_ids=sequence_ids,
+            cls_positions=cls_positions,
             **kwargs,
-        )
-        prediction_logits, mlm_loss = self.mlm.scores_and_loss(
-            outputs.last_hidden_state, labels, num_items_in_batch, skip_logits
         )
         seq_relationship_logits = self.nsp(outputs.pooler_output)
         nsp_loss, loss = None, mlm_loss
@@ -830,12 +857,18 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V), or None if
             `skip_logits`.
         """
-        skip_logits, masked_positions, labels = self.what_to_score(
-            skip_logits, masked_positions, labels, input_ids, inputs_embeds
+        outputs, logits, loss = self.masked_lm(
+            masked_positions,
+            labels,
+            num_items_in_batch,
+            skip_logits,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        outputs = self.encode(*inputs, wanted_positions=masked_positions, **kwargs)
-        logits, loss = self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items_in_batch, skip_logits)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -846,9 +879,8 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
 
     def __init__(self, config: D2lBertConfig):
         if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
-            config = copy.deepcopy(config)
-            config.id2label = dict(enumerate(NSP_LABELS))
-            config.label2id = {label: index for index, label in enumerate(NSP_LABELS)}
+            config, names = copy.deepcopy(config), dict(enumerate(NSP_LABELS))
+            config.update({"id2label": names, "label2id": {label: index for index, label in names.items()}})
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.nsp = NextSentencePred(config)
@@ -885,16 +917,22 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
         )
 
 
-class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
-    """The encoder with a linear layer on the pooled [CLS] (section 16.6): classes or numbers for a text or a pair."""
+class D2lBertClassifier(D2lBertPreTrainedModel):
+    """What sequence and token classification share: the encoder and a linear layer, with a score for each class."""
+
+    has_pooler = True
 
     def __init__(self, config: D2lBertConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.bert = D2lBertModel(config)
+        self.bert = D2lBertModel(config, add_pooling_layer=self.has_pooler)
         self.dropout = head_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+
+class D2lBertForSequenceClassification(D2lBertClassifier):
+    """The encoder with a linear layer on the pooled [CLS] (section 16.6): classes or numbers for a text or a pair."""
 
     @can_return_tuple
     def forward(
@@ -936,41 +974,29 @@ class D2lBertForSequenceClassification(D2lBertPreTrainedModel):
 
     def loss(self, logits, labels, num_items=None):
         """The loss for logits (B, C) that `config.problem_type` names; sets `config.problem_type` if it is None."""
-        problem_type = self.config.problem_type
-        if problem_type is None:
+        if self.config.problem_type is None:
             if self.num_labels == 1:
-                problem_type = "regression"
+                self.config.problem_type = "regression"
             elif labels.dtype in (torch.long, torch.int):
-                problem_type = "single_label_classification"
+                self.config.problem_type = "single_label_classification"
             else:
-                problem_type = "multi_label_classification"
-        if problem_type == "single_label_classification":
-            loss = cross_entropy(logits, labels, num_items)
+                self.config.problem_type = "multi_label_classification"
+        if self.config.problem_type == "single_label_classification":
+            return cross_entropy(logits, labels, num_items)
+        if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
+            raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
+        logits, labels = logits.float(), labels.reshape(logits.shape).float()
+        if self.config.problem_type == "regression":
+            losses = (logits - labels) ** 2
         else:
-            if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
-                raise ValueError(
-                    f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}"
-                )
-            logits, labels = logits.float(), labels.reshape(logits.shape).float()
-            if problem_type == "regression":
-                losses = (logits - labels) ** 2
-            else:
-                losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-            loss = losses.mean() if num_items is None else losses.sum() / num_items
-        self.config.problem_type = problem_type
-        return loss
+            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return losses.mean() if num_items is None else losses.sum() / num_items
 
 
-class D2lBertForTokenClassification(D2lBertPreTrainedModel):
+class D2lBertForTokenClassification(D2lBertClassifier):
     """The encoder with a linear layer on every token (section 16.6.3): tagging."""
 
-    def __init__(self, config: D2lBertConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.bert = D2lBertModel(config, add_pooling_layer=False)
-        self.dropout = head_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
+    has_pooler = False
 
     @can_return_tuple
     def forward(
@@ -1043,10 +1069,9 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # (B, T) each
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            arguments = (start_logits, end_logits, start_positions, end_positions)
-            loss = self.loss_function(*arguments, num_items_in_batch=num_items_in_batch)
+        loss = self.loss_function(  # None without positions
+            start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
+        )
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits.contiguous(),

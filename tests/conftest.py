@@ -36,13 +36,13 @@ from huggingface_hub import constants  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
 
-from d2l_bert.cli import main  # noqa: E402
-from d2l_bert.training import meter, run_folder  # noqa: E402
-from d2l_bert.training.pictures import plot_curves  # noqa: E402
+from d2l_bert.__main__ import main  # noqa: E402
+from d2l_bert.model_cards.pictures import plot_curves  # noqa: E402
+from d2l_bert.training import log, run_folder  # noqa: E402
 
 
 # Each run measures the CPU's peak for some tenths of a second; for tests a hundredth does.
-meter.matmul_peak = functools.partial(meter.matmul_peak, seconds=0.01)
+log.matmul_peak = functools.partial(log.matmul_peak, seconds=0.01)
 
 
 _pictures = []

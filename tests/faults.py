@@ -12,13 +12,16 @@ import time
 
 import torch
 
-from d2l_bert.cli import main
-from d2l_bert.errors import UserError
-from d2l_bert.training import data, learner, pretrain
+from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
+from d2l_bert.training import pretrain
+from d2l_bert.training.data.order import START
+from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.optimizer import Learner
 
 
 def at_step(step, act):
-    take_step, taken = learner.train_step, []
+    take_step, taken = Learner.take_step, []
 
     def sometimes(*arguments):
         taken.append(None)
@@ -26,13 +29,19 @@ def at_step(step, act):
             act()
         return take_step(*arguments)
 
-    learner.train_step = sometimes
+    Learner.take_step = sometimes
 
 
 def in_a_worker(act, step=15):
-    steps = data.PretrainingSteps
-    make = steps.__getitem__
-    steps.__getitem__ = lambda self, number: act() if number == step else make(self, number)
+    walk = TrainingSteps.walk
+
+    def sometimes(steps, start=0, cursor=START, worker=0, workers=1):
+        for number, made in enumerate(walk(steps, start, cursor, worker, workers)):
+            if start + worker + number * workers == step:
+                act()
+            yield made
+
+    TrainingSteps.walk = sometimes
 
 
 def refuse():

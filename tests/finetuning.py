@@ -4,7 +4,7 @@ import csv
 import json
 import random
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import load_data
 from d2l_bert.training.finetuning.run import CLASSES

@@ -1,8 +1,12 @@
-"""Options of the runs that the tests interrupt, and readers of what these runs leave."""
+"""Options of the runs that the tests interrupt, a signal at a certain step, readers of what these runs leave."""
 
+import contextlib
 import json
+import os
+import signal
 
 from conftest import SMALL
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 OPTIONS = ("--mixed_precision=no", "--hidden_dropout_prob=0.1", "--logging_steps=1", "--save_total_limit=9", *SMALL)
@@ -22,3 +26,20 @@ def rows(folder):
 
     lines = (folder / "training_log.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+@contextlib.contextmanager
+def steps_counted(sigterm_at=None):
+    """Within the block, a list with an entry for each optimizer step; SIGTERM comes at the step of this number."""
+    taken = []
+
+    def count(*_):
+        taken.append(None)
+        if len(taken) == sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = register_optimizer_step_pre_hook(count)
+    try:
+        yield taken
+    finally:
+        hook.remove()

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
-from d2l_bert.cli import main  # noqa: E402
+from d2l_bert.__main__ import main  # noqa: E402
 
 
 class Fsdp2:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from d2l_bert.training import pairs as made_by
-from d2l_bert.training.pairs import PAIR, SPECIALS_IN_A_PAIR
+from d2l_bert.training.data import pairs as made_by
+from d2l_bert.training.data.pairs import PAIR, SPECIALS_IN_A_PAIR
 
 
 IS_NEXT, NOT_NEXT, NO_LABEL = 0, 1, -100  # as in Hugging Face's BERT; the book's labels are the opposite

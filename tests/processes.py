@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 def launch(arguments, said: Path, processes=1, dawdle=(1, 0.0)) -> list:

@@ -4,7 +4,7 @@ import json
 
 from conftest import SMALL
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 def run(books, folder, *options):

@@ -9,7 +9,8 @@ from conftest import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training.meter import matmul_peak, micro_batch_cost, training_arithmetic
+from d2l_bert.training.devices import matmul_peak
+from d2l_bert.training.log import training_arithmetic
 
 
 ROWS, LENGTH, PREDICTED = 5, 17, 3
@@ -43,26 +44,6 @@ def test_without_attention_and_heads_bert_base_takes_six_operations_per_weight_a
     config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
     nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
     assert training_arithmetic(config, nothing, pair_task=True) == 6 * (11 * 12 + 2) * 768**2
-
-
-def test_a_micro_batch_costs_most_tokens_where_a_model_has_many_weights_and_little_arithmetic_per_token():
-    """
-    The cost is 800 operations for each weight of the blocks and token tables, divided by the operations of a token.
-    """
-    for tied in (True, False):
-        config = D2lBertConfig(**SIZES, tie_word_embeddings=tied)
-        model = D2lBertForPreTraining(config)
-        weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layer." in name)
-        tables = {model.bert.embeddings.word_embeddings.weight, model.mlm.decoder.weight}
-        weights += sum(table.numel() for table in tables)
-        a_token = training_arithmetic(config, COUNTS, pair_task=True) / COUNTS.tokens
-        assert micro_batch_cost(config, COUNTS, pair_task=True) == round(800 * weights / a_token)
-    costs = []
-    for vocab_size, hidden_size in ((20256, 128), (8192, 128), (30522, 768)):
-        sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_attention_heads": 2}
-        config = D2lBertConfig(vocab_size=vocab_size, tie_word_embeddings=True, **sizes)
-        costs.append(micro_batch_cost(config, COUNTS, pair_task=True))
-    assert costs == sorted(costs, reverse=True)
 
 
 def test_the_measured_peak_is_plausible_and_leaves_the_random_number_generators_unchanged():

@@ -12,16 +12,16 @@ from transformers import AutoTokenizer, BertConfig, BertForPreTraining, GPT2Conf
 from wrong_commands import AFTER_READING, AT_ONCE
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForSequenceClassification
-from d2l_bert.cli import main
-from d2l_bert.errors import UserError
+from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.existing_tokenizers import load_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.initialize import load_tokenizer
 
 
 @pytest.fixture(scope="module")

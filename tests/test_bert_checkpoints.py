@@ -9,7 +9,7 @@ from conversions import stock
 
 import d2l_bert
 from d2l_bert import D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.modeling.bert_checkpoints import from_bert, read_bert
 
 

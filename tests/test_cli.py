@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import SMALL
 
-from d2l_bert.cli import main, make_parser
+from d2l_bert.__main__ import main, make_parser
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
@@ -20,7 +20,7 @@ from d2l_bert.training.run_folder import output_folder
 
 
 def test_an_output_folder_in_use_by_another_run_is_refused(fails, books, tmp_path):
-    with output_folder(PretrainConfig(output_dir=str(tmp_path / "out"))):
+    with output_folder(PretrainConfig(), tmp_path / "out"):
         line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL)
     assert "another run is writing there" in line and not (tmp_path / "out").exists()
 
@@ -74,7 +74,7 @@ def test_a_mistake_shows_no_traceback(tmp_path):
     ("before", "option", "config"),
     [
         ([], "corpus", PretrainConfig),
-        ([], "dataset", TextConfig),
+        (["--output_dir=o"], "dataset", TextConfig),
         (["m"], "corpus", EvaluateConfig),
         (["m", "d"], "corpus", ExportConfig),
         (["m"], "label_column", FinetuneConfig),

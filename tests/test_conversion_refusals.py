@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import book_state, stock
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from text_sources import texts, write_table
 
-from d2l_bert.cli import main
-from d2l_bert.errors import UserError
+from d2l_bert.__main__ import main
 from d2l_bert.folders import short_hash
-from d2l_bert.tokenization.sources import all_documents, decoded, file_source
+from d2l_bert.messages import UserError
+from d2l_bert.tokenization.sentences import all_documents
+from d2l_bert.tokenization.sources import decoded, file_source
 from d2l_bert.training.vectors.embed import text_lines
 
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from text_sources import texts, write_table
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.sources import (
     BLOCK_ROWS,

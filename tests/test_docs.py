@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 
 import d2l_bert
-from d2l_bert.cli import main, make_parser
+from d2l_bert.__main__ import main, make_parser
 
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,8 @@ NOT_RUN = {
     "python -m benchmarks": "trains for minutes",
     "python -m http.server": "serves until it is stopped",
     "d2l-bert demo": "the same; tests/test_pages.py starts it",
-    "d2l-bert export my-bert with-page": "downloads; tests/test_pages.py writes a page",
+    "npm install": "downloads; tests/test_pages.py writes a page with what `make browsers` has installed",
+    "d2l-bert export my-bert with-page": "needs the former",
     "d2l-bert finetune my-bert --task sst2": "a data set of the Hub; tests/test_finetune_kinds_data.py has stand-ins",
     "d2l-bert finetune my-bert --task swag": "the same",
     "d2l-bert finetune my-bert --task text-classification --dataset": "the same",

@@ -9,7 +9,7 @@ import pytest
 from encoders import WORDS, vectors_one_by_one, write_encoders
 from numpy.testing import assert_allclose
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.training.vectors import embed as module
 from d2l_bert.training.vectors.config import EmbedConfig
 from d2l_bert.training.vectors.embed import embed, text_lines

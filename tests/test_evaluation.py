@@ -11,7 +11,7 @@ from conftest import write_books
 from judged_models import save_models, write_pairs
 from runs import run
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ from conftest import write_books
 from huggingface_hub import ModelCard
 from judged_models import write_pairs
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.model_cards.evaluations import update_folder

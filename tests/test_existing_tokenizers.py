@@ -13,19 +13,20 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, pipeline
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
-from d2l_bert.cli import main
-from d2l_bert.tokenization.encoding import SentenceEncoder, text_backend
+from d2l_bert.__main__ import main
+from d2l_bert.tokenization.encoding import SentenceEncoder
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,
     extend_wordpiece,
     general_tokenizer,
     save_tokenizer,
+    text_backend,
     tokenizer_fingerprint,
 )
-from d2l_bert.training.data import BatchMaker, ordinary_ids
-from d2l_bert.training.existing_tokenizers import load_tokenizer
-from d2l_bert.training.load_models import hash_of_model
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import BatchMaker, ordinary_ids
+from d2l_bert.training.initialize import hash_of_model, load_tokenizer
 
 
 TEXTS = [
@@ -361,7 +362,7 @@ def test_a_word_in_several_pieces_is_one_word_of_a_list_and_each_piece_a_word_to
     word = "ACGTACGTACGT" if kind == "kmers" else "a" * 150
     words = tokenizer([word, "b"], is_split_into_words=True).word_ids()
     assert words == [None, *[0] * (len(words) - 3), 1, None] and len(words) > 4
-    maker = BatchMaker(None, tokenizer, 0.15, 32)
+    maker = BatchMaker(None, tokenizer, PretrainConfig(), 32)
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     starts = [place for place, token in enumerate(ids) if not maker.is_continuation[token]]
     assert starts == ([0, 1] if kind == "kmers" else [0, 100])

@@ -15,7 +15,7 @@ from publishing import published, run
 from transformers import AutoTokenizer, pipeline
 
 import d2l_bert
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.folders import read_json
 from d2l_bert.modeling.export import TASKS
 

@@ -49,7 +49,7 @@ class Run:
     def errors(self, rank=0):
         return [line for line in self.text(rank).splitlines() if "error:" in line]
 
-    def wait_for(self, words, seconds=60, rank=0):
+    def wait_for(self, words, seconds=120, rank=0):
         end = time.monotonic() + seconds
         while not re.search(words, self.text(rank)):
             assert time.monotonic() < end and self.processes[0].poll() is None, self.text(rank)

@@ -67,6 +67,20 @@ def test_a_last_block_at_the_positions_read_gives_the_same_losses_and_gradients(
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_requested_hidden_states_and_attentions_are_of_all_positions(attention):
+    model = make_model(num_hidden_layers=2)
+    model.set_attn_implementation(attention)
+    batch = make_batch(model)
+    expected = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
+    outputs = model(**batch, output_hidden_states=True, output_attentions=attention == "eager")
+    for states, other in zip(outputs.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(states, other)
+    assert torch.equal(expected.hidden_states[-1], expected.last_hidden_state)
+    if attention == "eager":
+        assert [tensor.shape[2:] for tensor in outputs.attentions] == [(LENGTH, LENGTH)] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels of every position
 

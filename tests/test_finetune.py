@@ -15,7 +15,7 @@ from local_hub import TOKEN, environment
 from publishing import published
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import run as finetuning_run
 from d2l_bert.training.finetuning.trainer import FinetuneTrainer

@@ -302,7 +302,7 @@ OPTIONS = [  # options, words of the error line
     ("--task tags --n_best_size 3", ["n_best_size is for kind answers"]),
     ("--task squad --max_answer_length 0", ["max_answer_length", "got 0"]),
     ("--task squad --doc_stride -1", ["doc_stride", "got -1"]),
-    ("--task squad --null_score_diff_threshold nan", ["null_score_diff_threshold must be a finite number"]),
+    ("--task squad --null_score_diff_threshold nan", ["null_score_diff_threshold", "must be a finite number"]),
     ("--task answers --label_column a b", ["several columns are for --task multilabel"]),
     (
         "--task tags --metric_for_best_model exact_match",

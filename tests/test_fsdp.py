@@ -11,7 +11,7 @@ import torch
 from conftest import SMALL
 from safetensors.torch import load_file
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 pytestmark = pytest.mark.slow

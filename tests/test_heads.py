@@ -92,6 +92,7 @@ def test_a_training_step_compiles_without_a_graph_break(backend):
     torch.testing.assert_close(loss, eager.loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradient[name], atol=1e-5, rtol=1e-4)
+    torch.compiler.reset()
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def host():
     transformers_logging.enable_progress_bar()
     disable_progress_bars("host.downloads")
     AcceleratorState._reset_state()  # earlier tests may have left a state
+    torch.backends.cuda.enable_cudnn_sdp(True)
     accelerator = Accelerator(cpu=ON_CPU, mixed_precision="no", gradient_accumulation_steps=4)
 
     def settings():
@@ -63,6 +64,7 @@ def host():
             "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
             "gradients": (torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
             "products": (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
+            "kernels": torch.backends.cuda.cudnn_sdp_enabled(),
             "warnings": list(warnings.filters),
             "logging": [logging.getLogger(name).level for name in ("", "transformers", "datasets", "accelerate")],
             "random numbers of Python": random.getstate(),

@@ -9,7 +9,7 @@ from runs import run
 from safetensors.torch import load_file
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import extend_wordpiece, train_wordpiece
 from d2l_bert.training.initialize import extend_embeddings, look_at_neighbours

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "d2l_bert.": "src/d2l_bert",
     **{f"d2l_bert.{n}.": n for n in ("modeling", "tokenization", "training", "model_cards")},
-    **{f"d2l_bert.training.{n}.": f"training/{n}" for n in ("evaluation", "finetuning", "vectors")},
+    **{f"d2l_bert.training.{n}.": f"training/{n}" for n in ("data", "evaluation", "finetuning", "vectors")},
 }
 DRAWING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The layout")[2].partition("\n## ")[0]
 
@@ -58,7 +58,7 @@ def drawn_helpers():
 def drawn_arrows():
     """For each package in the drawing, the packages that it may import."""
     rows = re.findall(r"^    ([a-z_ ]+?) +-> (.+)$", DRAWING, re.MULTILINE)
-    return {package: set(re.split(", ", others)) - {"nothing", "errors.py only"} for package, others in rows}
+    return {package: set(re.split(", ", others)) - {"nothing", "messages.py only"} for package, others in rows}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_imports_follow_the_arrows_of_the_drawing(found):
         others = {other: package_of(other, helpers) for other in imported}
         against = {other for other, its in others.items() if its != package and its not in arrows[package]}
         if package == "helpers":
-            against |= imported - {"d2l_bert.errors"}
+            against |= imported - {"d2l_bert.messages"}
         assert not against, f"{name} imports {sorted(against)}"
         used |= {(package, its) for its in others.values()}
     assert {(package, other) for package, others in arrows.items() for other in others} <= used

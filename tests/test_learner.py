@@ -9,10 +9,13 @@ from interrupted_runs import SHORT
 from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.distributed import make_accelerator
-from d2l_bert.training.learner import Learner
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.data.order import START
+from d2l_bert.training.data.steps import Step
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.optimizer import Learner
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,6 +40,12 @@ def make_learner():
     return Learner(accelerator, make_model(), PretrainConfig(learning_rate=1e-3))
 
 
+def step_of(learner):
+    """A step of one micro-batch."""
+    batch = make_batch(learner.model)
+    return Step([batch], counts_of(batch), START, words=0.0)
+
+
 def weights(learner):
     return torch.cat([parameter.detach().flatten().clone() for parameter in learner.model.parameters()])
 
@@ -44,7 +53,7 @@ def weights(learner):
 def test_a_trial_leaves_the_scale_as_it_was():
     learner = make_learner()
     for _ in range(5):
-        learner.take_step([make_batch(learner.model)])
+        learner.take_step(*step_of(learner)[:2])
     assert learner.accelerator.scaler.get_scale() > 1024
     learner.reset_optimizers()
     assert learner.accelerator.scaler.get_scale() == 1024
@@ -65,13 +74,13 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_
 
     monkeypatch.setattr(D2lBertForPreTraining, "forward", spoil)
     learner = make_learner()
-    learner.step(1, [make_batch(learner.model)], 1e-3)
+    learner.step(1, step_of(learner), 1e-3)
     before = weights(learner)
     is_spoilt.append(True)
-    assert learner.step(2, [make_batch(learner.model)], 1e-3).skipped
+    assert learner.step(2, step_of(learner), 1e-3).skipped
     assert torch.equal(weights(learner), before)
     is_spoilt.clear()
-    assert not learner.step(3, [make_batch(learner.model)], 1e-3).skipped
+    assert not learner.step(3, step_of(learner), 1e-3).skipped
     assert not torch.equal(weights(learner), before)
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2l_bert.random_numbers import random_keys, random_numbers, random_order
-from d2l_bert.training.masking import mask_tokens
+from d2l_bert.training.data.masking import mask_tokens
+from d2l_bert.training.data.order import random_keys, random_numbers, random_order
 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45

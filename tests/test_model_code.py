@@ -10,12 +10,12 @@ from huggingface_hub import HfApi
 from local_hub import TOKEN, environment
 from transformers import BertConfig, BertForMaskedLM
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 RUN_ALL = """
 import json, sys
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 codes = []
 for command in json.loads(sys.argv[1]):
     codes.append(main(command))

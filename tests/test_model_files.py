@@ -2,16 +2,20 @@
 
 import ast
 import math
+import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
+from fast_models import assert_same, loss_and_gradients, make_batch, make_model
 from small_models import every_setting, make_config
-from transformers.dynamic_module_utils import get_relative_imports
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_imports
 
 from d2l_bert import (
     D2lBertForPreTraining,
 )
+from d2l_bert.modeling.conversion import save_with_code
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,3 +72,60 @@ def test_the_copied_code_imports_only_what_every_reader_has(trained):
                     assert top in {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "numpy"}, top
         # For `trust_remote_code`, Transformers finds the files to copy by a pattern, which also matches docstrings.
         assert set(get_relative_imports(file)) == siblings
+
+
+ODD_NAMES = [
+    "a b",
+    "a[1]",
+    "(a)",
+    "a+b",
+    "a@b",
+    "a=b",
+    "it's",
+    'a"b',
+    "a,b",
+    "{a}",
+    "a:b",
+    "a::b",
+    "1",
+    "größe",
+    "模型",
+]
+
+
+@pytest.fixture
+def oddly_named(tmp_path):
+    """A model, and a folder of it for each of the names."""
+    model = make_model(dropout=0.3)
+    save_with_code(model, tmp_path / "plain")
+    return model, [shutil.copytree(tmp_path / "plain", tmp_path / name) for name in ODD_NAMES]
+
+
+def test_the_code_of_folders_with_odd_names_trains_in_one_process(oddly_named):
+    """Transformers names a module of code after its folder. Each module is imported twice."""
+    model, folders = oddly_named
+    name, models = "modeling_d2l_bert.D2lBertForPreTraining", [model]
+    for folder in folders:
+        for _ in range(2):
+            model_class = get_class_from_dynamic_module(name, str(folder), force_download=True)
+            models.append(model_class.from_pretrained(folder, attn_implementation="eager").train())
+    assert len({type(model).__module__ for model in models}) == 1 + len(folders), "each folder has a module of its own"
+    found = []
+    for other in models:  # after all imports, none of which may take the operators of an earlier one
+        torch.manual_seed(5)
+        found.append(loss_and_gradients(other, **make_batch(model)))
+    for copied in found[1:]:
+        assert_same(copied, found[0], rtol=0, atol=0)
+
+
+LOAD = """
+import sys, transformers
+folders = sys.argv[1:]
+classes = [type(transformers.AutoModel.from_pretrained(f, trust_remote_code=True)) for f in folders + folders]
+assert len({c.__module__ for c in classes}) == len(folders) and "d2l_bert" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_folders_with_odd_names_load_without_our_package(oddly_named):
+    subprocess.run([sys.executable, "-c", LOAD, *map(str, oddly_named[1])], check=True, timeout=120)

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import held_out as held_out_figures
 

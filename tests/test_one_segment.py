@@ -5,8 +5,7 @@ import pytest
 from stores import write_store
 
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training.one_segment import one_segment_accuracy
-from d2l_bert.training.pairs import NO_LABEL, PAIR
+from d2l_bert.training.data.pairs import NO_LABEL, PAIR, one_segment_accuracy
 
 
 def pairs_of(count, seed):

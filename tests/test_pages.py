@@ -14,8 +14,8 @@ from browser import chromium, hosts, needs_browser, wait_for
 from test_export import INT8, NODE_MODULES, PROMPT, export, run_onnx
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from d2l_bert.demo import shown_masks
-from d2l_bert.training.run_report import fill_mask
+from d2l_bert.demo import filled_masks
+from d2l_bert.training.held_out import fill_mask
 
 
 MARKUP = "<img src=x onerror=\"document.title='run'\"> [MASK]"
@@ -149,17 +149,18 @@ def test_the_page_of_demo_predicts_as_python_does(demo, trained):
         driver.get(demo)
         wait_for(lambda: [each for each in driver.find_elements("tag name", "button") if each.text == "Show"])
         tab("Fill masks", PROMPT)
-        wait_for(lambda: shown(".token"))
-        assert [each.text for each in shown(".token")] == [token for token, _ in expected]
-        shares = [float(each.text.rstrip("%")) / 100 for each in shown(".share")]
+        wait_for(lambda: shown("pre"))
+        found = [line.split()[:2] for line in shown("pre")[0].text.splitlines()]
+        assert [token for _, token in found] == [token for token, _ in expected]
+        shares = [float(share.rstrip("%")) / 100 for share, _ in found]
         assert shares == pytest.approx([share for _, share in expected], abs=0.001)
         for text, reason in (("Anna walked.", "[MASK]"), (LONG, "tokens"), ("<b>bold</b>", "<b>bold</b>")):
             tab("Fill masks", text)
             wait_for(lambda reason=reason: [each for each in shown("[role=alert]") if reason in each.text])
         tab("Fill masks", MARKUP)
-        wait_for(lambda: len(shown(".token")) == 5)
+        wait_for(lambda: [each for each in shown("pre") if len(each.text.splitlines()) == 5])
         tab("Does B follow A?")
-        wait_for(lambda: {"IsNext", "NotNext"} <= {each.text for each in shown(".token")})
+        wait_for(lambda: [each for each in shown("pre") if "IsNext" in each.text and "NotNext" in each.text])
         tab("Attention")
         wait_for(lambda: shown("img[alt='attention of each head']"))
         tab("A word in two contexts", "walked", "Anna walked home.", "Hugo walked to the garden.")
@@ -170,12 +171,12 @@ def test_the_page_of_demo_predicts_as_python_does(demo, trained):
 def test_two_users_at_once_get_their_own_answers(demo, trained):
     client = pytest.importorskip("gradio_client")
     texts = ["Anna walked to the [MASK].", "Hugo [MASK] the old [MASK]."]
-    expected = [shown_masks(str(trained), text) for text in texts]
-    assert [answer.count("token") for answer in expected] == [5, 10]
+    expected = [f"<pre>{filled_masks(str(trained), text)}</pre>" for text in texts]
+    assert [answer.count("%") for answer in expected] == [5, 10]
 
     def ask(number):
         page = client.Client(demo, verbose=False)
-        return [page.predict(str(trained), texts[number], api_name="/shown_masks") for _ in range(10)]
+        return [page.predict(str(trained), texts[number], api_name="/filled_masks") for _ in range(10)]
 
     with ThreadPoolExecutor() as pool:
         for answer, answers in zip(expected, pool.map(ask, (0, 1)), strict=True):

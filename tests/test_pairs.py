@@ -21,8 +21,8 @@ from pair_corpora import (
 )
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from d2l_bert.training import pairs as made_by
-from d2l_bert.training.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data import pairs as made_by
+from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
 
 
 # ---------------------------------------------------------------------------------------------------------------------

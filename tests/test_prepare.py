@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import SMALL
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.tokenization import prepared_folder
 
 

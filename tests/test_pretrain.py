@@ -7,16 +7,18 @@ from collections import Counter
 
 import pytest
 import torch
-from runs import run
+from runs import log_rows, run
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization import prepare
-from d2l_bert.training import data
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.epochs import Selection
+from d2l_bert.training.held_out import HeldOutPairs
+from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.pretrain import check_same_identity
 from d2l_bert.training.recipes import RECIPES
 
 
@@ -36,10 +38,7 @@ def check_figures(books, trained):
     config = PretrainConfig(**{**record["run"], "corpus": [str(books)]})
     text = prepare.prepare(config)
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    make_batch = data.BatchMaker(text.held_out, tokenizer, config.mlm_probabilities()[1], config.max_seq_length)
-    pairing = {"pairing": "segments", "max_seq_length": config.max_seq_length, "short_seq_prob": 0.1}
-    selection = Selection(text.held_out)
-    held_out = data.HeldOutPairs(selection, pairing, make_batch, 1)
+    held_out = HeldOutPairs(text.held_out, tokenizer, config, 1, "the books")  # one pair in a micro-batch
     model = D2lBertForPreTraining.from_pretrained(trained).eval()
     losses, right, followed = [], [], []
     with torch.no_grad():
@@ -82,24 +81,62 @@ def test_the_moving_average_is_evaluated_and_published(books, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("mini", marks=pytest.mark.slow)])
-def test_a_dry_run_goes_through_all_parts_of_a_run_and_leaves_no_file(books, tmp_path, capsys, recipe):
+def test_a_dry_run_times_steps_of_each_length_and_leaves_no_file(books, tmp_path, monkeypatch, capsys, recipe):
+    take_step, taken = Learner.take_step, []
+
+    def watched(learner, micro_batches, counts, *rate):
+        rows, widths = zip(*(batch["input_ids"].shape for batch in micro_batches), strict=True)
+        taken.append((sum(rows), max(widths)))
+        assert not any(rate)
+        return take_step(learner, micro_batches, counts, *rate)
+
+    monkeypatch.setattr(Learner, "take_step", watched)
     options = [f"--recipe={recipe}", "--vocab_size=400", "--dataloader_num_workers=0", "--dry_run"]
-    options += ["--global_batch_size=8", "--batch_size_schedule=none"]
+    options += ["--global_batch_size=8", "--batch_size_schedule=none", "--length_schedule=32:0.5", "--max_steps=20"]
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options]) == 0
     said = capsys.readouterr()
     assert "passes over the text" in said.out and "nothing is kept" in said.out and "What it learnt" not in said.out
-    steps = [line for line in said.err.splitlines() if re.match(r"step \d/3 ", line)]
-    assert len(steps) == 3 and "step 2: from here on, a step has" in said.err
-    parameters, seconds, megabytes = re.search(
-        r"a model of ([\d,]+) parameters; a step takes ([\d.]+) s, and a process ([\d,]+) MB", said.out
-    ).groups()
-    minutes = float(re.search(r"about ([\d.,e+]+) minutes", said.out)[1].replace(",", ""))
     architecture, config = RECIPES[recipe]()
+    # Ten steps of as many tokens in pairs of 32, ten of 8 pairs of full length; the first of each twice.
+    many = 8 * config.max_seq_length // 32
+    assert [rows for rows, _ in taken] == [many] * 11 + [8] * 11
+    assert all(width <= (32 if rows == many else config.max_seq_length) for rows, width in taken)
+    figures = r"a model of ([\d,]+) parameters; a step takes ([\d.e-]+) s, and a process ([\d,]+) MB"
+    parameters, seconds, megabytes = (number.replace(",", "") for number in re.search(figures, said.out).groups())
+    minutes = float(re.search(r"about ([\d.,e+-]+) minutes", said.out)[1].replace(",", ""))
     architecture.vocab_size = int(re.search(r"vocabulary (\d+)", said.err)[1])
-    expected = D2lBertForPreTraining(architecture).num_parameters()
-    assert int(parameters.replace(",", "")) == expected and int(megabytes.replace(",", "")) > 100
-    assert minutes == pytest.approx(float(seconds) * config.max_steps / 60, rel=0.02)
+    model = D2lBertForPreTraining(architecture)
+    assert int(parameters) == model.num_parameters() and int(megabytes) > 100
+    assert minutes == pytest.approx(float(seconds) * 20 / 60, rel=0.02)
+    # Beside the weights a checkpoint has one moment of each matrix of the blocks (Muon), two of all else (AdamW).
+    moments = {"muon": 1, "adamw": 2}[config.optim]
+    in_blocks = sum(weight.numel() for weight in model.bert.encoder.parameters() if weight.ndim == 2)
+    numbers = model.num_parameters() + moments * in_blocks + 2 * (model.num_parameters() - in_blocks)
+    assert f"a checkpoint takes {4 * numbers / 1e6:,.0f} MB, and {config.save_total_limit} are kept" in said.out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_a_trained_model_first_logs_the_figures_of_that_model(books, trained, tmp_path):
+    """The held-out pairs and their masks are the same: so are the figures that the model was saved with."""
+    options = "--max_seq_length=48 --length_schedule=none --max_steps=2 --eval_steps=1 --mixed_precision=no".split()
+    words = ["pretrain", f"--init_from={trained}", f"--corpus={books}", f"--output_dir={tmp_path}", *options]
+    assert main(words) == 0
+    first, *others = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
+    assert all(row["step"] for row in log_rows(trained)), "a run from random weights says nothing of them"
+    assert first.pop("step") == 0 and [row["step"] for row in others] == [1, 2]
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert first == pytest.approx({name: metrics[name] for name in first}, rel=1e-5)
+    assert {"eval_mlm_loss", "eval_mlm_accuracy", "eval_nsp_accuracy", "eval_pairs"} <= first.keys()
+
+
+def test_processes_that_have_read_other_texts_are_refused_by_the_first_difference():
+    identity = {"seed": 1, "corpus (fingerprint)": "ab", "tokenizer (fingerprint)": "cd"}
+    check_same_identity([identity, {**identity}])
+    other = {**identity, "corpus (fingerprint)": "ef", "tokenizer (fingerprint)": "gh"}
+    with pytest.raises(
+        UserError, match=r"process 2 has another corpus \(fingerprint\) \('ef'\) than process 0 \('ab'\)"
+    ):
+        check_same_identity([identity, {**identity}, other])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import d2l_bert
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 ROOT = Path(__file__).parents[1]

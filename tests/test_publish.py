@@ -7,7 +7,7 @@ from publishing import SENT, TEXT, published, run
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.model_cards.publish import hub_errors
 
 
@@ -120,7 +120,7 @@ def test_a_private_model_is_visible_to_its_owner_only(here, trained, tmp_path, m
     assert main(["publish", str(trained), "someone/bert"]) == 0
     assert here.is_private("someone/bert")
     code = """
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 code = main(["fill-mask", "someone/bert", "A [MASK]."])
 from transformers import AutoModel
 try:

@@ -10,7 +10,7 @@ from local_hub import TOKEN
 from publishing import change_card, change_json, published
 from safetensors.torch import load_file, save_file
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 def cut(file, share):

@@ -12,7 +12,7 @@ import pytest
 from local_hub import TOKEN, environment
 from publishing import TEXT, published, run
 
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ import os, shlex, sys
 os.chdir({str(tmp_path)!r})
 {with_package}
 assert len(fill({TEXT!r})) == 5
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 assert main(shlex.split({convert!r})) == 0
 {from_stock}
 assert type(model).__name__ == "BertForMaskedLM"

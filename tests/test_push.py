@@ -11,7 +11,7 @@ from publishing import SENT, published
 from safetensors.torch import load_file
 
 from d2l_bert import D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.model_cards.push import Pusher
 
 

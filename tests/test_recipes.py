@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForPreTraining
 
-from d2l_bert import D2lBertForPreTraining, commands
-from d2l_bert.cli import main, make_parser
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.__main__ import main, make_parser
 from d2l_bert.commands import resolve_pretrain
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.recipes import INPUT_OPTIONS, RECIPES, command_line
@@ -62,7 +62,7 @@ def chosen(monkeypatch):
 
     def choose(*options):
         runs = []
-        monkeypatch.setattr(commands, "pretrain", lambda architecture, run: runs.append(run))
+        monkeypatch.setattr("d2l_bert.training.pretrain.pretrain", lambda architecture, run: runs.append(run))
         assert main(["pretrain", *options]) == 0
         runs[0].check()
         return runs[0]
@@ -120,7 +120,7 @@ BF16 = "--mixed_precision bf16"
     [
         ("--recipe mini --max_steps 10000", f"mini {BF16}"),
         ("--max_steps 9 --packing --save_steps 3 --license mit --report_to none", f"tiny --max_steps 9 {BF16}"),
-        ("--micro_batch_size auto --gradient_checkpointing --output_dir out", f"tiny {BF16}"),
+        ("--micro_batch_size 4 --gradient_checkpointing --output_dir out", f"tiny {BF16}"),
         ("--num_train_epochs 2", f"tiny --max_steps 7 {BF16}"),
         ("--max_minutes 5 --seed 3", f"tiny --max_steps 7 --seed 3 {BF16}"),
         ("--length_schedule none --lowercase false", f"tiny --lowercase false --length_schedule none {BF16}"),

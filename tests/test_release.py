@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import release
-from d2l_bert.cli import main
-from d2l_bert.errors import UserError
+from d2l_bert.__main__ import main
 from d2l_bert.folders import read_json, short_hash, write_json
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.sources import file_source
 
 

@@ -11,7 +11,7 @@ from hub_cards import read_card
 
 import d2l_bert
 from benchmarks.release import RELEASES, flags, read_recipe, texts_of
-from d2l_bert.cli import make_parser
+from d2l_bert.__main__ import make_parser
 from d2l_bert.commands import resolve_pretrain
 from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import card_of

@@ -8,6 +8,10 @@ from runs import log_rows, run
 from d2l_bert.training import checkpoint
 
 
+# The options of the fixture `trained`.
+AS_TRAINED = ("--max_steps=40", "--save_steps=20", "--mixed_precision=no", "--license=apache-2.0")
+
+
 def test_only_the_latest_checkpoints_are_kept(books, tmp_path):
     run(books, tmp_path / "out", "--max_steps=7", "--save_steps=2", "--save_total_limit=3")
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "out")] == [f"checkpoint-{n}" for n in (4, 6, 7)]
@@ -18,6 +22,15 @@ def test_a_checkpoint_being_deleted_no_longer_has_its_name(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path: None)  # as if killed before the files are deleted
     checkpoint.delete(tmp_path / "checkpoint-3")
     assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
+
+
+def test_a_checkpoint_under_another_name_is_gone_on_from(books, folder):
+    """Its step and its place in the text stand in the checkpoint."""
+    expected = (folder / "model.safetensors").read_bytes()
+    (folder / "checkpoint-20").rename(folder / "before-the-holidays")
+    run(books, folder, *AS_TRAINED, f"--resume_from_checkpoint={folder / 'before-the-holidays'}")
+    assert (folder / "model.safetensors").read_bytes() == expected
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["checkpoint-40"]
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from conftest import MODEL_FILES, SMALL
 from filelock import FileLock, Timeout
 
 from d2l_bert import folders
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.training import pretrain, run_folder
-from d2l_bert.training.meter import Meter
+from d2l_bert.training.log import RunLog
 
 
 WEIGHTS = "model.safetensors"
@@ -33,9 +33,9 @@ class Killed(BaseException):
 @pytest.fixture
 def same_figures(monkeypatch):
     """Make a run's files independent of the time it took, and skip drawing the curves and measuring the peak."""
-    speed = Meter.speed
-    monkeypatch.setattr(Meter, "speed", lambda meter: dict.fromkeys(speed(meter), 0.5))
-    monkeypatch.setattr("d2l_bert.training.tracking.matmul_peak", lambda *_: 1e12)
+    speed = RunLog.speed
+    monkeypatch.setattr(RunLog, "speed", lambda log: dict.fromkeys(speed(log), 0.5))
+    monkeypatch.setattr("d2l_bert.training.log.matmul_peak", lambda *_: 1e12)
 
     def plot(rows, path):
         path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))

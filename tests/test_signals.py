@@ -10,8 +10,8 @@ import processes
 import pytest
 from interrupted_runs import LONG, rows
 
-from d2l_bert.cli import main
-from d2l_bert.training.interruption import StopSignals
+from d2l_bert.__main__ import main
+from d2l_bert.training.pretrain import StopSignals
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from text_sources import texts, write_table
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
 from d2l_bert.tokenization.sources import file_source

@@ -9,9 +9,8 @@ import time
 import pytest
 from huggingface_hub import constants
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import atomic_folder, write_once
-from d2l_bert.progress import messages_shown
+from d2l_bert.messages import UserError, messages_shown
 from d2l_bert.tokenization import text_store
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare

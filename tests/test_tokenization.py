@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import BertTokenizer
 
 from d2l_bert.tokenization.account import unknown_share
-from d2l_bert.tokenization.encoding import SentenceEncoder, text_backend
-from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, train_wordpiece
+from d2l_bert.tokenization.encoding import SentenceEncoder
+from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, text_backend, train_wordpiece
 
 
 # The first test below derives its pieces: b g h n p s u, ##g ##n ##s ##u, ##un ##ug hug pun.

@@ -79,7 +79,7 @@ def test_a_real_bert_gives_the_same_sentence_embeddings_after_conversion(tmp_pat
 
     from sentence_transformers import SentenceTransformer
 
-    from d2l_bert.cli import main
+    from d2l_bert.__main__ import main
 
     source = Path(package.__file__).parent / "model"
     assert main(["convert", str(source), str(tmp_path / "ours"), "--from", "bert"]) == 0

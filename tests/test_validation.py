@@ -7,14 +7,13 @@ import pytest
 from conftest import SMALL, write_books
 
 from d2l_bert import D2lBertForPreTraining
-from d2l_bert.cli import main
+from d2l_bert.__main__ import main
 from d2l_bert.folders import read_json
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.token_store import find
-from d2l_bert.training.batching import make_held_out
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.held_out import held_out_counts, held_out_metrics
+from d2l_bert.training.held_out import HeldOutPairs, held_out_counts, held_out_metrics
 
 
 RUN = [*SMALL, "--max_steps=4", "--save_steps=2", "--mixed_precision=no", "--license=mit"]
@@ -59,12 +58,12 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     text = prepare(run)
     model = D2lBertForPreTraining.from_pretrained(evaluated)
     # One pair in a micro-batch, and no limit on their number: neither may change a figure.
-    run.micro_batch_size, run.max_eval_pairs = 1, 10**6
-    counts = held_out_counts(model, make_held_out(run, text), "cpu")
+    run.max_eval_pairs = 10**6
+    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, 1, "the text")
+    counts = held_out_counts(model, held_out, "cpu")
     for name, value in held_out_metrics(counts, PAIR_TASKS["nsp"]).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     # Every token of the text is in some pair, and no token of the training text: the corpus has other documents.
-    held_out = make_held_out(run, text)
     (pairs,) = [pairs for pairs, _ in held_out.parts()]
     spans = [(pair["a_start"], pair["a_end"]) for pair in pairs] + [(pair["b_start"], pair["b_end"]) for pair in pairs]
     starts = text.held_out.sentence_starts

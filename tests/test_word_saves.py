@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from runs import run
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training.config import folder_name, word_marks
-from d2l_bert.training.data import words_in
-from d2l_bert.training.epochs import EpochPairs, Selection
+from d2l_bert.training.checkpoint import folder_name, word_marks
+from d2l_bert.training.data.batches import words_in
+from d2l_bert.training.data.order import EpochPairs
 
 
 def words_of(name):
@@ -60,7 +60,7 @@ def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
         (tmp_path / "text" / f"{number}.txt").write_text(words)
     text = prepare(TextConfig(corpus=[str(tmp_path / "text")], vocab_size=60, preprocessing_num_workers=1))
     corpus = text.train
-    pairs = EpochPairs(Selection(corpus), PAIRING, seed=1).window(0, 0)
+    pairs = EpochPairs(corpus, PAIRING, seed=1).window(0, 0)
     expected = 0.0
     starts = corpus.first_tokens(np.arange(len(corpus) + 1))
     words = [4 * 40] * len(corpus)  # in each text

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.processes import in_order
 
 

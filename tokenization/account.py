@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.tokenization.encoding import plain_backend, text_backend
 from d2l_bert.tokenization.rules import (
     MOST_MIXED_CASE,
     NOTICEABLE,
@@ -18,6 +17,7 @@ from d2l_bert.tokenization.rules import (
     normalized,
     split_words,
 )
+from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
 # Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of marks, or other

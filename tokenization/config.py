@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 from d2l_bert.options import TEXT, TOKENIZER, Options, cores, option
 from d2l_bert.tokenization.rules import Rules
-from d2l_bert.tokenization.sources import dataset_folder
 
 
 Separator = Literal["auto", ",", ";", "tab", "pipe"]  # as in `tables.table_rows`
@@ -87,8 +86,10 @@ class SourceConfig(Options):
         """
         for name in {"dataset", "validation_dataset"} & vars(self).keys():
             given = getattr(self, name)
-            if not isinstance(given, str):  # which `check` refuses
-                given = given if isinstance(given, list) else [given]
+            given = given if isinstance(given, (list, str)) else [given]
+            if any(not isinstance(one, str) for one in given):
+                from d2l_bert.tokenization.sources import dataset_folder  # here, as a command's help needs no PyArrow
+
                 named = [one if isinstance(one, str) else dataset_folder(one, self.text_column) for one in given]
                 setattr(self, name, named)
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tokenizers import Tokenizer
 
 from d2l_bert.folders import cache_entry, write_once
-from d2l_bert.progress import with_progress
+from d2l_bert.messages import with_progress
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
 from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, write_store
-from d2l_bert.tokenization.wordpiece import CONTINUATION
+from d2l_bert.tokenization.wordpiece import CONTINUATION, plain_backend, text_backend
 
 
 # Raise ENCODING_FORMAT by 1 when the same sentences with the same tokenizer would give other ids: token stores that
@@ -71,30 +70,6 @@ def prepare_tokens(
         )
         _opened.cache_clear()  # in the calling process, if no others were started
     return path
-
-
-def text_backend(tokenizer) -> str:
-    """
-    The JSON of a tokenizer for `plain_backend`: only the tokens with a role, such as [MASK], are special.
-
-    A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
-    """
-    parts, roles = (
-        json.loads(tokenizer.backend_tokenizer.to_str()),
-        set(map(str, tokenizer.special_tokens_map.values())),
-    )
-    for token in parts["added_tokens"]:
-        token["special"] = token["special"] and token["content"] in roles
-    return json.dumps(parts)
-
-
-def plain_backend(backend: str) -> Tokenizer:
-    """The tokenizer of `text_backend`. Texts are taken whole and literally: a "[MASK]" in a text is text, no mask."""
-    tokenizer = Tokenizer.from_str(backend)
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 @functools.lru_cache(maxsize=1)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.errors import UserError, explained
 from d2l_bert.folders import cache_entry, cache_folder, cached_json, short_hash
+from d2l_bert.messages import UserError, explained
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -21,13 +21,14 @@ from d2l_bert.tokenization.account import (
     unknown_share,
 )
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
-from d2l_bert.tokenization.encoding import prepare_tokens, text_backend
+from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
-from d2l_bert.tokenization.sources import Source, dataset_source, file_source
+from d2l_bert.tokenization.sentences import Source
+from d2l_bert.tokenization.sources import dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.tokenization.wordpiece import make_tokenizer, train_on_words
+from d2l_bert.tokenization.wordpiece import make_tokenizer, text_backend, train_on_words
 
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.folders import cache_entry, cache_folder, content_hash, short_hash, write_once
-from d2l_bert.progress import counted, shortened
+from d2l_bert.messages import UserError, counted, explained, refuse_first, shortened
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.sources import PREPARED_FILE

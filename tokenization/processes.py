@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from d2l_bert.errors import explained
+from d2l_bert.messages import explained
 
 
 def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:

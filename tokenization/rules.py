@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 
 
 # WordPiece reads a word of more characters as `[UNK]` (`max_input_chars_per_word` in BERT's code).

@@ -1,11 +1,13 @@
-"""Documents as paragraphs; splits them into sentences, and groups sentences into blocks."""
+"""Documents as paragraphs, and their sources; splits them into sentences, and groups sentences into blocks."""
 
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import sentencex
+
+from d2l_bert.messages import explained
 
 
 @dataclasses.dataclass
@@ -144,3 +146,39 @@ def _cut(sentence):
         start = end + (sentence[end] == " ")
     if start < len(sentence):
         yield sentence[start:]
+
+
+@dataclasses.dataclass
+class Source:
+    """
+    One file, folder or dataset with text.
+
+    Args:
+        name: shown in messages and on the model card.
+        identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
+            their content, and the options they are read with.
+        documents: an iterator, so the documents can be read only once.
+        counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
+            text", and how the others were read (`Division`).
+        is_on_hub: whether the source is a dataset on the Hub.
+    """
+
+    name: str
+    identity: list
+    documents: Iterator[Document]
+    counts: Counter
+    is_on_hub: bool = False
+
+
+def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
+    """
+    The documents of all sources, one source after the other, each with the number of its source.
+
+    Raises:
+        UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
+    """
+    for number, source in enumerate(sources):
+        with explained(f"{source.name}: cannot be read", "put it back or leave it out", OSError):
+            for document in source.documents:
+                document.source = number
+                yield document

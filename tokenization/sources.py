@@ -1,7 +1,6 @@
-"""`Source`, an iterator of documents, and how files, folders and datasets become sources; the lines of a file."""
+"""How files, folders and datasets become sources, which are iterators of documents; the lines of a file."""
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -9,17 +8,16 @@ import logging
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from d2l_bert.errors import UserError, explained
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
-from d2l_bert.progress import counted, shortened
+from d2l_bert.messages import UserError, counted, explained, shortened
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
-from d2l_bert.tokenization.sentences import Document
+from d2l_bert.tokenization.sentences import Document, Source
 
 
 logger = logging.getLogger(__name__)
@@ -35,42 +33,6 @@ READ_CHARACTERS = 1 << 20
 
 # With `--documents file`, this many rows of a table or a dataset make one document.
 BLOCK_ROWS = 64
-
-
-@dataclasses.dataclass
-class Source:
-    """
-    One file, folder or dataset with text.
-
-    Args:
-        name: shown in messages and on the model card.
-        identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
-            their content, and the options they are read with.
-        documents: an iterator, so the documents can be read only once.
-        counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`Division`).
-        is_on_hub: whether the source is a dataset on the Hub.
-    """
-
-    name: str
-    identity: list
-    documents: Iterator[Document]
-    counts: Counter
-    is_on_hub: bool = False
-
-
-def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
-    """
-    The documents of all sources, one source after the other, each with the number of its source.
-
-    Raises:
-        UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
-    """
-    for number, source in enumerate(sources):
-        with explained(f"{source.name}: cannot be read", "put it back or leave it out", OSError):
-            for document in source.documents:
-                document.source = number
-                yield document
 
 
 def file_source(

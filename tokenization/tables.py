@@ -15,7 +15,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet
 
-from d2l_bert.errors import READ_ERRORS, UserError, explained
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import cache_entry, reading_cache, write_once
-from d2l_bert.progress import counted, with_progress
-from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, content_key, split_sentences
-from d2l_bert.tokenization.sources import Source, all_documents
+from d2l_bert.messages import UserError, counted, with_progress
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, content_key, split_sentences
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.folders import content_hash, reading_cache, short_hash
-from d2l_bert.progress import with_progress
+from d2l_bert.messages import with_progress
 
 
 # Raise STORE_FORMAT by 1 when the content of the files changes: the cache's keys hold it.

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, 
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, short_hash, write_json
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -370,3 +370,27 @@ def _without_options(backend):
     options = ("lowercase", "strip_accents", "handle_chinese_chars")
     rules["normalizer"] = {key: value for key, value in (rules["normalizer"] or {}).items() if key not in options}
     return rules
+
+
+def text_backend(tokenizer) -> str:
+    """
+    The JSON of a tokenizer for `plain_backend`: only the tokens with a role, such as [MASK], are special.
+
+    A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
+    """
+    parts, roles = (
+        json.loads(tokenizer.backend_tokenizer.to_str()),
+        set(map(str, tokenizer.special_tokens_map.values())),
+    )
+    for token in parts["added_tokens"]:
+        token["special"] = token["special"] and token["content"] in roles
+    return json.dumps(parts)
+
+
+def plain_backend(backend: str) -> Tokenizer:
+    """The tokenizer of `text_backend`. Texts are taken whole and literally: a "[MASK]" in a text is text, no mask."""
+    tokenizer = Tokenizer.from_str(backend)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,1 +1,1 @@
-"""Text to batch, the training loop, and what a run leaves behind."""
+"""The training loop, and what a run leaves behind."""

@@ -14,13 +14,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, explained, refuse_first
 from d2l_bert.folders import content_hash
+from d2l_bert.messages import GO_ON, UserError, explained, refuse_first
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.config import PREFIX, folder_name
-from d2l_bert.training.distributed import on_main
+from d2l_bert.training.devices import on_main
 
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ MANIFEST_FILE = "manifest.json"
 # Write
 
 
-def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: dict, keep: int) -> Path:
+def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: dict, keep: int) -> None:
     """
     Write a checkpoint, and delete all but the last `keep` checkpoints of the run.
 
@@ -48,9 +47,6 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
         model: an unsharded model on the CPU.
         tensors: further files by name, each a dict of named tensors; no file is written for an empty dict.
         state: the content of the checkpoint's JSON file.
-
-    Returns:
-        `final`.
 
     Raises:
         UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints are
@@ -70,7 +66,6 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
             delete(old)
         except OSError as error:
             logger.warning(f"{old}: cannot be deleted ({error.strerror or error}); delete this checkpoint yourself")
-    return final
 
 
 def delete(checkpoint: Path) -> None:
@@ -86,10 +81,14 @@ def delete(checkpoint: Path) -> None:
 
 @dataclass
 class Checkpoint:
-    """An undamaged checkpoint: its folder, and the content of its JSON file."""
+    """An undamaged checkpoint: its folder, whatever its name, and the content of its JSON file."""
 
     path: Path
     state: dict
+
+    def way_back(self) -> str:
+        """The value of `--resume_from_checkpoint` that finds this checkpoint."""
+        return "latest" if self.path in checkpoints(self.path.parent)[-1:] else str(self.path)
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
@@ -219,6 +218,36 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
 
 WORDS_FILE = "words_seen.json"
 
+PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
+UNITS = {"": 1, "k": 10**3, "M": 10**6}
+
+
+def word_marks(entries: list[str]) -> list[int]:
+    """
+    The numbers of words in `save_words`, ascending: 10k is 10,000, 1M and 1_000_000 are a million.
+
+    Raises:
+        UserError: an entry is no number of words, or is not more than the entry before it.
+    """
+    marks = []
+    for entry in entries:
+        match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
+        unit = match and {"": "", "k": "k", "m": "M"}[match[2].lower()]
+        words = match and int(match[1].replace("_", "")) * UNITS[unit]
+        if not words or words >= 2**63:
+            raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
+        if marks and words <= marks[-1]:
+            before = entries[len(marks) - 1]
+            raise UserError(f"save_words: {entry} must be more than the {before} before it; give each once, in order")
+        marks.append(words)
+    return marks
+
+
+def folder_name(words: int) -> str:
+    """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
+    unit = next(unit for unit in ("M", "k", "") if words % UNITS[unit] == 0)
+    return f"{PREFIX}{words // UNITS[unit]}{unit}"
+
 
 def word_folders(folder: Path) -> dict[Path, int]:
     """The models that runs have saved in an output folder, each with its number of words."""
@@ -247,21 +276,21 @@ class WordSaver:
         self.settled = state.get("words_settled", 0.0)
         self.waiting = [mark for mark in marks if mark > self.settled]
 
-    def start(self) -> list[Path] | None:
+    def start(self) -> list[Path]:
         """
-        Delete saved models that the run will save again, or that are of an earlier run.
+        Delete saved models that the run will save again, or, at its start, those of an earlier run.
 
         Returns:
-            In the main process, the models that were saved before the checkpoint to resume from; else None.
+            The models that were saved before the checkpoint to resume from.
         """
 
         def keep_earlier():
             for path, words in word_folders(self.folder).items():
-                if words > self.settled:
+                if words in self.waiting or not self.settled:
                     delete(path)
             return list(word_folders(self.folder))
 
-        return on_main(self.learner.accelerator, keep_earlier, share_result=False)
+        return on_main(keep_earlier)
 
     def save_due(self, step: int) -> list[Path]:
         """
@@ -280,29 +309,16 @@ class WordSaver:
         if not reached:
             return []
         self.waiting = self.waiting[len(reached) :]
-        model = self.learner.full_model(averaged=True)
-        arguments = (self.folder, model, self.tokenizer, reached, {"step": step, "words_seen": self.seen})
-        return on_main(self.learner.accelerator, write_models, *arguments)
+        model, state = self.learner.full_model(averaged=True), {"step": step, "words_seen": self.seen}
+        paths = [self.folder / folder_name(mark) for mark in reached]
 
+        def write():
+            for path, words in zip(paths, reached, strict=True):
+                with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
+                    save_with_code(model, partial)
+                    save_tokenizer(self.tokenizer, partial)
+                    folders.write_json(partial / WORDS_FILE, {"words": words, **state})
+                logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")
 
-def write_models(folder: Path, model, tokenizer, marks: list[int], reached: dict) -> list[Path]:
-    """
-    Write the model once for each number of words. A folder appears when all of it is on the disk.
-
-    Args:
-        model: an unsharded model on the CPU.
-        reached: the step, and the words seen after it: the content of `words_seen.json`.
-
-    Raises:
-        UserError: a folder cannot be written. Checkpoints are unchanged.
-    """
-    paths = []
-    for mark in marks:
-        final = folder / folder_name(mark)
-        with folders.atomic_folder(final, f", and {GO_ON}; the checkpoints are unchanged") as partial:
-            save_with_code(model, partial)
-            save_tokenizer(tokenizer, partial)
-            folders.write_json(partial / WORDS_FILE, {"words": mark, **reached})
-        logger.info(f"{final}: saved after {reached['words_seen']:,.0f} words (step {reached['step']:,})")
-        paths.append(final)
-    return paths
+        on_main(write)
+        return paths

@@ -6,15 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.training.masking import MASK_REPLACE_PROB, RANDOM_REPLACE_PROB, Masking
-from d2l_bert.training.optim import Optim, Schedule
 
 
 # A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
 DECAY_RATIO = 0.2
+
+# The default micro-batch in tokens: enough to keep a CPU busy, few enough for its memory.
+MICRO_BATCH_TOKENS = 2**14
 
 
 @dataclass(kw_only=True)
@@ -91,14 +92,14 @@ class PretrainConfig(TextConfig):
     mlm_probability: float | str = option(
         0.15, "share of tokens to predict; 0.30->0.15 changes from 0.30 to 0.15 over the run", BATCHES
     )
-    masking: Masking = option(
+    masking: Literal["token", "whole_word", "span"] = option(
         "token", "predict single tokens, whole words, or spans of words as SpanBERT does", BATCHES
     )
     mask_replace_prob: float = option(
-        MASK_REPLACE_PROB, "share of the tokens to predict that become [MASK]", BATCHES, within="[0, 1]"
+        0.8, "share of the tokens to predict that become [MASK]", BATCHES, within="[0, 1]"
     )
     random_replace_prob: float = option(
-        RANDOM_REPLACE_PROB,
+        0.1,
         "share of the tokens to predict that become a random token; the others stay",
         BATCHES,
         within="[0, 1]",
@@ -139,11 +140,11 @@ class PretrainConfig(TextConfig):
         OPTIMIZER,
         metavar="BATCH:SHARE",
     )
-    optim: Optim = option(
+    optim: Literal["adamw", "muon"] = option(
         "adamw", "AdamW; or Muon for the matrices of the encoder blocks, and AdamW for all other parameters", OPTIMIZER
     )
     learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER, within="(0, inf)", common=True)
-    lr_scheduler_type: Schedule = option(
+    lr_scheduler_type: Literal["linear", "cosine", "warmup_stable_decay"] = option(
         "linear",
         "how the learning rate falls after warm-up: linearly, along half a cosine, or only in the last steps",
         OPTIMIZER,
@@ -174,13 +175,12 @@ class PretrainConfig(TextConfig):
     )
     seed: int = option(42, "seed of all random numbers", OPTIMIZER, within="[0, 9223372036854775808)")
 
-    micro_batch_size: int | Literal["auto"] | None = option(
+    micro_batch_size: int | None = option(
         None,
-        "most pairs of full length in a micro-batch, and proportionally more shorter pairs; the default is 64; auto "
-        "finds the fastest size that fits into memory",
+        "most pairs of full length in a micro-batch, and proportionally more shorter pairs; the default is 16,384 "
+        "tokens on a CPU, and up to 65,536 on a GPU, by its memory",
         MACHINE,
         identity=False,
-        metavar="N|auto",
         within="[1, inf)",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
@@ -195,15 +195,16 @@ class PretrainConfig(TextConfig):
     gradient_checkpointing: bool = option(
         False, "recompute activations in the backward pass to save memory", MACHINE, identity=False
     )
-    attn_implementation: Literal["eager", "sdpa", "flex_attention"] | None = option(
+    attn_implementation: Literal["eager", "sdpa", "flex_attention", "varlen"] | None = option(
         None,
-        "implementation of attention; the default is eager or sdpa, the faster one on this device",
+        "implementation of attention; the default is eager or sdpa, the faster one on this device; varlen computes no "
+        "padding (NVIDIA GPUs in half precision, no dropout of attention)",
         MACHINE,
         identity=False,
     )
-    dataloader_num_workers: int | None = option(
-        None,
-        "worker processes that make batches; the default is 1 for a GPU, and 0 (a thread of this process) for a CPU",
+    dataloader_num_workers: int = option(
+        0,
+        "worker processes that make batches; with 0 a thread of this process makes them",
         MACHINE,
         identity=False,
         within="[0, inf)",
@@ -299,12 +300,10 @@ class PretrainConfig(TextConfig):
     )
 
     def __post_init__(self):
-        """As in `SourceConfig`; then convert numbers in the text of options that may be a number or a word."""
+        """As in `SourceConfig`; then make a number of `mlm_probability` where it is one."""
         super().__post_init__()
-        for name, number in (("mlm_probability", float), ("micro_batch_size", int)):
-            if isinstance(getattr(self, name), str):
-                with contextlib.suppress(ValueError):  # 0.30->0.15 and auto stay text
-                    setattr(self, name, number(getattr(self, name)))
+        with contextlib.suppress(ValueError):  # 0.30->0.15 stays text
+            self.mlm_probability = float(self.mlm_probability)
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
@@ -312,7 +311,6 @@ class PretrainConfig(TextConfig):
         first_share, last_share = self.mlm_probabilities()
         are_weights = all(re.fullmatch(r"\d{0,9}\.?\d{1,9}", weight) for weight in self.source_weights)
         has_validation = self.validation_corpus or self.validation_dataset
-        word_marks(self.save_words)
         self.stages(1)
         return {
             **super().contradictions(),
@@ -393,7 +391,15 @@ class PretrainConfig(TextConfig):
             share += float(entry_share)
         if share >= 1:
             raise UserError(f"{schedule}: its shares must leave some steps for {last}")
-        return [*stages, (round(share * max_steps), most)]
+        return [*stages, (min(round(share * max_steps), max_steps - 1), most)]  # the last step at the least
+
+    def pairs_a_step(self, batch_size: int, length: int) -> int:
+        """Pairs of `length` tokens in a step: as many tokens as `batch_size` pairs of `max_seq_length` have."""
+        return round(batch_size * self.max_seq_length / length)
+
+    def most_tokens(self) -> int:
+        """The largest number of tokens in a micro-batch, padding included."""
+        return self.micro_batch_size * self.max_seq_length if self.micro_batch_size else MICRO_BATCH_TOKENS
 
     def mlm_probabilities(self) -> tuple[float, float]:
         """The share of tokens to predict in the first step, and in the last step and in evaluations."""
@@ -418,37 +424,3 @@ def _value_at(step, stages):
 HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `save_words`
-
-PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
-UNITS = {"": 1, "k": 10**3, "M": 10**6}
-
-
-def word_marks(entries: list[str]) -> list[int]:
-    """
-    The numbers of words in `save_words`, ascending: 10k is 10,000, 1M and 1_000_000 are a million.
-
-    Raises:
-        UserError: an entry is no number of words, or is not more than the entry before it.
-    """
-    marks = []
-    for entry in entries:
-        match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
-        unit = match and {"": "", "k": "k", "m": "M"}[match[2].lower()]
-        words = match and int(match[1].replace("_", "")) * UNITS[unit]
-        if not words or words >= 2**63:
-            raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
-        if marks and words <= marks[-1]:
-            before = entries[len(marks) - 1]
-            raise UserError(f"save_words: {entry} must be more than the {before} before it; give each once, in order")
-        marks.append(words)
-    return marks
-
-
-def folder_name(words: int) -> str:
-    """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
-    unit = next(unit for unit in ("M", "k", "") if words % UNITS[unit] == 0)
-    return f"{PREFIX}{words // UNITS[unit]}{unit}"

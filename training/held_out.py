@@ -1,16 +1,85 @@
-"""Evaluates a model on held-out pairs: losses and accuracies."""
+"""Held-out figures: the pairs to evaluate on, losses and accuracies, and the report of what a model has learnt."""
 
+import itertools
 import math
+import shlex
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from d2l_bert.pair_tasks import PairTask, unit
+from d2l_bert.messages import UserError
+from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.pair_tasks import PairTask, pair_task, unit
+from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.training.data.batches import (
+    ALONE,
+    BatchMaker,
+    Ranks,
+    batches,
+    count_examples,
+    epoch_pairs,
+    first_with_target,
+)
+from d2l_bert.training.data.pairs import NO_LABEL, one_segment_accuracy
 
+
+# A fixed seed: all runs on a corpus have the same held-out pairs and masks.
+HELD_OUT_SEED = 20_181_011
 
 MAX_LOSS = 700  # nats; the perplexity of a higher loss overflows a float
 
 SUMS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
+
+
+class HeldOutPairs:
+    """
+    The micro-batches that this process computes in an evaluation. Each pair is evaluated by one process only.
+
+    The pairs and their masks are the same in every evaluation of every run on a corpus with the same options of rows.
+
+    Args:
+        corpus: the corpus to evaluate on.
+        run: the options of the rows: their length is `max_seq_length`, and there are `max_eval_pairs` at most.
+        most_tokens: the most tokens in a micro-batch, padding included.
+        name: the name of the text, for error messages.
+    """
+
+    def __init__(self, corpus: TokenizedCorpus, tokenizer, run, most_tokens: int, name: str, ranks: Ranks = ALONE):
+        self.run, self.most_tokens, self.name, self.ranks = run, most_tokens, name, ranks
+        self.pairs = epoch_pairs(run, corpus, run.max_seq_length, name, HELD_OUT_SEED)
+        self.make_batch = BatchMaker(corpus, tokenizer, run, run.max_seq_length)
+
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the pairs and the keys of their masks, one window at a time."""
+        return self.pairs.parts(0, self.run.max_eval_pairs)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for pairs, keys in self.parts():
+            yield from batches(self.make_batch, pairs, keys, self.most_tokens, self.ranks)
+
+    def has_pairs(self) -> bool:
+        """Whether there is a pair to evaluate on; with a second loss, one with a label."""
+        return any(len(pairs) for pairs, _ in self._labelled_parts())
+
+    def one(self) -> dict[str, torch.Tensor]:
+        """As `first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label."""
+        return first_with_target(self.make_batch, self._labelled_parts(), self.name)
+
+    def beside(self) -> dict[str, float]:
+        """`one_segment_accuracy` of all pairs, by its name in metrics.json, to read a model's accuracy beside it."""
+        if not self.make_batch.has_labels:
+            return {}
+        corpus, entries = self.make_batch.tokens, len(self.make_batch.is_continuation)
+        accuracy = one_segment_accuracy(corpus, self.pairs.window(0, 0), entries)
+        return {f"eval_{self.run.objective}_one_segment_accuracy": accuracy}
+
+    def _labelled_parts(self):
+        for pairs, keys in self.parts():
+            has_label = pairs["next_sentence_label"] != NO_LABEL
+            yield (pairs[has_label], keys[has_label]) if self.make_batch.has_labels else (pairs, keys)
 
 
 @torch.no_grad()
@@ -59,21 +128,6 @@ def _loss_correct_count(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), is_labelled.sum()
 
 
-def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """
-    The number of pairs in a batch; of sequences if the batch has no `next_sentence_label`.
-
-    Padding rows do not count, nor do rows of sequences without a token to predict.
-
-    Args:
-        batch: the model's arguments; its rows (B, T) may be packed.
-    """
-    if "next_sentence_label" in batch:
-        return (batch["next_sentence_label"] != -100).sum()
-    in_row = batch["sequence_ids"].amax(1) if "sequence_ids" in batch else 1  # (B,)
-    return (in_row * (batch["labels"] != -100).any(1)).sum()
-
-
 def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:
     """
     The held-out metrics, by their names in metrics.json.
@@ -100,3 +154,247 @@ def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, flo
         metrics[f"eval_{task.key}_loss"] = pair_loss / examples
         metrics[f"eval_{task.key}_accuracy"] = pair_correct / examples
     return {**metrics, "eval_masked_tokens": int(tokens), f"eval_{unit(task)}": int(examples)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model has learnt
+
+# Sample sentences for models of the embedded corpus, easy to judge for a reader who knows Python.
+PYTHON_SENTENCES = [
+    "Open the [MASK] and return a file object.",
+    "If the file does not exist, an exception is [MASK].",
+    "Return [MASK] if the string starts with the given prefix.",
+    "Raise a ValueError [MASK] the value is not found.",
+    "Return True if the object is an [MASK] of the class.",
+]
+
+FULL_STOPS = {".", "!", "?"}
+
+MAX_SENTENCES_TRIED = 10_000  # at most this many held-out sentences are read to find sample sentences
+
+MAX_ENTROPY_DOCUMENTS = 10_000  # at most this many held-out documents are read to count tokens
+
+# Muennighoff et al. (2023), "Scaling Data-Constrained Language Models": four passes over a text are worth as much as
+# new text, and after some sixteen more passes add little. Twenty, as MLM masks other tokens in each.
+MANY_PASSES = 20
+
+# A run whose MLM loss is above this share of the entropy of the tokens has learnt little more than their frequencies:
+# at 0.9, models predict "the", "," and "." nearly everywhere.
+LITTLE_LEARNT = 0.9
+
+
+@torch.no_grad()
+def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
+    """
+    The `top_k` most likely tokens for each `[MASK]`. The model is left in evaluation mode.
+
+    Args:
+        model: a `D2lBertForMaskedLM`, or a stock model for masked tokens.
+
+    Returns:
+        For each text, for each `[MASK]` in the text, a list of (token, probability), most likely first. It is shorter
+        than `top_k` if the model has fewer entries in its vocabulary.
+
+    Raises:
+        UserError: a text has no mask token, or more tokens than the model has positions.
+    """
+    model.eval()
+    predictions = []
+    for text in texts:
+        encoded = tokenizer(text, return_tensors="pt")
+        length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
+        if limit is not None and length > limit:
+            raise UserError(
+                f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text"
+            )
+        masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
+        if not len(masked_positions):
+            raise UserError(
+                f"no {tokenizer.mask_token} in {text!r}: write {tokenizer.mask_token} in the place of the word to "
+                f"predict"
+            )
+        # A stock model may have more entries than its tokenizer.
+        logits = model(**encoded).logits[0, masked_positions, : len(tokenizer)]  # (P, V)
+        best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
+        predictions.append(
+            [
+                [(tokenizer.convert_ids_to_tokens(int(i)), float(p)) for p, i in zip(*row, strict=True)]
+                for row in zip(best.values, best.indices, strict=True)
+            ]
+        )
+    return predictions
+
+
+@torch.no_grad()
+def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
+    """
+    A held-out example as text for a person. The model is left in evaluation mode.
+
+    The segments with the masked tokens in brackets, a table of the masked tokens with the model's predictions, and,
+    with a pair task, the label of the pair and its prediction.
+
+    Args:
+        batch: the model's arguments for one pair, or for one sequence if there is no pair task.
+    """
+    model.eval()
+    outputs = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
+    ids = batch["input_ids"][0].clone()
+    is_labelled = batch["labels"][0] != -100
+    positions, labels = batch["masked_positions"][0][is_labelled], batch["labels"][0][is_labelled]
+    guesses = outputs.get("prediction_logits", outputs.get("logits"))[0].argmax(-1).cpu()[is_labelled]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    rows = []
+    for position, label, guess in zip(positions.tolist(), labels.tolist(), guesses.tolist(), strict=True):
+        truth, seen = tokenizer.convert_ids_to_tokens([label, int(ids[position])])
+        tokens[position] = f"[{truth}]"
+        mark = "=" if guess == label else " "
+        rows.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (the model saw {seen})")
+    segment_of = batch["token_type_ids"][0].where(batch["attention_mask"][0] == 1, -1).tolist()
+    lines = []
+    for segment, name in enumerate("AB" if task else "A"):
+        words = [
+            token
+            for token, of_token in zip(tokens, segment_of, strict=True)
+            if of_token == segment and token not in ("[CLS]", "[SEP]")
+        ]
+        lines.append(f"  {name}: {' '.join(words).replace(' ##', '').replace(' [##', '[##')}")
+    lines += [f"    {'':1} {'truth':<20} {'prediction':<20}", *rows]
+    if task:
+        truth = task.labels[int(batch["next_sentence_label"].flatten()[0])]
+        probability = float(outputs.seq_relationship_logits.float().softmax(-1).flatten()[0])
+        guess = task.labels[int(probability < 0.5)]
+        lines.append(f"  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})")
+    return "\n".join(lines)
+
+
+def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
+    """
+    Sample sentences with one `[MASK]` each: `PYTHON_SENTENCES` for the embedded corpus, else held-out sentences.
+
+    Preferred are sentences of 8 to 40 tokens with a whole word to mask that end in a full stop. Others are used if
+    these are too few.
+
+    Args:
+        text: a `PreparedText`.
+        max_length: the largest number of tokens in a sentence, [CLS] and [SEP] included.
+        count: the largest number of held-out sentences.
+    """
+    if text.corpus_name == PYTHON_DOCS and max_length >= 40:
+        return PYTHON_SENTENCES
+    rng = np.random.default_rng(0)
+    tokenizer, preferred, others = text.tokenizer, [], []
+    corpus = text.held_out
+    for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
+        sentence = rng.choice(corpus.sentences(document))
+        ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        whole_words = [
+            position
+            for position, token in enumerate(tokens)
+            if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
+        ]
+        is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
+        ids = ids[: max_length - 4]
+        known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
+        if not known:
+            continue
+        maskable = [position for position in whole_words if position < len(ids)] or known
+        ids[int(rng.choice(maskable))] = tokenizer.mask_token_id
+        (preferred if is_preferred else others).append(tokenizer.decode(ids))
+        if len(preferred) == count:
+            break
+    # The decoded text may have more tokens than `ids`: decoding does not restore the original text.
+    fitting = (
+        s
+        for s in preferred + others
+        if s.count(tokenizer.mask_token) == 1 and len(tokenizer(s)["input_ids"]) <= max_length
+    )
+    return list(itertools.islice(fitting, count))
+
+
+def token_entropy(text) -> float:
+    """
+    The entropy of the held-out tokens in nats: the MLM loss of a model that only knows how frequent each token is.
+
+    `[UNK]` is left out, as it is never predicted.
+
+    Args:
+        text: a `PreparedText`. Of a large held-out text, the first `MAX_ENTROPY_DOCUMENTS` documents are counted.
+    """
+    corpus = text.held_out
+    end = corpus.first_tokens(min(len(corpus), MAX_ENTROPY_DOCUMENTS))
+    counts = np.bincount(corpus.ids[:end], minlength=len(text.tokenizer))
+    counts[text.tokenizer.unk_token_id] = 0
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def advice(metrics: dict, train_words: int) -> str:
+    """
+    What to change, in one line, if a run took many passes over a small text or has learnt little; else nothing.
+
+    Args:
+        metrics: the content of metrics.json.
+        train_words: the number of words in the training text.
+    """
+    passes = metrics["train_words_seen"] / train_words
+    if round(passes) > MANY_PASSES:
+        return (
+            f"{passes:,.0f} passes over the text, and more than {MANY_PASSES} add little; give more text, fewer steps "
+            f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
+        )
+    if metrics["eval_mlm_loss"] > LITTLE_LEARNT * metrics["eval_token_entropy"]:
+        return (
+            f"the model has learnt little more than how frequent each token is, which alone gives an MLM loss of "
+            f"{metrics['eval_token_entropy']:.2f} nats; train longer (--max_minutes or --max_steps)"
+        )
+    return ""
+
+
+def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, data: dict) -> str:
+    """
+    The text that a run prints at its end: metrics, a held-out example, filled masks, and how to load the model.
+
+    Args:
+        folder: the run's folder.
+        metrics: the content of metrics.json.
+        example: the batch for `show_example`.
+        predictions: for each sample sentence, the sentence and the (token, probability) of the most likely tokens.
+        data: the entry of that name in run_config.json.
+    """
+    task = pair_task(metrics)
+    units = unit(task)
+    speed = f"{metrics[f'train_{units}_per_second']:,.0f} {'sentence ' if task else ''}{units}/s"
+    pair_line = ""
+    if task:
+        loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
+        one_segment = metrics[f"eval_{task.key}_one_segment_accuracy"]
+        pair_line = (
+            f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}; chance is 0.693 and 50%, one segment "
+            f"alone gives {one_segment:.1%} ({task.question})"
+        )
+    skipped = metrics["train_skipped_steps"]
+    skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
+    filled_masks = "\n".join(
+        f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
+        for sentence, tokens in predictions
+    )
+    return f"""
+What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
+({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]):
+  MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
+accuracy {metrics["eval_mlm_accuracy"]:.1%}, on rows as this objective has them \
+(`evaluate --objective none` has the same for all){pair_line}
+  trained in {metrics["train_seconds"]:.0f} s at {speed}, \
+{metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped_line}
+
+A held-out {units[:-1]}, masked tokens in brackets:
+{show_example(model, tokenizer, example, task)}
+
+Masks filled in:
+{filled_masks}
+
+The model is in {folder}. To use it:
+  d2l-bert fill-mask {shlex.quote(str(folder))} "..."
+  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})"""

@@ -1,53 +1,53 @@
-"""`pretrain`: from options and text to a model folder; the training loop; the dry run."""
+"""`pretrain`: from options and text to a model folder; the training loop; the dry run; signals."""
 
 import contextlib
 import copy
 import dataclasses
 import itertools
-import json
 import logging
-import tempfile
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import torch
-from accelerate.tracking import get_available_trackers
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.errors import writing
-from d2l_bert.model_cards.card import count_parameters
+from d2l_bert.messages import GO_ON, UserError, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import Pusher, check_push
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.progress import report
-from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
-from d2l_bert.training import distributed, interruption
-from d2l_bert.training.batch_loader import load
-from d2l_bert.training.batching import (
-    RunSchedule,
-    check_architecture,
-    check_source_weights,
-    full_length_pairs,
-    make_held_out,
-    make_passes,
-    make_sharding,
-    make_steps,
-    with_objective,
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
+from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
+from d2l_bert.training import devices
+from d2l_bert.training.checkpoint import (
+    Checkpoint,
+    WordSaver,
+    check_output_folder,
+    find_checkpoint,
+    folder_name,
+    word_marks,
+    write_checkpoint,
 )
-from d2l_bert.training.checkpoint import WordSaver, check_output_folder, find_checkpoint, step_of
-from d2l_bert.training.config import HUB_OPTIONS, LENGTH_OPTIONS, PretrainConfig, folder_name, word_marks
-from d2l_bert.training.data import HeldOutPairs
-from d2l_bert.training.distributed import on_main, report_errors_once, restore_host_settings, shut_down
-from d2l_bert.training.existing_tokenizers import prepare_with_tokenizer
-from d2l_bert.training.initialize import make_model, model_class_of, start_from
-from d2l_bert.training.interruption import StopSignals, signal_name
-from d2l_bert.training.job import Job
-from d2l_bert.training.learner import Learner
-from d2l_bert.training.machine import compiled_blocks, find_max_steps, find_micro_batch, with_defaults
-from d2l_bert.training.openmp import short_waits
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import Ranks, with_objective
+from d2l_bert.training.data.order import START, Cursor
+from d2l_bert.training.data.steps import TrainingSteps, load
+from d2l_bert.training.devices import main_first, on_main, together
+from d2l_bert.training.held_out import HeldOutPairs, advice, token_entropy
+from d2l_bert.training.initialize import make_model, prepare_with_tokenizer, start_from
+from d2l_bert.training.log import RunLog, check_trackers, read_rows, start_trackers, used_memory
+from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.run_folder import (
-    LOG_FILE,
-    RUN_FILE,
     check_identity,
     default_output_dir,
     finish_folder,
@@ -57,19 +57,19 @@ from d2l_bert.training.run_folder import (
     repository,
     start_folder,
 )
-from d2l_bert.training.tracking import RunMonitor, check_trackers, start_trackers
+from d2l_bert.training.schedule import RunSchedule, find_max_steps, time_steps
 
 
 logger = logging.getLogger(__name__)
 
 
-@restore_host_settings()
+@devices.restore_host_settings()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
 
     The settings of the allocator, which the command makes for its whole process (`commands.keep_freed_memory`), are
-    left to the calling program.
+    left to the calling program. Processes of a launched program stay connected when the run ends.
 
     Args:
         architecture: the model's configuration; `vocab_size` is replaced by the size of the tokenizer. With
@@ -83,267 +83,369 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     Raises:
         UserError: something that the user can fix, in one line.
         SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
-            processes, the main process has raised an error, and shows it.
+            processes, another process has raised an error, and shows it.
     """
-    with distributed.report_errors_once():
-        run.check()
-        if run.license is not None:
-            check_license(run.license)
-    if run.dry_run:
-        return dry_run(architecture, run)
+    devices.start_processes()
     transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
-    architecture = copy.deepcopy(architecture)
-    with distributed.report_errors_once():
-        check_architecture(architecture, run)
-        if not corpus_is_prepared(run):  # the number of sources in a prepared folder is known after reading
-            check_source_weights(run, len(run.text_paths()) + len(run.dataset))
-        trackers = check_trackers(run.report_to, [str(tracker) for tracker in get_available_trackers()])
-        folder = run.output_dir or default_output_dir(run)
-        accelerator = distributed.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
-        run = with_defaults(run, architecture, accelerator)
-    with interruption.explain_failures(), contextlib.ExitStack() as stack:
-        folder = on_main(accelerator, stack.enter_context, output_folder(run))
-        resumed = on_main(accelerator, find_checkpoint, run.resume_from_checkpoint, folder)
-        if run.init_from is not None and not resumed:
-            start = (model_class_of(run), run.init_from, architecture, None, run.tokenizer)
-            on_main(accelerator, start_from, *start, share_result=False)  # what cannot be loaded is refused here
+    with explain_lost_processes(), contextlib.ExitStack() as stack:
+        with together():
+            trackers, folder = check_options(architecture, run), Path(run.output_dir or default_output_dir(run))
+            accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
+            run = devices.with_defaults(run, architecture, accelerator)
+            run.check()  # the launcher's precision, too, must go with the other options
+        if run.dry_run:
+            on_main(check_output_folder, run, folder, run.init_from)
+            resumed = None
+        else:
+            on_main(stack.enter_context, output_folder(run, folder))
+            resumed = on_main(find_checkpoint, run.resume_from_checkpoint, folder)
+        if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
+            on_main(start_from, run, architecture, share_result=False)
         if run.push_to_hub:
             hub = (repository(run, folder), run.known_license(), run.hub_private_repo)
-            on_main(accelerator, check_push, *hub, False)
-        # The main process prepares the text first. The other processes then find the prepared text in the cache; on
-        # another machine, which may have another cache, they prepare the text again.
-        text = on_main(accelerator, prepare_with_tokenizer, run, share_result=False)
-        if text is None:
-            text = prepare_with_tokenizer(run)
-        run = dataclasses.replace(run, **text.token_options)
-        with distributed.report_errors_once():
-            make_passes(run, text)  # checks source_weights against the text, before anything is written
-            run = with_objective(run, text)
+            on_main(check_push, *hub, run.dry_run)
+        text = main_first(prepare_with_tokenizer, run)
+        with together():
+            run = with_objective(dataclasses.replace(run, **text.token_options), text)
+        architecture = copy.deepcopy(architecture)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
-        sharding = make_sharding(architecture, run, accelerator.num_processes, accelerator.process_index)
-        with short_waits():
-            train(Job(run, architecture, text, accelerator, folder, resumed, sharding))
-    return folder
+        with explain_memory():
+            train(run, architecture, text, accelerator, folder, resumed)
+    return None if run.dry_run else folder
+
+
+def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str] | None:
+    """
+    Check the options before any text is read.
+
+    Returns:
+        The trackers to report to.
+
+    Raises:
+        UserError: an option is wrong, or does not fit the model.
+    """
+    run.check()
+    word_marks(run.save_words)
+    if run.license is not None:
+        check_license(run.license)
+    positions = architecture.max_position_embeddings
+    way_out = "lower it, or raise max_position_embeddings" if run.init_from is None else "lower it"
+    sources = len(run.text_paths()) + len(run.dataset)
+    cases = {
+        "type_vocab_size must be at least 2: a pair has two segments": (
+            architecture.type_vocab_size < 2 and run.objective != "none"
+        ),
+        f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); {way_out}": (
+            run.max_seq_length > positions
+        ),
+        # The number of sources in a prepared folder is known after reading.
+        f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
+            run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
+        ),
+    }
+    refuse_first(cases)
+    return check_trackers(run.report_to, [str(name) for name in get_available_trackers()], LOGGER_TYPE_TO_CLASS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The training loop
 
 
-def train(job: Job) -> None:
+def train(
+    run: PretrainConfig,
+    architecture: D2lBertConfig,
+    text: PreparedText,
+    accelerator: Accelerator,
+    folder: Path,
+    resumed: Checkpoint | None,
+) -> None:
     """
     Build the model, train it to its last step, and write everything that the run leaves to its folder.
 
-    The run starts from step 0, or goes on from a checkpoint.
+    The run starts from step 0, or goes on from a checkpoint. A dry run ends before the first step.
 
     Raises:
-        SystemExit: a signal stopped the run, and a checkpoint is saved; or the main process has shown an error.
+        SystemExit: a signal stopped the run, and a checkpoint is saved if it had done a step; or another process has
+            shown an error.
         UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
     """
-    torch.manual_seed(job.run.seed)
-    model = make_model(job.architecture, job.run, job.text.tokenizer, job.resumed)
-    learner = Learner(job.accelerator, model, job.run)
-    with compiled_blocks(learner.model, job.run.torch_compile):
-        train_learner(job, learner)
-
-
-def train_learner(job: Job, learner: Learner) -> None:
-    """As `train`, with a model and optimizers that are built."""
-    accelerator = job.accelerator
-    held_out, state = plan(job, learner)
-    run, folder, tokenizer, start, max_steps = job.run, job.folder, job.text.tokenizer, state["step"], job.max_steps
-    schedule = RunSchedule(run, max_steps)
-    with report_errors_once():
+    ranks, tokenizer = Ranks(accelerator.num_processes, accelerator.process_index), text.tokenizer
+    with together():
+        held_out, identity = held_out_pairs(run, text, ranks), make_identity(run, architecture, text)
+    on_main(check_same_identity, gather_object([identity]))
+    torch.manual_seed(run.seed)
+    with together():
+        model = make_model(architecture, run, tokenizer, resumed is not None)
+    learner = Learner(accelerator, model, run)
+    with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
+        state = {"step": 0, "cursor": START}
+        if resumed:
+            on_main(check_identity, resumed, identity)
+            learner.load(resumed)
+            state = resumed.state
+            logger.info(f"going on from {resumed.path}")
+        max_steps = state["max_steps"] if resumed else find_max_steps(run, text, learner, held_out, ranks)
+        run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
+        with together():
+            steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
+        if run.dry_run:
+            report_dry_run(run, text, learner, steps)
+            return
+        start, cursor, schedule = state["step"], Cursor(*state["cursor"]), RunSchedule(run)
+        record = make_record(run, architecture, text, accelerator)
+        on_main(start_folder, folder, record, start)
         words = WordSaver(learner, folder, tokenizer, word_marks(run.save_words), state)
-        steps = make_steps(run, job.text, max_steps, job.sharding)
-        place = state.get("data_position")  # where the pairs of the next step are
-        steps.go_on_from(start, place)
-    log = on_main(accelerator, start_folder, folder, job.record, start)
-    saved_before = words.start()
-    on_main(accelerator, start_trackers, accelerator, folder, job.record, start, share_result=False)
-    monitor = RunMonitor(job, log, state)
-    pusher = on_main(accelerator, start_pusher, job, saved_before, share_result=False)
-    saved = job.resumed and job.resumed.path  # the last checkpoint
-    # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
-    stop = StopSignals(accelerator)
-    with stop, closing(monitor.bar):
-        loaded = load(steps, start, max_steps, run.dataloader_num_workers, lambda: bool(stop.received_signal))
-        with closing(loaded):
-            # If a signal stopped the earlier run at this step, the evaluation of the step is still missing.
-            if start and "evaluate" in schedule.due_at(start):
-                write_evaluation(learner, held_out, stop, monitor)
-            monitor.meter.start_clock()
-            for step in range(start + 1, max_steps + 1):
-                with monitor.meter.waiting():
-                    micro_batches = next(loaded, None)  # None if a signal has stopped the run
-                if stop.should_stop():
-                    break
-                rate, place = schedule.learning_rate(step), micro_batches.place
-                words.seen += micro_batches.words
-                monitor.add_step(step, learner.step(step, micro_batches, rate), rate)
-                due = schedule.due_at(step)
-                if "log" in due:
-                    monitor.write_row()
-                with monitor.meter.clock_stopped():
-                    if "evaluate" in due:
-                        write_evaluation(learner, held_out, stop, monitor)
-                    saved_by_words = words.save_due(step) if not monitor.skipped_in_a_row else []
-                    if pusher and not stop.agreed_signal:
-                        pusher.saved_by_words(saved_by_words)
-                    # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
-                    if ("save" in due and not monitor.skipped_in_a_row) or step == max_steps:
-                        saved = learner.save(folder, step, tokenizer, state_of(job, monitor, words, place))
-                        if pusher and step < max_steps and not stop.agreed_signal:  # start no upload while stopping
-                            pusher.saved(saved, step)
+        pusher, saved_before = None, words.start()
+        if run.push_to_hub:
+            pusher = on_main(start_pusher, run, folder, record, saved_before, share_result=False)
+        on_main(start_trackers, accelerator, folder, record, start)
+        log = RunLog(accelerator, folder, run, architecture, state)
+        saved = resumed  # the last checkpoint
+        # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
+        stop = stack.enter_context(StopSignals(accelerator))
+        stack.enter_context(closing(log.bar))
+
+        def evaluate():
+            """Evaluate on the held-out batches; log nothing if a signal stops the run meanwhile."""
+            metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
+            if metrics and not stop.should_stop():
+                log.write_evaluation({**metrics, **held_out.beside()})
+
+        def save(step):
+            scaler = accelerator.scaler
+            content = {
+                **log.totals,
+                "step": step,
+                "cursor": cursor,
+                "skipped_in_a_row": log.skipped_in_a_row,
+                "words_seen": words.seen,
+                "words_settled": words.settled,
+                "max_steps": max_steps,
+                "identity": identity,
+                "scaler": scaler.state_dict() if scaler else None,
+            }
+            model, tensors, path = learner.full_model(), learner.tensors(), folder / f"checkpoint-{step}"
+            on_main(write_checkpoint, path, model, tokenizer, tensors, content, run.save_total_limit)
+            return Checkpoint(path, content)
+
+        made = load(steps, start, cursor, run.dataloader_num_workers, lambda: bool(stop.received_signal))
+        loaded = stack.enter_context(closing(made))
+        # The figures of the model that the run starts from; or those that a signal has kept an earlier run from.
+        is_due = "evaluate" in schedule.due_at(start) if start else run.init_from is not None
+        if is_due:
+            evaluate()
+        log.clock_start = time.monotonic()
+        for number in range(start + 1, max_steps + 1):
+            with log.waiting():
+                step = next(loaded, None)  # None if a signal has stopped the run
+            if stop.should_stop():
+                break
+            rate, cursor = schedule.learning_rate(number), step.cursor
+            words.seen += step.words
+            log.add_step(number, learner.step(number, step, rate), rate)
+            due = schedule.due_at(number)
+            if "log" in due:
+                log.write_row()
+            with log.clock_stopped():
+                if "evaluate" in due:
+                    evaluate()
+                saved_by_words = words.save_due(number) if not log.skipped_in_a_row else []
+                if pusher and not stop.agreed_signal:
+                    pusher.saved_by_words(saved_by_words)
+                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+                if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
+                    saved = save(number)
+                    if pusher and number < max_steps and not stop.agreed_signal:  # start no upload while stopping
+                        pusher.saved(saved.path, number)
         if stop.should_stop():
-            monitor.write_row()
-            if monitor.step > (step_of(saved) if saved else 0):
-                saved = learner.save(folder, monitor.step, tokenizer, state_of(job, monitor, words, place))
-            how_to_resume = f"{saved} is saved; go on" if saved else "nothing is lost; start"
+            log.write_row()
+            if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:
+                saved = save(log.step)
+            how_to_resume = f"{saved.path} is saved; go on" if saved else "nothing is lost; start"
             logger.warning(
                 f"{signal_name(stop.agreed_signal)}: stopped; {how_to_resume} with the same command and "
-                f"--resume_from_checkpoint latest"
+                f"--resume_from_checkpoint {saved.way_back() if saved else 'latest'}"
             )
-            shut_down(accelerator)
+            devices.shut_down(accelerator)
             raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
     if words.waiting:
         missing = ", ".join(map(folder_name, words.waiting))
         logger.warning(f"save_words: the run has seen {words.seen:,.0f} words, so it has not saved {missing}")
     model = learner.full_model(averaged=True)
-    metrics = {**monitor.held_out_metrics, **monitor.meter.speed(), "train_words_seen": words.seen}
-    report.info(on_main(accelerator, finish_folder, job, model, metrics, log, held_out.one()))
+    metrics = {**log.held_out_metrics, **log.speed(), "train_words_seen": words.seen}
+    metrics["eval_token_entropy"] = token_entropy(text)
+    shown = on_main(finish_folder, folder, text, record, model, metrics, read_rows(log.path), held_out.one())
+    note = advice(metrics, record["data"]["train_words"])
+    report.info(f"{shown}\n\nNote: {note}" if note else shown)
     if run.push_to_hub:
-        report.info(on_main(accelerator, Pusher.finish, pusher))
-    shut_down(accelerator)
+        report.info(on_main(Pusher.finish, pusher))
+    devices.shut_down(accelerator)
 
 
-def plan(job: Job, learner: Learner) -> tuple[HeldOutPairs, dict]:
+def held_out_pairs(run: PretrainConfig, text: PreparedText, ranks: Ranks) -> HeldOutPairs:
     """
-    Decide by trying what the options leave open, and load the checkpoint to resume from; fills in `job`.
+    The held-out pairs of a run, at its full length.
 
-    Returns:
-        The held-out batches, and the state to start from.
+    Raises:
+        UserError: the held-out text has no pair of segments, or no token to predict.
     """
-    if job.run.micro_batch_size == "auto":
-        size = job.resumed.state["micro_batch_size"] if job.resumed else find_micro_batch(job, learner)
-        job.run = dataclasses.replace(job.run, micro_batch_size=size)
-    with report_errors_once():
-        held_out = make_held_out(job.run, job.text, job.sharding)
-    job.identity, state = make_identity(job), {"step": 0}
-    if job.resumed:
-        on_main(job.accelerator, check_identity, job.resumed, job.identity)
-        learner.load(job.resumed)
-        state = job.resumed.state
-        logger.info(f"going on from {job.resumed.path}")
-    job.max_steps = state["max_steps"] if job.resumed else find_max_steps(job, learner, held_out)
-    job.record = make_record(job)
-    return held_out, state
+    name = text.held_out_name()
+    # Evaluation holds all logits of a micro-batch in memory, training does not: evaluation may need smaller ones.
+    logits = LOGITS_AT_ONCE / len(text.tokenizer) / run.mlm_probabilities()[1]
+    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, min(run.most_tokens(), int(logits)), name, ranks)
+    if not held_out.has_pairs():
+        raise UserError(f"{name}: no pair of segments in this text; give more text, or --objective none")
+    held_out.one()  # raises if there is no token to predict
+    return held_out
 
 
-def start_pusher(job: Job, saved_before: list) -> Pusher | None:
+def check_same_identity(identities: list[dict]) -> None:
     """
-    The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`.
+    Refuse to train in processes that have not all read the same.
+
+    Args:
+        identities: what `make_identity` returned in each process.
+
+    Raises:
+        UserError: a process has another identity than the first; the message names the first difference.
+    """
+    for process, identity in enumerate(identities):
+        for name, value in identities[0].items():
+            if identity[name] != value:
+                raise UserError(
+                    f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all "
+                    f"machines the same files, or one prepared folder"
+                )
+
+
+def start_pusher(run: PretrainConfig, folder: Path, record: dict, saved_before: list[Path]) -> Pusher:
+    """
+    The object that uploads the run's checkpoints and model to the Hub.
 
     Args:
         saved_before: models saved by words seen, which a run that was killed may not have uploaded.
     """
-    if not job.run.push_to_hub:
-        return None
-    is_public, to = not job.run.hub_private_repo, repository(job.run, job.folder)
-    pusher = Pusher(job.folder, job.record, to, job.run.hub_strategy, public=is_public)
+    pusher = Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
     pusher.saved_by_words(saved_before)
     return pusher
 
 
-def state_of(job: Job, monitor: RunMonitor, words: WordSaver, place: dict | None) -> dict:
-    """What a checkpoint keeps, beside model and optimizer: totals, words seen, and where the next pairs are."""
-    return {
-        **monitor.meter.totals,
-        "skipped_in_a_row": monitor.skipped_in_a_row,
-        "words_seen": words.seen,
-        "words_settled": words.settled,
-        "data_position": place,
-        "micro_batch_size": job.run.micro_batch_size,
-        "max_steps": job.max_steps,
-        "identity": job.identity,
-    }
-
-
-def write_evaluation(learner: Learner, held_out, stop: StopSignals, monitor: RunMonitor) -> None:
-    """Evaluate on the held-out batches and log the result; log nothing if a signal stops the run meanwhile."""
-    metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
-    if metrics and not stop.should_stop():
-        monitor.write_evaluation({**metrics, **held_out.beside()})
+def report_dry_run(run: PretrainConfig, text: PreparedText, learner: Learner, steps: TrainingSteps) -> None:
+    """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
+    minutes = time_steps(learner, steps) / 60
+    memory, tokens = used_memory(learner.accelerator.device), run.global_batch_size * run.max_seq_length
+    megabytes = learner.bytes_in_checkpoint() / 1e6
+    parameters = sum(parameter.numel() for parameter in learner.parameters.values())
+    report.info(
+        f"dry run: {run.max_steps:,} steps of {tokens:,} tokens, {steps.epochs():.1f} passes over the text, about "
+        f"{minutes:,.3g} minutes without evaluations"
+    )
+    report.info(
+        f"dry run: a model of {parameters:,} parameters; a step takes {60 * minutes / run.max_steps:.3g} s, and a "
+        f"process {memory:,.0f} MB"
+    )
+    report.info(f"dry run: a checkpoint takes {megabytes:,.0f} MB, and {run.save_total_limit} are kept")
+    report.info("dry run: text and steps went well; nothing is kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Early ends
 
 
-def dry_run(architecture: D2lBertConfig, run: PretrainConfig) -> None:
+class StopSignals:
     """
-    Try a run out with a step of each sequence length, and say how long it takes, and how much memory.
+    A context manager that catches SIGTERM and Ctrl-C, so that the training loop can finish its step, save a
+    checkpoint and exit.
 
-    The steps, a checkpoint and the model folder are written to a temporary folder, which is deleted.
+    A second Ctrl-C ends the process at once. A signal that the process ignored before the block stays ignored: a shell
+    without job control starts background commands with SIGINT ignored, so that Ctrl-C ends the foreground command
+    only.
 
-    Raises:
-        UserError: what `pretrain` would raise.
+    Attributes:
+        received_signal: the number of the last signal that this process received; 0 if there was none.
+        agreed_signal: the signal on which all processes have agreed to stop; 0 while the run goes on.
     """
-    output_dir = Path(run.output_dir or default_output_dir(run)).absolute()
-    check_output_folder(run, output_dir, run.init_from)
-    if run.push_to_hub and not distributed.launched_rank():
-        check_push(repository(run, output_dir), run.known_license(), run.hub_private_repo, dry_run=True)
-    lengths = list(dict.fromkeys(length for _, length, _ in run.stages(1_000_000)))
-    # The temporary folder goes into the nearest existing parent of the output folder, so that both are on one disk.
-    parent = next(parent for parent in output_dir.parents if parent.exists())
-    with writing(f"output_dir {output_dir}", ", or name another folder"):
-        temporary = tempfile.TemporaryDirectory(prefix=".d2l-bert-dry-run-", dir=parent)
-    # At least two steps of full length: the second has the first one's optimizer state, and its memory. The time of
-    # the last but one is what its log row says is left.
-    steps = max(3, len(lengths) + 1)
-    with temporary as folder:
-        short_run = dataclasses.replace(
-            run,
-            dry_run=False,
-            **{name: getattr(PretrainConfig, name) for name in HUB_OPTIONS},
-            output_dir=f"{folder}/{output_dir.name}",
-            overwrite_output_dir=False,
-            resume_from_checkpoint=None,
-            save_words=[],
-            report_to=[],
-            length_schedule=[f"{length}:{1 / steps:.3f}" for length in lengths[:-1]],  # one step each
-            batch_size_schedule=[],
-            micro_batch_size=None if run.micro_batch_size == "auto" else run.micro_batch_size,
-            max_eval_pairs=2,
-            logging_steps=1,
-            **{**dict.fromkeys(LENGTH_OPTIONS), "max_steps": steps, "save_steps": steps, "eval_steps": steps},
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.received_signal = 0
+        self.agreed_signal = 0
+
+    def __enter__(self):
+        # Python allows signal handlers in the main thread only. In another thread no signal is caught.
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        self.previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        for number in self.previous:
+            signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def should_stop(self) -> bool:
+        """
+        Whether any process has received a signal.
+
+        Every process must call this at the same point of the run; all get the same answer.
+        """
+        if not self.agreed_signal:
+            vote = torch.tensor(float(self.received_signal), device=self.accelerator.device)
+            # The maximum is the number of a signal; a sum over several processes is not.
+            votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
+            self.agreed_signal = int(votes.max())
+        return bool(self.agreed_signal)
+
+    def _receive(self, number, frame):
+        is_ctrl_c = number == signal.SIGINT
+        if self.accelerator.is_main_process and not self.received_signal:
+            hint = "; a second Ctrl-C ends the run at once, without saving" if is_ctrl_c else ""
+            # Not by logging: a handler may run inside another write to stderr, which cannot be entered twice.
+            os.write(2, f"{signal_name(number)}: finishing the step and saving{hint}\n".encode())
+        self.received_signal = number
+        if is_ctrl_c:  # the next Ctrl-C ends the process
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal in messages: `Ctrl-C` for SIGINT, else the signal's own name."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def explain_lost_processes() -> Iterator[None]:
+    """Turn the errors of a broken connection between processes into a `UserError` with a hint."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        is_lost = isinstance(error, torch.distributed.DistError) or re.search(
+            "gloo|NCCL|Connection .* by peer", reason
         )
-        report.disabled = True  # the report of so short a run means nothing, and is not printed
-        try:
-            model_folder = pretrain(architecture, short_run)
-        finally:
-            report.disabled = False
-        if distributed.launched_rank():
-            return
-        record = json.loads((model_folder / RUN_FILE).read_text())
-        rows = [json.loads(line) for line in (model_folder / LOG_FILE).read_text().splitlines()]
-        rows = [row for row in rows if "seconds_left" in row]  # the others are evaluations and events
-        size = sum(path.stat().st_size for path in model_folder.glob("checkpoint-*/*"))
-        parameters = count_parameters(model_folder)
-    seconds, memory = rows[-2]["seconds_left"], max(row["memory_mb"] for row in rows)
-    full, train_tokens = run.global_batch_size * run.max_seq_length, record["data"]["train_tokens"]
-    if run.max_minutes is not None:
-        tokens = 60 * run.max_minutes / seconds * full
-    elif run.num_train_epochs is not None:
-        tokens = run.num_train_epochs * train_tokens
-    else:
-        tokens = full_length_pairs(run, run.max_steps) * run.max_seq_length
-    report.info(
-        f"dry run: {tokens / full:,.0f} steps of {full:,} tokens, {tokens / train_tokens:.1f} passes over the text, "
-        f"about {tokens / full * seconds / 60:,.3g} minutes without evaluations"
-    )
-    report.info(
-        f"dry run: a model of {parameters:,} parameters; a step takes {seconds:.3g} s, and a process {memory:,.0f} MB"
-    )
-    report.info(f"dry run: a checkpoint takes {size / 1e6:,.0f} MB, and {run.save_total_limit} are kept")
-    report.info("dry run: text, steps, evaluation, checkpoint and model folder went well; nothing is kept")
+        if not (is_lost and torch.distributed.is_initialized()):
+            raise
+        raise UserError(
+            f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of that "
+            f"process; {GO_ON}"
+        ) from None
+
+
+@contextlib.contextmanager
+def explain_memory() -> Iterator[None]:
+    """Turn errors of too little memory, while a run trains, into a `UserError` that says how a step takes less."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory; lower --micro_batch_size, or give --gradient_checkpointing: the steps stay the same; "
+            f"{GO_ON}"
+        ) from None
+
+
+if __name__ == "__main__":  # `accelerate launch training/pretrain.py`, as a pretraining script of one's own is started
+    sys.argv.insert(1, "pretrain")
+    runpy.run_module("d2l_bert", run_name="__main__")

@@ -31,6 +31,10 @@ INPUT_OPTIONS = (
 # What a search found best for small models in minutes to an hour on two CPU cores (benchmarks/LOG.md).
 SEARCHED = {"optim": "muon", "attention_init": "neighbours", "mlm_probability": "0.50->0.15", "warmup_ratio": 0.05}
 
+# The share of a recipe's learning rate with which a run goes on from a model. At the whole rate, a tiny model of
+# Python's documentation got worse on it by 0.15 nats in 30 steps; at this share it got better (benchmarks/LOG.md).
+GO_ON_SHARE = 0.3
+
 # Single sentences without a second loss, several in a row of a batch. BabyBERTa (Huebner et al., 2021) trains so.
 SENTENCES = {
     "objective": "none",
@@ -117,7 +121,6 @@ def mini_sentences() -> tuple[D2lBertConfig, PretrainConfig]:
         max_steps=10_000,
         global_batch_size=256,
         learning_rate=4e-3,
-        micro_batch_size=64,
         save_steps=1000,
         **SEARCHED,
         **SENTENCES,
@@ -150,7 +153,7 @@ def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
     A recipe's options with some of them changed.
 
     Options of the recipe that contradict a change are dropped: another length of the run, schedule entries that are
-    too large, and `attention_init` beside `init_from`.
+    too large, `attention_init` beside `init_from`. Beside that, `GO_ON_SHARE` of the learning rate stays.
 
     Args:
         changes: the changed options by name; `none` in a schedule empties what stands before it.
@@ -166,6 +169,7 @@ def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
             changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
     if changes.get("init_from") is not None:
         changes.setdefault("attention_init", "normal")
+        changes.setdefault("learning_rate", GO_ON_SHARE * run.learning_rate)
     return dataclasses.replace(run, **changes)
 
 
@@ -271,7 +275,6 @@ def _from_papers(name, steps, batch, rate):
         warmup_ratio=0.06,  # Izsak et al. and MosaicBERT; their rates fall linearly, as in Cramming
         weight_decay=0.01,  # BERT, Izsak et al., Cramming
         max_grad_norm=0.5,  # Cramming
-        micro_batch_size=32,
         save_steps=1000,
     )
 

@@ -4,53 +4,53 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import platform
 import shutil
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, UserError, writing
 from d2l_bert.folders import locked_folder
+from d2l_bert.messages import GO_ON, UserError, writing
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.pictures import plot_curves
 from d2l_bert.model_cards.push import STAGED
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
-from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training import checkpoint, epochs
-from d2l_bert.training.checkpoint import Checkpoint, check_output_folder
+from d2l_bert.training import checkpoint
+from d2l_bert.training.checkpoint import WEIGHTS_FILE, Checkpoint, check_output_folder
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
-from d2l_bert.training.job import Job
-from d2l_bert.training.load_models import hash_of_model
-from d2l_bert.training.machine import describe_machine
-from d2l_bert.training.pictures import plot_curves
+from d2l_bert.training.data import order
+from d2l_bert.training.devices import describe_machine
+from d2l_bert.training.held_out import example_sentences, fill_mask, report
+from d2l_bert.training.initialize import hash_of_model
 from d2l_bert.training.recipes import command_line
-from d2l_bert.training.run_report import example_sentences, fill_mask, report, token_entropy
-from d2l_bert.training.tracking import TrainingLog
 
 
-LOG_FILE = "training_log.jsonl"
-WEIGHTS_FILE = "model.safetensors"
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def output_folder(run: PretrainConfig):
+def output_folder(run: PretrainConfig, folder: Path):
     """
-    Make the run's output folder and lock it for the block, so that no other run writes there; yields the folder.
+    Make the run's output folder and lock it for the block, so that no other run writes there.
 
     If the folder is new and still empty after the block, it is deleted.
 
     Raises:
         UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
     """
-    folder = Path(run.output_dir or default_output_dir(run))
     with locked_folder(folder):
         check_output_folder(run, folder, run.init_from)
-        yield folder
+        yield
 
 
 def default_output_dir(run: PretrainConfig) -> str:
@@ -64,25 +64,19 @@ def repository(run: PretrainConfig, folder: Path) -> str:
     return run.hub_model_id or folder.resolve().name
 
 
-def make_record(job: Job) -> dict:
+def make_record(
+    run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, accelerator: Accelerator
+) -> dict:
     """The content of `run_config.json`: resolved options, corpus, machine and library versions."""
-    run = job.run
-    resolved = dataclasses.replace(
-        run,
-        corpus=run.text_paths(),
-        max_steps=job.max_steps,
-        num_train_epochs=None,
-        max_minutes=None,
-        license=run.known_license(),
-    )
+    resolved = dataclasses.replace(run, corpus=run.text_paths(), license=run.known_license())
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
     record = {
         "run": dataclasses.asdict(resolved),
-        "architecture": architecture_numbers(job.architecture),
+        "architecture": architecture_numbers(architecture),
         "corpus_is_prepared": corpus_is_prepared(run),
-        "data": job.text.counts(),
-        "local_paths": local_paths(resolved, job.text),
-        "machine": describe_machine(job.accelerator),
+        "data": text.counts(),
+        "local_paths": local_paths(resolved, text),
+        "machine": describe_machine(accelerator),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in libraries},
@@ -125,9 +119,9 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
     return {name: getattr(architecture, name) for name in D2lBertConfig.__annotations__}
 
 
-def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
+def start_folder(folder: Path, record: dict, start: int) -> None:
     """
-    Write `run_config.json`, open the log, and delete the checkpoints of an earlier run after step `start`.
+    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start`.
 
     Unfinished checkpoints and copies of checkpoints for upload, which a killed run left, are deleted, too. A run that
     starts from step 0 also deletes an earlier run's weights, metrics, curves and card. A resumed run keeps a finished
@@ -138,12 +132,16 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         start: the steps done before: the step of the checkpoint to resume from, or 0.
 
     Raises:
-        UserError: `run_config.json` or the log cannot be written.
+        UserError: `run_config.json` cannot be written.
     """
     for upload_copy in folder.glob(f"{STAGED}*"):
         shutil.rmtree(upload_copy)
+    later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start]
+    if start and later:
+        names = ", ".join(path.name for path in later)
+        logger.warning(f"{folder}: {names} deleted, as the run goes on from step {start}")
     for old in checkpoint.checkpoints(folder, unfinished=True):
-        if checkpoint.step_of(old) > start or old.name.startswith("."):
+        if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     if start == 0:
         folders.delete_synced(folder / WEIGHTS_FILE)
@@ -153,12 +151,11 @@ def start_folder(folder: Path, record: dict, start: int) -> TrainingLog:
         # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
         with writing(folder / RUN_FILE, ", and give the same command again"):
             folders.write_json(folder / RUN_FILE, record)
-    log = TrainingLog(folder / LOG_FILE)
-    log.start_at(start)
-    return log
 
 
-def finish_folder(job: Job, model, metrics: dict, log: TrainingLog, held_out) -> str:
+def finish_folder(
+    folder: Path, text: PreparedText, record: dict, model, metrics: dict, rows: list[dict], held_out: dict
+) -> str:
     """
     Write the finished model, its tokenizer, code, `metrics.json`, curves and card to the output folder.
 
@@ -167,8 +164,10 @@ def finish_folder(job: Job, model, metrics: dict, log: TrainingLog, held_out) ->
     always stand beside their own `run_config.json`, `metrics.json`, tokenizer and code.
 
     Args:
+        record: the content of `run_config.json`.
         model: an unsharded model on the CPU.
         metrics: the content of `metrics.json`, without the example predictions.
+        rows: of the training log, for the curves.
         held_out: a held-out batch of one pair, shown as an example.
 
     Returns:
@@ -177,36 +176,36 @@ def finish_folder(job: Job, model, metrics: dict, log: TrainingLog, held_out) ->
     Raises:
         UserError: a file cannot be written. The checkpoints are unchanged.
     """
-    folder, text = job.folder, job.text
-    metrics = {**metrics, "eval_token_entropy": token_entropy(text)}
     with (
         writing(folder, f", and {GO_ON}; the checkpoints are unchanged"),
         folders.replacing_files(folder, last=WEIGHTS_FILE) as partial,
     ):
         save_with_code(model, partial)
         save_tokenizer(text.tokenizer, partial)
-        plot_curves(log.rows(), partial / CURVES_FILE)
+        plot_curves(rows, partial / CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
         sentences = example_sentences(text, model.config.max_position_embeddings)
         filled = fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
         predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
-        folders.write_json(partial / RUN_FILE, job.record)
+        folders.write_json(partial / RUN_FILE, record)
         examples = [  # in the format of the Hub's widget
             {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
             for text, best in predictions
         ]
         folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": examples})
         (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-    return report(folder, published, text.tokenizer, metrics, held_out, predictions, job.record["data"])
+    return report(folder, published, text.tokenizer, metrics, held_out, predictions, record["data"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_identity(job: Job) -> dict:
-    """The values that a checkpoint and the run that resumes from it must share, by the names in error messages."""
-    run, text = job.run, job.text
+def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText) -> dict:
+    """
+    What all processes of a run, its checkpoints, and the runs that resume from these must share, by the names in error
+    messages.
+    """
     # The tokenizer's fingerprint covers these. With an existing tokenizer the training options have no effect.
     has_tokenizer = run.existing_tokenizer() or corpus_is_prepared(run)
     redundant = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if has_tokenizer else ())}
@@ -217,8 +216,8 @@ def make_identity(job: Job) -> dict:
         "tokenizer (fingerprint)": wordpiece.tokenizer_fingerprint(text.tokenizer),
     }
     values = {
-        "data order (version)": epochs.DATA_ORDER,
-        **architecture_numbers(job.architecture),
+        "data order (version)": order.DATA_ORDER,
+        **architecture_numbers(architecture),
         **run.identity(),
         # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
         "validation text": "none" if text.validation is None else "given",

@@ -2,105 +2,88 @@
 
 `import d2l_bert` registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained`
 and `pipeline("fill-mask")` load it. The import also registers the task of `pipeline("next-sentence-prediction")`.
+The process of the command `d2l-bert` does so later, when it runs a command: help and versions need no PyTorch.
 """
 
+import functools
+import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForNextSentencePrediction,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BertTokenizer,
-)
-from transformers.pipelines import PIPELINE_REGISTRY
-
-from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.modeling_d2l_bert import (
-    D2lBertForMaskedLM,
-    D2lBertForMultipleChoice,
-    D2lBertForNextSentencePrediction,
-    D2lBertForPreTraining,
-    D2lBertForQuestionAnswering,
-    D2lBertForSequenceClassification,
-    D2lBertForTokenClassification,
-    D2lBertModel,
-    D2lBertPreTrainedModel,
-)
-from d2l_bert.next_sentence_pipeline import NextSentencePredictionPipeline
-
-
-AutoConfig.register(D2lBertConfig.model_type, D2lBertConfig, exist_ok=True)
-AutoTokenizer.register(D2lBertConfig, BertTokenizer, exist_ok=True)
-for auto_class, model_class in (
-    (AutoModel, D2lBertModel),
-    (AutoModelForPreTraining, D2lBertForPreTraining),
-    (AutoModelForMaskedLM, D2lBertForMaskedLM),
-    (AutoModelForNextSentencePrediction, D2lBertForNextSentencePrediction),
-    (AutoModelForSequenceClassification, D2lBertForSequenceClassification),
-    (AutoModelForTokenClassification, D2lBertForTokenClassification),
-    (AutoModelForQuestionAnswering, D2lBertForQuestionAnswering),
-    (AutoModelForMultipleChoice, D2lBertForMultipleChoice),
-):
-    auto_class.register(D2lBertConfig, model_class, exist_ok=True)
-    # `save_pretrained` copies the model's code into the folder, to be loaded with `trust_remote_code=True`.
-    model_class.register_for_auto_class(auto_class.__name__)
-D2lBertConfig.register_for_auto_class()
-
-PIPELINE_REGISTRY.register_pipeline(
-    "next-sentence-prediction",
-    pipeline_class=NextSentencePredictionPipeline,
-    pt_model=AutoModelForNextSentencePrediction,
-    type="text",
-)
 
 __version__ = version("d2l-bert")
 
 if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
+    from d2l_bert.modeling.configuration_d2l_bert import *  # noqa: F403
+    from d2l_bert.modeling.modeling_d2l_bert import *  # noqa: F403
+    from d2l_bert.pair_tasks import NextSentencePredictionPipeline as NextSentencePredictionPipeline
+    from d2l_bert.pair_tasks import PretrainingLoss as PretrainingLoss
     from d2l_bert.tokenization.wordpiece import train_wordpiece as train_wordpiece
     from d2l_bert.training.config import PretrainConfig as PretrainConfig
     from d2l_bert.training.pretrain import pretrain as pretrain
     from d2l_bert.training.recipes import RECIPES as RECIPES
-    from d2l_bert.training.trainer_loss import PretrainingLoss as PretrainingLoss
 
-# Public names that only training needs: `__getattr__` imports their modules at the first use, not `import d2l_bert`.
-_LAZY_IMPORTS = {
-    "PretrainConfig": "d2l_bert.training.config",
-    "PretrainingLoss": "d2l_bert.training.trainer_loss",
-    "RECIPES": "d2l_bert.training.recipes",
-    "pretrain": "d2l_bert.training.pretrain",
-    "train_wordpiece": "d2l_bert.tokenization.wordpiece",
+# The module of each public name. `__getattr__` imports it at the first use, not `import d2l_bert`.
+_MODULES = {
+    "D2lBertConfig": "modeling.configuration_d2l_bert",
+    "D2lBertForMaskedLM": "modeling.modeling_d2l_bert",
+    "D2lBertForMultipleChoice": "modeling.modeling_d2l_bert",
+    "D2lBertForNextSentencePrediction": "modeling.modeling_d2l_bert",
+    "D2lBertForPreTraining": "modeling.modeling_d2l_bert",
+    "D2lBertForQuestionAnswering": "modeling.modeling_d2l_bert",
+    "D2lBertForSequenceClassification": "modeling.modeling_d2l_bert",
+    "D2lBertForTokenClassification": "modeling.modeling_d2l_bert",
+    "D2lBertModel": "modeling.modeling_d2l_bert",
+    "D2lBertPreTrainedModel": "modeling.modeling_d2l_bert",
+    "NextSentencePredictionPipeline": "pair_tasks",
+    "PretrainConfig": "training.config",
+    "PretrainingLoss": "pair_tasks",
+    "RECIPES": "training.recipes",
+    "pretrain": "training.pretrain",
+    "train_wordpiece": "tokenization.wordpiece",
 }
 
-__all__ = [
-    "D2lBertConfig",
-    "D2lBertForMaskedLM",
-    "D2lBertForMultipleChoice",
-    "D2lBertForNextSentencePrediction",
-    "D2lBertForPreTraining",
-    "D2lBertForQuestionAnswering",
-    "D2lBertForSequenceClassification",
-    "D2lBertForTokenClassification",
-    "D2lBertModel",
-    "D2lBertPreTrainedModel",
-    "NextSentencePredictionPipeline",
-    *_LAZY_IMPORTS,
-]
+__all__ = list(_MODULES)
 
 
 def __dir__():
-    return sorted({*globals(), *_LAZY_IMPORTS})
+    return sorted({*globals(), *_MODULES})
 
 
 def __getattr__(name):
-    if name in _LAZY_IMPORTS:
-        return getattr(import_module(_LAZY_IMPORTS[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(f"d2l_bert.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def register_with_transformers() -> None:
+    """Make Transformers' Auto classes and `pipeline` know the model, once in a process."""
+    import transformers
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    from d2l_bert.modeling import modeling_d2l_bert
+    from d2l_bert.modeling.conversion import AUTO_MAP
+    from d2l_bert.pair_tasks import NextSentencePredictionPipeline
+
+    config_class = modeling_d2l_bert.D2lBertConfig
+    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    transformers.AutoTokenizer.register(config_class, transformers.BertTokenizer, exist_ok=True)
+    for name, place in AUTO_MAP.items():
+        our_class = getattr(modeling_d2l_bert, place.partition(".")[2])
+        if our_class is not config_class:
+            getattr(transformers, name).register(config_class, our_class, exist_ok=True)
+        # `save_pretrained` copies the model's code into the folder, to be loaded with `trust_remote_code=True`.
+        our_class.register_for_auto_class(name)
+    PIPELINE_REGISTRY.register_pipeline(
+        "next-sentence-prediction",
+        pipeline_class=NextSentencePredictionPipeline,
+        pt_model=transformers.AutoModelForNextSentencePrediction,
+        type="text",
+    )
+
+
+if not sys.argv or os.path.basename(sys.argv[0]) not in ("d2l-bert", "d2l-bert.exe"):
+    register_with_transformers()

@@ -1,57 +1,131 @@
-"""One function for each command of `d2l-bert`, called with the command's parsed arguments."""
+"""The commands of `d2l-bert`: a function for each, with its arguments; its docstring is the command's help.
+
+Each function imports what it needs, so that a command waits for no library that only other commands use.
+"""
 
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
-from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction, PreTrainedTokenizerFast
-from transformers.utils import logging
-
-from d2l_bert import NextSentencePredictionPipeline, folders
-from d2l_bert.demo import make_demo
-from d2l_bert.errors import UserError, explained, reading_model, refuse_first, value_errors_for_user
 from d2l_bert.folders import new_folder
-from d2l_bert.model_cards.card import carry_card
-from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.model_cards.publish import publish
-from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints, export
-from d2l_bert.modeling.conversion import FREE_FIELDS
-from d2l_bert.page import TASKS as PAGE_TASKS
-from d2l_bert.page import copy_runtime, write_page
-from d2l_bert.progress import shortened
-from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
-from d2l_bert.tokenization.prepared_folder import (
-    corpus_is_prepared,
-    is_prepared_folder,
-    read_prepared_folder,
-    read_prepared_folders,
-    write_prepared_folder,
+from d2l_bert.messages import UserError, explained, reading_model, refuse_first, shortened
+from d2l_bert.options import value_of
+
+
+# By the names of the commands, in the order of `d2l-bert --help`: what `command` was given, and the function.
+COMMANDS: dict[str, SimpleNamespace] = {}
+
+
+def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = "") -> Callable:
+    """
+    Make a function a command. It is called with the parsed arguments. Its docstring is the command's help, and the
+    first sentence stands in the list of commands.
+
+    Args:
+        usage: what follows the command's name.
+        arguments: from `argument`.
+        one_of: arguments of which exactly one must be given.
+        options: the dataclass whose fields become flags, by its name in `d2l_bert`; `pretrain` has those of a recipe.
+    """
+
+    def add(function):
+        name = function.__name__.removesuffix("_command").replace("_", "-")
+        COMMANDS[name] = SimpleNamespace(
+            function=function, usage=usage, arguments=arguments, one_of=one_of, options=options
+        )
+        return function
+
+    return add
+
+
+def argument(name: str, metavar: str | None, help: str, kind: type = str, **how) -> tuple[str, dict]:
+    """The name and the other arguments of `add_argument`, for an argument that is no field of a dataclass."""
+    within = "[1, inf)" if kind is int else None
+    return name, {"type": functools.partial(value_of, kind, within=within), "metavar": metavar, "help": help, **how}
+
+
+MODEL_HELP = "a model folder, or an id on the Hub"
+MODEL = argument("model", "MODEL", MODEL_HELP)
+MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
+
+
+def options_of(arguments):
+    """The command's dataclass with the values of the flags that were given."""
+    given, config_class = vars(arguments), arguments.config_class
+    return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@command(
+    "--output_dir DIR [OPTIONS] | --check DIR...",
+    one_of=(
+        argument("--output_dir", "DIR", "a new folder to write into"),
+        argument("--check", "DIR", "read every byte of prepared folders instead", nargs="+", action="extend"),
+    ),
+    options="tokenization.config.TextConfig",
 )
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.distributed import report_errors_once
-from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
-from d2l_bert.training.evaluation.exported import cost_of_int8
-from d2l_bert.training.evaluation.run import evaluate
-from d2l_bert.training.existing_tokenizers import prepare_with_tokenizer, read_tokenizer
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.run import finetune
-from d2l_bert.training.initialize import read_architecture
-from d2l_bert.training.load_models import load_pretrained
-from d2l_bert.training.openmp import short_waits
-from d2l_bert.training.pretrain import pretrain
-from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
-from d2l_bert.training.run_report import fill_mask
-from d2l_bert.training.vectors.attention import compare_word, draw_attention
-from d2l_bert.training.vectors.config import AttentionConfig, EmbedConfig
-from d2l_bert.training.vectors.embed import embed
+def prepare_command(arguments) -> None:
+    """Tokenize a text once for many runs.
+
+    The output folder DIR then holds a tokenizer and the token ids in memory-mapped files. Any number of runs can train
+    on DIR, also on a copy on another machine: d2l-bert pretrain --corpus DIR. Several machines can prepare a corpus in
+    parts, each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trains on all of them.
+    """
+    from d2l_bert.tokenization import prepared_folder
+    from d2l_bert.training.initialize import prepare_with_tokenizer
+
+    run, folders = options_of(arguments), [Path(folder) for folder in arguments.check or ()]
+    if folders:
+        refuse_first(
+            {
+                f"{field.name} is for preparing a text, and check reads folders that are prepared; leave it out": (
+                    field.name in arguments
+                )
+                for field in dataclasses.fields(run)
+            }
+            | {
+                f"{folder}: no prepared folder; give one that `d2l-bert prepare` has made": (
+                    not prepared_folder.is_prepared_folder(folder)
+                )
+                for folder in folders
+            }
+        )
+        for folder in folders:
+            text = prepared_folder.read_prepared_folder(folder, check_large=True)
+            documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
+            print(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
+        prepared_folder.read_prepared_folders(folders)  # whether they are parts of one corpus
+        return
+    run.check()
+    _refuse_what_is_fixed(arguments, run)
+    if prepared_folder.corpus_is_prepared(run):
+        raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
+    with new_folder(Path(arguments.output_dir)) as folder:
+        text = prepare_with_tokenizer(run)
+        prepared_folder.write_prepared_folder(text, folder)
+    print(f"{text.summary()}\ntrain on it: d2l-bert pretrain --corpus {arguments.output_dir}")
 
 
+@command("[OPTIONS]")
 def pretrain_command(arguments) -> None:
-    """Train the model that the recipe and the given flags describe."""
-    with report_errors_once():
+    """Pretrain a BERT from text.
+
+    Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
+    minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
+    """
+    from d2l_bert.training.devices import start_processes, together
+    from d2l_bert.training.pretrain import pretrain
+
+    start_processes()
+    with together():
         architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
     pretrain(architecture, run)
@@ -79,125 +153,124 @@ def resolve_pretrain(arguments) -> tuple:
     Raises:
         UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
     """
+    from d2l_bert.training.initialize import read_architecture
+    from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
+
     given = vars(arguments)
     architecture, run = RECIPES[arguments.recipe]()
-    _refuse_options_of_another_tokenizer(given)
-    run = override_options(
-        run, {field.name: given[field.name] for field in dataclasses.fields(run) if field.name in given}
-    )
+    run = override_options(run, {f.name: given[f.name] for f in dataclasses.fields(run) if f.name in given})
     run.check_values()  # an empty path would be looked up as the working directory
-    prepared = run.text_paths()[0] if corpus_is_prepared(run) else None
-    # What a prepared folder does not fix: how a validation text is read, too, if there is one.
-    free = {"corpus", "max_unknown_share"}
-    if run.validation_corpus or run.validation_dataset:
-        free |= {"text_column", "separator", "streaming", "preprocessing_num_workers"}
-    cases = {
-        f"{name} is fixed by the model in init_from ({given.get('init_from')}); leave {name} out": (
-            "init_from" in given and name in given and name not in FREE_FIELDS
-        )
-        for name in architecture_options()
-    }
-    cases |= {
-        f"{field.name} is fixed by the prepared folder {prepared}; leave {field.name} out, or prepare the text "
-        f"again": prepared and field.name in given and field.name not in free
-        for field in dataclasses.fields(TextConfig)
-    }
-    refuse_first(cases)
-    if "init_from" in given:
-        architecture = read_architecture(given["init_from"])
+    _refuse_what_is_fixed(arguments, run)
+    if run.init_from is not None:
+        architecture = read_architecture(run.init_from)
     changes = {name: given[name] for name in architecture_options() if name in given}
-    with value_errors_for_user():
+    with explained("the architecture", "", ValueError):
         return type(architecture)(**{**architecture.to_dict(), **changes}), run
 
 
-def prepare_command(arguments) -> None:
-    """
-    Train a tokenizer and tokenize a text, once for many runs; print a summary and the command that trains on it.
+def _refuse_what_is_fixed(arguments, run):
+    """Refuse a flag whose value follows from the model, the tokenizer or the prepared folder that the run names."""
+    from d2l_bert.modeling.conversion import FREE_FIELDS
+    from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+    from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+    from d2l_bert.training.recipes import architecture_options
 
-    With `check`: read every byte of prepared folders instead, one folder after the other, and print a line for each
-    that is whole. The first damaged folder ends the command; the folders after it are not read. Several folders must
-    be parts of one corpus, too: with the same tokenizer and options.
-    """
-    given = vars(arguments)
-    others = [field.name for field in dataclasses.fields(TextConfig) if field.name in given]
-    if arguments.check:
-        for name in (*others, *(["output_dir"] if arguments.output_dir else [])):
-            raise UserError(f"{name} is for preparing a text, and check reads folders that are prepared; leave it out")
-        for folder in map(Path, arguments.check):
-            if not is_prepared_folder(folder):
-                raise UserError(f"{folder}: no prepared folder; give one that `d2l-bert prepare` has made")
-            text = read_prepared_folder(folder, check_large=True)
-            documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
-            print(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
-        if len(arguments.check) > 1:  # whether they are parts of one corpus
-            read_prepared_folders([Path(folder) for folder in arguments.check])
-        return
-    if not arguments.output_dir:
-        raise UserError("output_dir is missing: give --output_dir DIR, a new folder to write into")
-    _refuse_options_of_another_tokenizer(given)
-    run = _options_of(TextConfig, arguments)
-    run.check()
+    fixed = {}
+    if getattr(run, "init_from", None) is not None:
+        fixed |= dict.fromkeys({*architecture_options()} - {*FREE_FIELDS}, f"the model in init_from ({run.init_from})")
+    if run.existing_tokenizer() is not None:  # extend_vocab goes with an existing tokenizer, and uses min_frequency
+        free = {"min_frequency"} if run.extend_vocab else set()
+        fixed |= dict.fromkeys({*TOKENIZER_TRAINING_OPTIONS} - free, f"the tokenizer of {run.existing_tokenizer()}")
     if corpus_is_prepared(run):
-        raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
-    with new_folder(Path(arguments.output_dir)) as folder:
-        text = prepare_with_tokenizer(run)
-        write_prepared_folder(text, folder)
-    print(text.summary())
-    print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+        free = {"corpus", "max_unknown_share"}
+        if run.validation_corpus or run.validation_dataset:  # how a validation text is read
+            free |= {"text_column", "separator", "streaming", "preprocessing_num_workers"}
+        names = {field.name for field in dataclasses.fields(TextConfig)} - free
+        fixed |= dict.fromkeys(names, f"the prepared folder {run.text_paths()[0]}")
+    refuse_first({f"{name} is fixed by {by}; leave {name} out": name in arguments for name, by in fixed.items()})
 
 
-def _refuse_options_of_another_tokenizer(given):
-    """Refuse options that train a tokenizer, if `tokenizer` or `init_from` gives an existing tokenizer."""
-    existing = next((name for name in ("tokenizer", "init_from") if name in given), None)
-    for name in TOKENIZER_TRAINING_OPTIONS:
-        # extend_vocab also uses min_frequency, and goes with an existing tokenizer.
-        if existing and name in given and not (name == "min_frequency" and given.get("extend_vocab")):
-            raise UserError(
-                f"{name} is for training a tokenizer, and {existing} gives one that exists ({given[existing]}); "
-                f"leave {name} out"
-            )
-
-
+@command(
+    "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
+    MODELS,
+    options="training.evaluation.config.EvaluateConfig",
+)
 def evaluate_command(arguments) -> None:
-    """Evaluate models on a text and on minimal pairs, and print the table of their figures."""
-    evaluate(arguments.model, _options_of(EvaluateConfig, arguments))
+    """Measure models on a text and on minimal pairs.
+
+    MODEL is any masked language model that AutoModelForMaskedLM loads, a folder or an id on the Hub: a d2l-bert model,
+    a stock BERT, a RoBERTa, ... A text gives the MLM loss, perplexity and accuracies, those of NSP or SOP for a model
+    with that head, and the pseudo-perplexity of a word; --blimp gives accuracies on minimal pairs. docs/evaluate.md
+    defines every figure.
+    """
+    from d2l_bert.training.evaluation.run import evaluate
+
+    evaluate(arguments.model, options_of(arguments))
 
 
+@command("MODEL --task KIND --train_file FILE [OPTIONS]", MODEL, options="training.finetuning.config.FinetuneConfig")
 def finetune_command(arguments) -> None:
-    """Fine-tune a model for a task, and print the table of its figures."""
+    """Train a pretrained model for a task.
+
+    MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. The files are tables (.csv, .tsv,
+    .jsonl, .parquet, .json, .conll) with columns of texts and labels. The output folder then holds the model, the
+    figures of every seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command
+    for each kind of task.
+    """
+    from d2l_bert.training.finetuning.run import finetune
+
     keep_freed_memory()
-    finetune(_options_of(FinetuneConfig, arguments))
+    finetune(options_of(arguments))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Use of a model
+
+
+@command(
+    "MODEL TEXT... [--top_k N]",
+    MODEL,
+    argument("text", "TEXT", 'such as "It was a [MASK] night."', nargs="+"),
+    argument("--top_k", "N", "tokens to show for each mask (5)", kind=int, default=5),
+)
 def fill_mask_command(arguments) -> None:
-    """Print the most probable tokens for each [MASK] of each text."""
-    model, tokenizer, _ = load_pretrained(AutoModelForMaskedLM, arguments.model)
-    for text, predictions in zip(
-        arguments.text, fill_mask(model, tokenizer, arguments.text, arguments.top_k), strict=True
-    ):
-        print(text)
-        for number, best in enumerate(predictions, 1):
-            if len(predictions) > 1:
-                print(f"  mask {number}")
-            for token, probability in best:
-                print(f"  {probability:6.1%}  {token:<20} {_bar(probability)}".rstrip())
+    """Predict the [MASK] in a text."""
+    from d2l_bert.demo import filled_masks
+
+    for text in arguments.text:
+        print(text, filled_masks(arguments.model, text, arguments.top_k), sep="\n")
 
 
+@command(
+    "MODEL A B",
+    MODEL,
+    argument("first", "A", "a sentence"),
+    argument("second", "B", "the sentence that may follow it"),
+)
 def next_sentence_command(arguments) -> None:
-    """Print the probability of each label for two sentences: whether the second follows the first."""
-    model, tokenizer, _ = load_pretrained(AutoModelForNextSentencePrediction, arguments.model)
-    predict = NextSentencePredictionPipeline(model=model, tokenizer=tokenizer)
-    answer = predict({"text": arguments.first, "text_pair": arguments.second})
-    for label in predict.labels:
-        share = answer["score"] if label == answer["label"] else 1 - answer["score"]
-        print(f"  {share:6.1%}  {label:<20} {_bar(share)}".rstrip())
+    """Say whether one sentence follows another."""
+    from d2l_bert.demo import next_sentence
+
+    print(next_sentence(arguments.model, arguments.first, arguments.second))
 
 
+@command(
+    "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]",
+    MODEL,
+    argument("file", "FILE", "a file with a text in each line; - for stdin"),
+    options="training.vectors.config.EmbedConfig",
+)
 def embed_command(arguments) -> None:
-    """Write a vector for each line of a file, or print the lines nearest to a text, or both."""
-    config = _options_of(EmbedConfig, arguments)
-    with short_waits():
-        done = embed(arguments.model, arguments.file, config)
+    """Turn each line of a file into a vector.
+
+    FILE has a text in each line, also packed as .gz, .zst or .bz2, or - for the standard input. In a .jsonl, .csv,
+    .tsv or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty.
+    Vectors are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder.
+    """
+    from d2l_bert.training.vectors.embed import embed
+
+    config = options_of(arguments)
+    done = embed(arguments.model, arguments.file, config)
     if config.output is not None:
         print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
     width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
@@ -205,149 +278,165 @@ def embed_command(arguments) -> None:
         print(f"  {cosine:7.4f}  line {number:>{width},}  {shortened(text, 160)}")
 
 
+@command(
+    "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD",
+    MODEL,
+    argument("first", "TEXT", "a text"),
+    argument("second", "TEXT_B", "a second text", nargs="?"),
+    options="training.vectors.config.AttentionConfig",
+)
 def attention_command(arguments) -> None:
-    """Draw a model's attention for a text or a pair, or print how far apart a word's vectors are in two texts."""
-    config = _options_of(AttentionConfig, arguments)
+    """Draw the attention of each head, or compare a word's vectors.
+
+    The picture has a panel for each head of each layer: how much each token (a row) attends to every other token (a
+    column). TEXT_B becomes the second segment. --layer and --head, counted from 1, enlarge a part of the picture.
+
+    With --word the command draws nothing. It reads TEXT and TEXT_B apart from each other, and prints layer by layer
+    how near the word's vectors in the two are, by cosine:
+
+      d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane
+    """
+    from d2l_bert.training.vectors.attention import compare_word, draw_attention
+
+    config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
     config.check()
     if config.word is not None and arguments.second is None:
         raise UserError(f"word {config.word!r} is compared in two texts; give TEXT_B too")
-
-    if config.word is None:
-        print(draw_attention(arguments.model, arguments.first, arguments.second, config))
-    else:
-        print(compare_word(arguments.model, config.word, arguments.first, arguments.second))
+    print(draw_attention(model, *texts, config) if config.word is None else compare_word(model, config.word, *texts))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Other formats, pages and the Hub
+
+
+@command(
+    "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l",
+    argument("source", "SRC", "the checkpoint: a file, a folder, or an id on the Hub"),
+    argument("target", "DST", "a new folder to write into"),
+    argument("--num_attention_heads", "N", "attention heads of the d2l model", kind=int),
+    argument("--vocab", "FILE", "the d2l model's Vocab: idx_to_token as JSON, or one token on each line"),
+    one_of=(
+        argument(
+            *("--from", None, "the kind of SRC; DST is a d2l-bert model"), dest="source_kind", choices=("d2l", "bert")
+        ),
+        argument(
+            *("--to", None, "the kind that DST becomes; SRC is a d2l-bert model"),
+            dest="target_kind",
+            choices=("d2l", "bert"),
+        ),
+    ),
+)
 def convert_command(arguments) -> None:
-    """Convert a checkpoint of d2l (the book's model) or of stock BERT to a d2l-bert model, or the other way round."""
-    logging.disable_progress_bar()
-    source, heads, vocabulary = arguments.source, arguments.num_attention_heads, arguments.vocab
-    is_from_d2l, is_to_d2l = arguments.source_kind == "d2l", arguments.target_kind == "d2l"
-    if is_from_d2l != bool(heads) or (vocabulary and not is_from_d2l):
+    """Convert checkpoints of d2l and of BERT.
+
+      --from d2l   the state dict of the book's BERTModel, a file or a folder with pretrained.params and vocab.json
+      --from bert  any stock BERT, a folder or an id on the Hub
+      --to bert    a d2l-bert model with embedding_layer_norm becomes a stock BERT
+      --to d2l     a d2l-bert model becomes pretrained.params and vocab.json for the book's BERTModel
+
+    DST is a new folder. The weights keep their values. A model that the other side cannot express is refused.
+    """
+    from d2l_bert.model_cards.card import carry_card
+    from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints
+    from d2l_bert.tokenization.wordpiece import save_tokenizer
+    from d2l_bert.training.initialize import read_tokenizer
+
+    source, heads, is_from_d2l = arguments.source, arguments.num_attention_heads, arguments.source_kind == "d2l"
+    if is_from_d2l != bool(heads) or (arguments.vocab and not is_from_d2l):
         raise UserError(
             "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
         )
-    unused = []
-    with folders.new_folder(Path(arguments.target)) as folder, value_errors_for_user(f"{source}: not converted: "):
+    if not is_from_d2l:
+        with reading_model(source):
+            is_stock = arguments.source_kind == "bert"
+            model, unused = bert_checkpoints.read_bert(source) if is_stock else (conversion.read_ours(source), [])
+            tokenizer = read_tokenizer(source, model.config)
+    with new_folder(Path(arguments.target)) as folder, explained(f"{source}: not converted", "", ValueError):
         if is_from_d2l:
-            if vocabulary is None and (Path(source) / "vocab.json").exists():
-                vocabulary = Path(source) / "vocab.json"
+            vocabulary = arguments.vocab or next(Path(source).glob("vocab.json"), None)
             tokens = vocabulary and d2l_checkpoints.read_vocabulary(vocabulary)
-            with reading_model(source):
-                model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), heads, tokens)
+            model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), heads, tokens)
             tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
-        else:
-            with reading_model(source):
-                model, unused = bert_checkpoints.read_bert(source) if arguments.source_kind else (None, [])
-                model = model or conversion.read_ours(source)
-                tokenizer = read_tokenizer(source, model.config)
-                bert_checkpoints.copy_sentence_transformer(source, folder)
-            if arguments.source_kind:
-                model = bert_checkpoints.from_bert(model)
-            elif arguments.target_kind == "bert":
-                model = bert_checkpoints.to_bert(model)
-        if is_to_d2l:
+        if arguments.target_kind == "d2l":
             d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
+        elif arguments.target_kind == "bert":
+            model = bert_checkpoints.to_bert(model)
+            conversion.save_model(model, folder)
         else:
-            conversion.save_with_code(model, folder) if arguments.source_kind else conversion.save_model(model, folder)
-            if tokenizer:
-                save_tokenizer(tokenizer, folder)
-            if arguments.target_kind == "bert":
-                carry_card(source, folder, Path(arguments.target).resolve().name)
-    name = "d2l BERTModel" if is_to_d2l else type(model).__name__
+            model = model if is_from_d2l else bert_checkpoints.from_bert(model)
+            conversion.save_with_code(model, folder)
+        if tokenizer and arguments.target_kind != "d2l":
+            save_tokenizer(tokenizer, folder)
+        if "bert" in (arguments.source_kind, arguments.target_kind):
+            bert_checkpoints.copy_sentence_transformer(source, folder)
+        if arguments.target_kind == "bert":
+            carry_card(source, folder, Path(arguments.target).resolve().name)
+    name = "d2l BERTModel" if arguments.target_kind == "d2l" else type(model).__name__
     print(f"{arguments.target}: a {name} of {model.num_parameters():,} parameters")
-    if unused:
+    if not is_from_d2l and unused:
         print(f"left out, as a {name} has no such weights: {', '.join(unused)}")
     if not tokenizer:
-        way_out = "; give its vocabulary with --vocab FILE to make one" if is_from_d2l else ""
-        print(f"{source} brings no tokenizer, so {arguments.target} has none{way_out}")
+        print(f"{source} brings no tokenizer, so {arguments.target} has none")
 
 
+@command(
+    "MODEL DIR [--task NAME] [OPTIONS]",
+    argument("source", "MODEL", MODEL_HELP),
+    argument("target", "DIR", "a new folder to write into"),
+    options="training.evaluation.config.ExportConfig",
+)
 def export_command(arguments) -> None:
-    """Write a model as stock BERT and ONNX, compare the files with it, and print how they compare."""
-    logging.disable_progress_bar()
-    config, source = _options_of(ExportConfig, arguments), arguments.source
-    config.check()
-    for package in ("onnx", "onnxruntime", "onnxscript"):
-        if find_spec(package) is None:
-            raise UserError(f"export needs {package}: pip install 'd2l-bert[onnx]'")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(value_errors_for_user(f"{source}: not exported: "))
-        folder = stack.enter_context(new_folder(Path(arguments.target)))
-        page = stack.enter_context(new_folder(Path(config.page))) if config.page else None
-        with reading_model(source):
-            model, saved, task = export.read_for_task(source, config.task)
-            tokenizer = read_tokenizer(source, model.config)
-        refuse_first(
-            {
-                "the model has no tokenizer; put its tokenizer.json beside it": tokenizer is None,
-                f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": page
-                and task not in PAGE_TASKS,
-                "a page shows one class of several, not numbers or several labels; leave --page out": page
-                and model.config.problem_type in ("regression", "multi_label_classification"),
-                "--onnx_only writes no card and no page; leave it or --page out": page and config.onnx_only,
-            }
-        )
-        if page:  # first, as it may need the network
+    """Write a model as stock BERT and ONNX, for browsers and servers.
+
+    DIR then holds the model as stock BERT, which Transformers loads without code of d2l-bert, and in onnx/ the same in
+    float32 and in int8, with the names that transformers.js reads; the tokenizer and a card. Each file is compared
+    with the model, and what int8 costs is measured on a text. d2l-bert publish sends DIR.
+    Needs pip install 'd2l-bert[onnx]'.
+    """
+    from d2l_bert.demo import copy_runtime, write_page
+    from d2l_bert.training.evaluation.exported import export
+
+    config, target = options_of(arguments), Path(arguments.target)
+    with new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
+        if page:  # first, as it may not be there
             copy_runtime(page, config.runtime)
-        is_whole = export.task_of(saved) == task
-        published = saved if is_whole else model
-        compared = {}
-        if config.onnx_only:
-            (folder / "config.json").write_text(model.config.to_json_string())
-        else:
-            stock = bert_checkpoints.to_bert(published)
-            conversion.save_model(stock, folder)
-            bert_checkpoints.copy_sentence_transformer(source, folder)
-            compared["model.safetensors"] = export.largest_difference(published, stock)
-        save_tokenizer(tokenizer, folder)
-        export.write_onnx(model, task, folder)
-        for file in (export.FLOAT, export.INT8):
-            compared[file] = export.largest_difference(model, export.OnnxModel(folder / file, model.config))
-        compared = {
-            file: {"bytes": (folder / file).stat().st_size, "difference": difference}
-            for file, difference in compared.items()
-        }
-        cost = cost_of_int8(folder, model.config, task, config.corpus)
-        if not config.onnx_only:
-            name, measured = Path(arguments.target).resolve().name, {"task": task, "files": compared, "int8": cost}
-            carry_card(source, folder, name, is_whole, measured)
+        print(export(arguments.source, target, config))
         if page:
-            write_page(folder, page, name, task)
-    print(f"{arguments.target}: {type(model).__name__} of {model.num_parameters():,} parameters, for {task}")
-    for file, found in compared.items():
-        print(f"  {file:<26} {found['bytes']:>13,} bytes  outputs differ by at most {found['difference']:.1e}")
-    print(
-        f"  int8 beside float32, on {cost['text']} ({cost['unknown_share']:.1%} of its characters in [UNK]): "
-        f"{cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), {cost['speed']:.2f} times as fast"
-    )
-    if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
-        print(
-            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
-            "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
-        )
-    if page:
-        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
+            write_page(target, page)
+            print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
+@command(
+    "MODEL... [--port N]",
+    MODELS,
+    argument("--port", "N", "port on 127.0.0.1 (7860)", kind=int, default=7860),
+)
 def demo_command(arguments) -> None:
-    """Serve a page on which one tries models, until Ctrl-C."""
+    """Try models on a page on this machine.
+
+    The page fills in masks, asks whether B follows A, draws attention, and compares a word in two contexts. It is
+    served on 127.0.0.1 alone, and asks no other machine for anything. Needs pip install 'd2l-bert[demo]'.
+    """
+    from d2l_bert.demo import make_demo
+
     page = make_demo(arguments.model)
     with explained(f"port {arguments.port}: cannot be used", "give another --port", OSError, OverflowError):
         page.launch(server_name="127.0.0.1", server_port=arguments.port, share=False)
 
 
+@command(
+    "DIR REPO_ID [OPTIONS]",
+    argument("folder", "DIR", "the output folder of pretrain, or of save_pretrained"),
+    argument("repo_id", "REPO_ID", "owner/name, or a name under your account"),
+    options="model_cards.config.PublishConfig",
+)
 def publish_command(arguments) -> None:
-    """Check a model folder, send it to the Hub, and print where it is and how to load it."""
-    logging.disable_progress_bar()
-    print(publish(Path(arguments.folder), arguments.repo_id, _options_of(PublishConfig, arguments)))
+    """Send a model folder to the Hub.
 
+    The folder is checked first: code, weights, tokenizer and card must exist and agree. Then all files go in one
+    commit, with a tag that is made from their content. Checkpoints, logs and paths of this machine are not sent. The
+    Hub's token is the one of `hf auth login`, or HF_TOKEN. If sending was interrupted, the same command completes it.
+    """
+    from d2l_bert.model_cards.publish import publish
 
-def _options_of(config_class, arguments):
-    """The option dataclass with the values of the flags that were given."""
-    given = vars(arguments)
-    return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
-
-
-def _bar(share):
-    return "█" * round(30 * share)
+    print(publish(Path(arguments.folder), arguments.repo_id, options_of(arguments)))

@@ -1,57 +1,62 @@
-"""`d2l-bert demo`: a page on this machine on which one tries models; the same page runs as a Space of the Hub."""
+"""What a model answers, as text, and pages on which one tries it: on this machine, or static files.
+
+The page of `d2l-bert demo` also runs as a Space of the Hub. The static page computes in the visitor's browser, by
+transformers.js.
+"""
 
 import base64
 import functools
 import html
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction
 
-from d2l_bert import NextSentencePredictionPipeline
-from d2l_bert.errors import UserError
-from d2l_bert.training.load_models import load_encoder, load_pretrained
-from d2l_bert.training.run_report import fill_mask
+from d2l_bert.folders import read_json, write_json
+from d2l_bert.messages import UserError, explained, refuse_first
+from d2l_bert.modeling.export import INT8
+from d2l_bert.pair_tasks import NextSentencePredictionPipeline
+from d2l_bert.training.held_out import fill_mask
+from d2l_bert.training.initialize import load_encoder, load_pretrained
 from d2l_bert.training.vectors.attention import compare_word, draw_attention
 from d2l_bert.training.vectors.config import AttentionConfig
 
 
 load = functools.lru_cache(maxsize=8)(load_pretrained)
 
-BAR = '<div style="background:#1f4e9c;border-radius:3px;height:1em;width:{width:.2f}%"></div>'
-ROW = (
-    '<div style="display:grid;grid-template-columns:10em 1fr 4em;gap:.6em;align-items:center">'
-    '<span class="token">{name}</span>{bar}<span class="share">{share:.1%}</span></div>'
-)
+
+def filled_masks(model: str, text: str, top_k: int = 5) -> str:
+    """The likeliest tokens for each [MASK] of a text, with their probabilities, a line each."""
+    loaded, tokenizer, _ = load(AutoModelForMaskedLM, model)
+    (masks,) = fill_mask(loaded, tokenizer, [text], top_k)
+    titles = [f"  mask {number}\n" if len(masks) > 1 else "" for number in range(1, len(masks) + 1)]
+    return "\n".join(title + bars(best) for title, best in zip(titles, masks, strict=True))
 
 
-def bars(shares: Sequence[tuple[str, float]]) -> str:
-    """Names with bars of their shares, as HTML in which a name is text."""
-    return "".join(
-        ROW.format(name=html.escape(name), bar=BAR.format(width=100 * share), share=share) for name, share in shares
-    )
-
-
-def shown_masks(model: str, text: str) -> str:
-    """The likeliest tokens for each [MASK]."""
-    lists = fill_mask(*load(AutoModelForMaskedLM, model)[:2], [text])[0]
-    titles = [f"<h4>mask {number}</h4>" if len(lists) > 1 else "" for number in range(1, len(lists) + 1)]
-    return "".join(title + bars(best) for title, best in zip(titles, lists, strict=True))
-
-
-def shown_order(model: str, first: str, second: str) -> str:
-    """Whether the second text follows the first."""
+def next_sentence(model: str, first: str, second: str) -> str:
+    """The probability of each label for two texts: whether the second follows the first."""
     loaded, tokenizer, _ = load(AutoModelForNextSentencePrediction, model)
     predict = NextSentencePredictionPipeline(model=loaded, tokenizer=tokenizer)
     found = predict({"text": first, "text_pair": second})
-    likeliest, share = found["label"], found["score"]
-    return bars([(label, share if label == likeliest else 1 - share) for label in predict.labels])
+    shares = {name: found["score"] if name == found["label"] else 1 - found["score"] for name in predict.labels}
+    return bars(list(shares.items()))
 
 
-def shown_attention(model: str, first: str, second: str, layer: float | None, head: float | None) -> str:
-    """The picture of `d2l-bert attention`; a layer or a head of 0 stands for all."""
+def bars(shares: Sequence[tuple[str, float]]) -> str:
+    """A line for each name: its share as a number and as a bar."""
+    return "\n".join(f"  {share:6.1%}  {name:<20} {'█' * round(30 * share)}".rstrip() for name, share in shares)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On this machine
+
+
+def attention_picture(model: str, first: str, second: str, layer: float | None, head: float | None) -> str:
+    """The picture of `d2l-bert attention`, as HTML; a layer or a head of 0 stands for all."""
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder, "attention.png")
         config = AttentionConfig(output=str(picture), layer=int(layer or 0) or None, head=int(head or 0) or None)
@@ -60,17 +65,13 @@ def shown_attention(model: str, first: str, second: str, layer: float | None, he
     return f'<img alt="attention of each head" src="data:image/png;base64,{content}">'
 
 
-def shown_word(model: str, word: str, first: str, second: str) -> str:
-    """How far apart the vectors of a word are in two texts, layer by layer."""
-    return f"<pre>{html.escape(compare_word(model, word, first, second))}</pre>"
-
-
 def answer(show: Callable[..., str], *inputs) -> str:
-    """What `show` returns; for input that it refuses, the reason in a sentence."""
+    """What `show` returns, as HTML; for input that it refuses, the reason in a sentence."""
     try:
-        return show(*inputs)
+        shown = show(*inputs)
     except UserError as error:
         return f'<p role="alert">{html.escape(str(error))}</p>'
+    return shown if show is attention_picture else f"<pre>{html.escape(shown)}</pre>"
 
 
 def make_demo(models: Sequence[str]):
@@ -85,38 +86,95 @@ def make_demo(models: Sequence[str]):
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
-        import gradio
+        from gradio import HTML, Dropdown, Interface, Number, TabbedInterface, Textbox
     except ImportError:
         raise UserError("demo needs Gradio: pip install 'd2l-bert[demo]'") from None
     for model in models:
         load_encoder(model)
+    first, second = ("A crane is flying.", "It spreads its wings.")
     tabs = {
-        "Fill masks": (shown_masks, [("Text with [MASK]", "Open the [MASK] and return a file object.")]),
-        "Does B follow A?": (shown_order, [("A", "A crane is flying."), ("B", "It spreads its wings.")]),
+        "Fill masks": (filled_masks, Textbox("Open the [MASK] and return a file object.", label="Text with [MASK]")),
+        "Does B follow A?": (next_sentence, Textbox(first, label="A"), Textbox(second, label="B")),
         "Attention": (
-            shown_attention,
-            [
-                ("Text", "A crane is flying."),
-                ("Second text, if any", ""),
-                ("Layer, 0 for all", 0),
-                ("Head, 0 for all", 0),
-            ],
+            attention_picture,
+            Textbox(first, label="Text"),
+            Textbox("", label="Second text, if any"),
+            Number(0, label="Layer, 0 for all", minimum=0, precision=0),
+            Number(0, label="Head, 0 for all", minimum=0, precision=0),
         ),
         "A word in two contexts": (
-            shown_word,
-            [("Word", "crane"), ("Text", "A crane is flying."), ("Another text", "A crane driver came.")],
+            compare_word,
+            Textbox("crane", label="Word"),
+            Textbox(first, label="Text"),
+            Textbox("A crane driver came.", label="Another text"),
         ),
     }
-    with gradio.Blocks(title="d2l-bert") as page:
-        model = gradio.Dropdown(list(models), value=models[0], label="Model", visible=len(models) > 1)
-        for title, (show, fields) in tabs.items():
-            with gradio.Tab(title):
-                inputs = [
-                    gradio.Number(value, label=label, minimum=0, precision=0)
-                    if isinstance(value, int)
-                    else gradio.Textbox(value, label=label)
-                    for label, value in fields
-                ]
-                button, result = gradio.Button("Show"), gradio.HTML()
-                button.click(functools.partial(answer, show), [model, *inputs], result, api_name=show.__name__)
-    return page
+    pages = []
+    for show, *fields in tabs.values():
+        choice = Dropdown(list(models), value=models[0], label="Model", visible=len(models) > 1)
+        how = {"api_name": show.__name__, "submit_btn": "Show", "clear_btn": None, "flagging_mode": "never"}
+        pages.append(Interface(functools.partial(answer, show), [choice, *fields], HTML(), **how))
+    return TabbedInterface(pages, list(tabs), title="d2l-bert")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a server
+
+
+# The version of transformers.js that the page was tried with. It brings the ONNX Runtime that it was built with.
+TRANSFORMERS_JS = "4.3.1"
+RUNTIME = {
+    "@huggingface/transformers": ("dist/transformers.min.js", "LICENSE"),
+    "onnxruntime-web": ("dist/ort-wasm-simd-threaded.asyncify.mjs", "dist/ort-wasm-simd-threaded.asyncify.wasm"),
+}
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", INT8)
+PAGE_TASKS = ("fill-mask", "text-classification")
+
+
+def copy_runtime(folder: Path, runtime: str) -> None:
+    """
+    Put transformers.js and ONNX Runtime into the empty folder of a page.
+
+    Args:
+        runtime: a folder in which npm has installed @huggingface/transformers.
+
+    Raises:
+        UserError: the runtime is not there.
+    """
+    (folder / "runtime").mkdir()
+    way_out = f"npm install --ignore-scripts @huggingface/transformers@{TRANSFORMERS_JS} there"
+    for package, names in RUNTIME.items():
+        with explained(f"runtime {runtime}: lacks files of {package}", way_out, OSError):
+            for name in names:
+                shutil.copyfile(Path(runtime, "node_modules", package, name), folder / "runtime" / Path(name).name)
+
+
+def write_page(exported: Path, folder: Path) -> None:
+    """
+    Write the page and the model into a folder that has the runtime.
+
+    Args:
+        exported: what `d2l-bert export` has written.
+
+    Raises:
+        UserError: the model is for another task than those of `PAGE_TASKS`, or has more than one class for a text.
+    """
+    metrics, name = read_json(exported / "metrics.json"), exported.resolve().name
+    task, problem = metrics["export"]["task"], read_json(exported / "config.json").get("problem_type")
+    refuse_first(
+        {
+            f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": task not in PAGE_TASKS,
+            "a page shows one class of several, not numbers or several labels; leave --page out": (
+                problem in ("regression", "multi_label_classification")
+            ),
+        }
+    )
+    static = files("d2l_bert") / "page_files"
+    (folder / "index.html").write_bytes((static / "index.html").read_bytes())
+    (folder / "runtime/LICENSE-onnxruntime-web").write_bytes((static / "LICENSE-onnxruntime-web").read_bytes())
+    for file in MODEL_FILES:
+        (folder / "model" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(exported / file, folder / "model" / file)
+    examples = [example["text"] for example in metrics.get("predictions", [])] or ["Paris is the [MASK] of France."]
+    text = min(examples, key=len) if task == "fill-mask" else ""
+    write_json(folder / "page.json", {"name": name, "task": task, "text": text})

@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from d2l_bert.errors import READ_ERRORS, UserError, explained, refuse_first, writing
+from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, writing
 
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ def hidden(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_folder(final: Path, way_out: str):
+def atomic_folder(final: Path, way_out: str) -> Iterator[Path]:
     """
     Give the block a hidden folder to write into; sync it to the disk and rename it to `final` when the block ends.
 
-    A block that raises leaves no folder; what a killed process left is deleted.
+    A block that raises leaves no folder but the parents; what a killed process left is deleted.
 
     Args:
         way_out: the end of the message if the folder cannot be written, such as ", or name another folder".
@@ -49,22 +49,13 @@ def atomic_folder(final: Path, way_out: str):
     Raises:
         UserError: the folder cannot be written.
     """
-    # The hidden folder lies in the nearest folder that exists: the parents of `final` are made only when it is whole.
-    partial = hidden(next(parent for parent in final.absolute().parents if parent.exists()) / final.name)
-    if partial.parent != final.absolute().parent:  # another folder of this name may be written below other parents
-        partial = hidden(partial.with_name(hashlib.sha256(os.fsencode(final.absolute())).hexdigest()))
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with writing(final, way_out):
-            partial.mkdir()
+    with writing(final, way_out):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _emptied(hidden(final)) as partial:
             yield partial
-            for path in (*partial.rglob("*"), partial):
-                sync(path)
-            final.parent.mkdir(parents=True, exist_ok=True)
+            _sync_all(partial)
             partial.rename(final)
             sync(final.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def new_folder(folder: Path):
@@ -80,6 +71,42 @@ def new_folder(folder: Path):
     return atomic_folder(folder, ", or name another folder")  # replaces an empty folder of this name
 
 
+@contextlib.contextmanager
+def replacing_files(folder: Path, last: str) -> Iterator[Path]:
+    """
+    Give the block a hidden folder to write into; then move its files into `folder`, the file `last` after all others.
+
+    An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
+    changes nothing in `folder`.
+    """
+    with _emptied(folder / ".model.part") as partial:
+        yield partial
+        _sync_all(partial)
+        delete_synced(folder / last)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            if path.name == last:
+                sync(folder)
+            path.replace(folder / path.name)
+        sync(folder)
+
+
+@contextlib.contextmanager
+def _emptied(partial):
+    """Give the block a new hidden folder, in place of one that a killed process left, and delete it afterwards."""
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync_all(folder):
+    """Flush a folder and what is in it to the disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
 def delete_synced(path: Path) -> None:
     """Delete a file, if it exists, and wait until that is on the disk."""
     if path.exists():
@@ -88,48 +115,30 @@ def delete_synced(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing_files(folder: Path, last: str):
+def atomic_file(path: Path) -> Iterator[Path]:
     """
-    Give the block a hidden folder to write into; then move its files into `folder`, the file `last` after all others.
-
-    An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
-    changes nothing in `folder`.
+    Give the block a temporary path with the suffix of `path` to write to, and rename the file to `path` when the block
+    ends: a reader finds the old file or the new one, never a part. A block that raises leaves `path` as it was.
     """
-    partial = folder / ".model.part"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f".{path.stem[:100]}.part{path.suffix}")  # libraries choose the format by the suffix
     try:
-        partial.mkdir()
         yield partial
-        for path in partial.iterdir():
-            sync(path)
-        delete_synced(folder / last)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-            if path.name == last:
-                sync(folder)
-            path.replace(folder / path.name)
-        sync(folder)
+        partial.replace(path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def new_file(path: Path):
+def new_file(path: Path) -> Iterator[Path]:
     """
-    Give the block a temporary path with the suffix of `path` to write to, and rename the file to `path` when the block
-    ends. A block that raises leaves no file.
+    As `atomic_file`, for a file that a user names.
 
     Raises:
         UserError: `path` exists, its folder does not, or the file cannot be written.
     """
-    path = path.absolute()
-    check_new_file(path)
-    partial = path.with_name(f".{path.stem[:100]}.part{path.suffix}")  # libraries choose the format by the suffix
-    try:
-        with writing(path, ", or name another file"):
-            yield partial
-            partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    check_new_file(path.absolute())
+    with writing(path.absolute(), ", or name another file"), atomic_file(path.absolute()) as partial:
+        yield partial
 
 
 def check_new_file(path: Path) -> None:
@@ -160,12 +169,8 @@ def sync(path: Path) -> None:
 
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON file atomically: a reader finds the old file or the new one, never a part."""
-    partial = hidden(path)
-    try:
+    with atomic_file(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:

@@ -1,14 +1,15 @@
 """How a dataclass declares its fields as command-line options, with their ranges; checks each value by itself."""
 
+import argparse
+import contextlib
 import dataclasses
 import math
 import os
 import re
 import types
 import typing
-from typing import Literal
 
-from d2l_bert.errors import UserError, refuse_first
+from d2l_bert.messages import UserError, refuse_first
 
 
 # Groups of options: each is a heading in `--help`, which lists the options of a group below its heading.
@@ -103,20 +104,9 @@ class Options:
         """
         kinds = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value, kind, within = getattr(self, field.name), kinds[field.name], field.metadata.get("within")
-            kinds_of_field = members_of(kind)
-            if not any(_is_a(value, kind) for kind in kinds_of_field):
-                wanted = " or ".join(_in_words(kind) for kind in kinds_of_field if kind is not types.NoneType)
-                raise UserError(f"{field.name} must be {wanted}, got {' '.join(repr(value).split()):.200}")
-            for string in value if isinstance(value, list) else [value]:
-                if isinstance(string, str) and field.metadata.get("metavar") == "PATH":
-                    string = re.sub("[\udc80-\udcff]", "?", string)  # bytes of file names need not be UTF-8
-                if isinstance(string, str) and not is_written(string):
-                    raise UserError(
-                        f"{field.name} is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
-                    )
-            if within and isinstance(value, (int, float)) and not _is_within(value, within):
-                raise UserError(f"{field.name} must be a number in {within}, got {value}")
+            value, is_path = getattr(self, field.name), field.metadata.get("metavar") == "PATH"
+            if wrong := what_is_wrong(value, kinds[field.name], field.metadata.get("within"), is_path):
+                raise UserError(f"{field.name} {wrong}")
 
 
 def flag(name: str, value: object) -> list[str]:
@@ -126,11 +116,6 @@ def flag(name: str, value: object) -> list[str]:
     if isinstance(value, list):
         return [f"--{name}", *(value or ["none"])]
     return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-
-
-def is_written(text: str) -> bool:
-    """Whether a text has a character, no NUL, which no path can have, and is UTF-8."""
-    return bool(text.strip()) and not re.search("[\0\ud800-\udfff]", text)
 
 
 def cores() -> int:
@@ -143,29 +128,60 @@ def members_of(kind: type) -> tuple:
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
+# For each type of an option but a choice of words: its values in words, and whether a value is one.
+_VALUES = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: (
+        "a finite number",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+    ),
+    str: ("a string", lambda value: isinstance(value, str)),
+    list[str]: (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value),
+    ),
+    types.NoneType: ("", lambda value: value is None),
+}
+
+
+def what_is_wrong(value: object, kind: type, within: str | None = None, is_path: bool = False) -> str:
+    """
+    Why a value cannot be that of an option, to follow the option's name in a message; "" if it can be.
+
+    Args:
+        kind: the option's type, such as `int | None` or `Literal["a", "b"]`.
+        within: the interval of a number, as in `option`.
+        is_path: whether strings are paths, whose bytes need not be UTF-8.
+    """
+    members = members_of(kind)
+    words = [_VALUES[one][0] if one in _VALUES else " or ".join(typing.get_args(one)) for one in members]
+    if not any(_VALUES[one][1](value) if one in _VALUES else value in typing.get_args(one) for one in members):
+        return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
+    for string in value if isinstance(value, list) else [value]:
+        unwritable = "\0" if is_path else "\0\ud800-\udfff"
+        if isinstance(string, str) and (not string.strip() or re.search(f"[{unwritable}]", string)):
+            return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
+    if within and isinstance(value, (int, float)) and not _is_within(value, within):
+        return f"must be a number in {within}, got {value}"
+    return ""
+
+
+def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
+    """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
+    values = [text]
+    for read in (int, float, {"true": True, "false": False}.__getitem__):
+        with contextlib.suppress(ValueError, KeyError):
+            values.append(read(text.lower()))
+    value = next((value for value in reversed(values) if not what_is_wrong(value, kind)), text)
+    if wrong := what_is_wrong(value, kind, within, is_path):
+        raise argparse.ArgumentTypeError(wrong)
+    return value
+
+
 def _is_within(value, interval):
     """Whether a number lies in an interval such as `[0, 1)`."""
     least, most = map(float, interval[1:-1].split(","))
     return (value > least or (value == least and interval[0] == "[")) and (
         value < most or (value == most and interval[-1] == "]")
     )
-
-
-def _in_words(kind):
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        return "a list of strings"
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[kind]
-
-
-def _is_a(value, kind):
-    if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)

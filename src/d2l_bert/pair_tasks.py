@@ -1,10 +1,16 @@
-"""The second loss of a run (NSP, SOP), which classifies pairs of segments: names of its metrics and of its labels.
+"""The second losses NSP and SOP: names of metrics and labels, the next-sentence pipeline, and the loss for `Trainer`.
 
 Training names metrics after the task (`nsp_loss`); the log, the curves and the model card find the task by the names.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
+from transformers import Pipeline
+
+from d2l_bert.messages import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +74,129 @@ def unit(task: PairTask | None) -> str:
         "pairs" (of segments) with a second loss, "sequences" (of one segment) without.
     """
     return "pairs" if task else "sequences"
+
+
+class NextSentencePredictionPipeline(Pipeline):
+    """
+    Next sentence prediction (section 15.8.5.2), registered with Transformers by `import d2l_bert`.
+
+        follows = pipeline("next-sentence-prediction", model="my-bert")
+        follows({"text": "A crane is flying.", "text_pair": "It spreads its wings."})
+
+    The pipeline returns `{"label": ..., "score": ...}`: the more probable label, `IsNext` or `NotNext`, and its
+    probability. It returns a list for a list of pairs, and an iterator for a generator of pairs. To use two columns of
+    a dataset, wrap them in `transformers.pipelines.pt_utils.KeyPairDataset(dataset, "first", "second")`.
+
+    Args:
+        truncation: cut a pair that is too long, as `tokenizer(..., truncation=)` does.
+        max_length: the most tokens of a pair to keep; the default is the number of the model's positions.
+
+    Raises:
+        UserError: the model is not a `ForNextSentencePrediction`, a pair lacks one of its two texts, or a pair has
+            more tokens than the model has positions.
+    """
+
+    _load_processor = False
+    _load_image_processor = False
+    _load_feature_extractor = False
+    _load_tokenizer = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        name = type(self.model).__name__
+        if not name.endswith("ForNextSentencePrediction"):
+            raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
+        labels = self.model.config.id2label
+        is_named = set(labels) == {0, 1} and labels[0] != "LABEL_0"  # a stock BERT has no names for its two labels
+        self.labels = [labels[0], labels[1]] if is_named else list(PAIR_TASKS["nsp"].labels)
+
+    def _sanitize_parameters(self, **of_tokenizer):
+        return of_tokenizer, {}, {}
+
+    def preprocess(self, inputs, truncation=False, max_length=None):
+        texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
+        limit = self.model.config.max_position_embeddings
+        most = min(max_length or limit, limit) if truncation else max_length
+        encoded = self.tokenizer(*texts, return_tensors="pt", truncation=truncation, max_length=most)
+        length = encoded["input_ids"].shape[1]
+        if length > limit:
+            raise UserError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
+        return encoded
+
+    def _forward(self, model_inputs):
+        return self.model(**model_inputs)
+
+    def postprocess(self, model_outputs):
+        probabilities = model_outputs.logits[0].float().softmax(-1)
+        best = int(probabilities.argmax())
+        return {"label": self.labels[best], "score": float(probabilities[best])}
+
+
+class PretrainingLoss:
+    """
+    The `compute_loss_func` with which `Trainer` trains `D2lBertForPreTraining`.
+
+    The gradient of a step does not depend on how the step is split into micro-batches:
+
+        trainer = Trainer(model=model, args=args, train_dataset=pairs, data_collator=collator)
+        trainer.compute_loss_func = PretrainingLoss(trainer)
+
+    The loss of a step is the sum of the token losses divided by the number of predicted tokens, plus the sum of the
+    pair losses divided by the number of pairs. `Trainer` counts the predicted tokens of a step (`labels`) but not the
+    pairs, and calls a loss function with one micro-batch at a time. So this class wraps `Trainer.get_batch_samples`,
+    which fetches all micro-batches of a step, and counts the pairs there.
+
+    The model computes both losses; in training mode, the MLM loss at the labelled tokens only. But `Trainer` removes
+    `labels` from the batch if a loss function is set. So this class also wraps `Trainer.compute_loss`, to pass the
+    labels to the model.
+
+    Args:
+        trainer: a `Trainer` whose batches have `labels` and `next_sentence_label`.
+
+    Raises:
+        UserError: `trainer` uses several GPUs in one process (`DataParallel`), which splits batches after the count.
+    """
+
+    def __init__(self, trainer):
+        if trainer.args.n_gpu > 1:
+            raise UserError(
+                "this process uses several GPUs (DataParallel); start one process for each GPU, with torchrun or "
+                "accelerate launch"
+            )
+        self.trainer = trainer
+        self.original_get_batch_samples = trainer.get_batch_samples
+        trainer.get_batch_samples = self.get_batch_samples
+        self.original_compute_loss = trainer.compute_loss
+        trainer.compute_loss = self.compute_loss
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """
+        As `Trainer.get_batch_samples`; adds the number of pairs in the step to each batch (`num_pairs_in_batch`).
+
+        Raises:
+            UserError: a batch has no `labels` or no `next_sentence_label`.
+        """
+        batches, num_items = self.original_get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            for name in ("labels", "next_sentence_label"):
+                if name not in batch:
+                    raise UserError(
+                        f"PretrainingLoss needs {name} in every batch, and a batch has only {', '.join(batch)}; add "
+                        f"{name} in the data collator"
+                    )
+        pairs = sum((batch["next_sentence_label"] != -100).sum() for batch in batches)
+        if self.trainer.args.average_tokens_across_devices and self.trainer.args.world_size > 1:
+            pairs = self.trainer.accelerator.gather(torch.as_tensor(pairs, device=device)).sum()
+        pairs = torch.as_tensor(pairs).clamp(min=1)  # in a step without pairs, the pair loss is 0 / 1
+        return [{**batch, "num_pairs_in_batch": pairs} for batch in batches], num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As `Trainer.compute_loss`; the model gets the labels and the number of predicted tokens in the step."""
+        model = functools.partial(model, labels=inputs["labels"], num_items_in_batch=num_items_in_batch)
+        return self.original_compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        """The loss of one micro-batch: its part of the sum that is the step's loss. `Trainer` calls this."""
+        return outputs.loss

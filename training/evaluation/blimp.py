@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.errors import READ_ERRORS, UserError, explained
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization.sources import dataset_errors
 from d2l_bert.tokenization.tables import suffix_unpacked, table_rows
 

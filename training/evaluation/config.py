@@ -9,7 +9,6 @@ from d2l_bert.folders import check_new_file
 from d2l_bert.modeling.export import TASKS
 from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option
 from d2l_bert.tokenization.config import SourceConfig
-from d2l_bert.training.masking import Masking
 
 
 # How a sentence is scored, see `pseudo_likelihood`.
@@ -66,7 +65,7 @@ class EvaluateConfig(SourceConfig):
         BATCHES,
         within="(0, 1]",
     )
-    masking: Masking | None = option(
+    masking: Literal["token", "whole_word", "span"] | None = option(
         None,
         "predict single tokens, whole words, or spans of words; the default is that of the model's run, or token",
         BATCHES,
@@ -197,9 +196,17 @@ class ExportConfig(Options):
     )
     runtime: str | None = option(
         None,
-        "folder in which npm has installed @huggingface/transformers, for the page; the default is to download it",
+        "for the page: a folder in which npm install --ignore-scripts @huggingface/transformers was run",
         OUTPUT,
         metavar="DIR",
         common=True,
         needs=("page",),
     )
+
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        return {
+            "page needs transformers.js; run npm install --ignore-scripts @huggingface/transformers in a folder, and "
+            "give the folder with --runtime": self.page and not self.runtime,
+            "onnx_only writes no card and no page; leave it or page out": self.page and self.onnx_only,
+        }

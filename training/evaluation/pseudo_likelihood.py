@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from d2l_bert.messages import progress_bar
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.progress import progress_bar
-from d2l_bert.tokenization.encoding import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
-from d2l_bert.training.openmp import short_waits
 
 
 # The rows of at most this many tokens are made at a time, to bound memory.
@@ -199,7 +198,7 @@ def scores_of_all(
     Returns:
         As `pseudo_log_likelihoods`, on the CPU; every process gets all scores.
     """
-    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar, short_waits():
+    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar:
         processes = accelerator.num_processes
         scores = pseudo_log_likelihoods(
             model, sentences, config.score, config.batch_tokens, processes, accelerator.process_index, bar.update

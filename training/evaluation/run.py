@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.errors import UserError, writing
 from d2l_bert.folders import write_json
+from d2l_bert.messages import UserError, report, writing
 from d2l_bert.model_cards.evaluations import check_updatable, update_folder
 from d2l_bert.model_cards.figures import SCORES
+from d2l_bert.model_cards.pictures import draw_bars
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.progress import report
 from d2l_bert.tokenization.account import unknown_share
-from d2l_bert.training import distributed
+from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.distributed import on_main, restore_host_settings
+from d2l_bert.training.devices import main_first, on_main, restore_host_settings, together
 from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results, read_blimp, sentences_of
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths, load_masked_model
@@ -34,7 +34,6 @@ from d2l_bert.training.evaluation.text import (
     read_text,
     recorded_run,
 )
-from d2l_bert.training.pictures import draw_bars
 
 
 logger = logging.getLogger(__name__)
@@ -61,11 +60,12 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         SystemExit: in a run of several processes, the main process has raised an error, and shows it.
     """
     transformers_logging.disable_progress_bar()
-    with distributed.report_errors_once():
+    devices.start_processes()
+    with together():
         config.check()
         for name in names if config.update_card else ():
             check_updatable(name)
-        accelerator = distributed.make_accelerator("no")
+        accelerator = devices.make_accelerator("no")
         models = [load_masked_model(name) for name in names]
         if config.has_text():
             for model in models:
@@ -73,13 +73,12 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             shortest = min(recorded_run(model).max_seq_length for model in models)
             length = check_lengths(models, config.max_seq_length, shortest)
             run = held_out_run(models) if config.held_out else PretrainConfig()
-    paradigms = on_main(accelerator, read_blimp, config.blimp) if config.blimp else []
-    with distributed.report_errors_once():
+    paradigms = on_main(read_blimp, config.blimp) if config.blimp else []
+    with together():
         encoded_pairs = [_encode_pairs(model, paradigms, config) for model in models] if paradigms else []
     text = sentences = None
     if config.has_text():
-        # The main process reads the text first. The other processes then find it in the cache.
-        text = on_main(accelerator, read_text, config, run, share_result=False) or read_text(config, run)
+        text = main_first(read_text, config, run)
         sentences = text.sentences(config.pppl_sentences, models, length) if config.pppl_sentences else []
         if config.pppl_sentences and not sentences:
             logger.warning(
@@ -96,7 +95,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             "parameters": model.model.num_parameters(),
         }
         if text is not None:
-            with distributed.report_errors_once():
+            with together():
                 figures["text"] = evaluate_text(model, text, config, length, accelerator)
             figures["text"]["unknown_share"] = unknown_share(model.tokenizer, text.sample())
             if sentences:
@@ -118,8 +117,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         "text": text.name if text else None,
         "models": results,
     }
-    on_main(accelerator, _write, content, config)
-    distributed.shut_down(accelerator)
+    on_main(_write, content, config)
+    devices.shut_down(accelerator)
     return content if accelerator.is_main_process else None
 
 

@@ -8,28 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert.errors import UserError, explained, refuse_first
 from d2l_bert.folders import cache_folder
+from d2l_bert.messages import UserError, explained, progress_bar, refuse_first
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.progress import progress_bar
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, open_sources, read_sources
 from d2l_bert.tokenization.text_store import TextPart, held_out_documents
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training.batching import make_batch_maker, pairing_arguments
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data import HELD_OUT_SEED, HeldOutPairs
-from d2l_bert.training.distributed import on_main
-from d2l_bert.training.epochs import Selection
+from d2l_bert.training.data.batches import Ranks
+from d2l_bert.training.devices import main_first
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
-from d2l_bert.training.held_out import MAX_LOSS, held_out_counts, held_out_metrics
-from d2l_bert.training.openmp import short_waits
-from d2l_bert.training.packing import Sharding
+from d2l_bert.training.held_out import HELD_OUT_SEED, MAX_LOSS, HeldOutPairs, held_out_counts, held_out_metrics
 
 
 logger = logging.getLogger(__name__)
@@ -185,7 +180,7 @@ def evaluate_text(
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     tokens = _tokens(model, text, config, accelerator)
     held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
-    if task and not len(held_out.labelled()):
+    if task and not held_out.has_pairs():
         reason = f"no pair for {task.short} in this text, as where each document has one sentence"
         if config.objective != "auto":
             raise UserError(f"{text.name}: {reason}; give --objective none")
@@ -204,7 +199,7 @@ def evaluate_text(
             bar.update(len(batch["input_ids"]) * accelerator.num_processes)
 
     unit = "pairs" if task else "segments"
-    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar, short_waits():
+    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar:
         counts = held_out_counts(model, shown(bar), accelerator.device, top_5=True)
     metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task) | held_out.beside()
     return {
@@ -218,19 +213,16 @@ def evaluate_text(
 
 def _rows(model, text, tokens, config, task, max_seq_length, accelerator):
     """The rows that a model is evaluated on: pairs for a task, else single segments."""
-    run = dataclasses.replace(rows_of(model, config), objective=task.key if task else "none")
-    make_batch = make_batch_maker(run, tokens, model.tokenizer, max_seq_length)
-    entries = model.model.config.vocab_size
-    return HeldOutPairs(
-        Selection(tokens),
-        pairing_arguments(run, max_seq_length),
-        make_batch,
-        # All logits of a batch are in memory at a time.
-        max(max_seq_length, min(config.batch_tokens, int(LOGITS_AT_ONCE / entries / make_batch.mlm_probability))),
-        run.max_eval_pairs if config.held_out else config.max_eval_pairs,
-        Sharding(accelerator.num_processes, accelerator.process_index),
-        text.name,
+    run = dataclasses.replace(
+        rows_of(model, config), objective=task.key if task else "none", max_seq_length=max_seq_length
     )
+    if not config.held_out:
+        run.max_eval_pairs = config.max_eval_pairs
+    # All logits of a batch are in memory at a time.
+    logits = LOGITS_AT_ONCE / model.model.config.vocab_size / run.mlm_probabilities()[1]
+    most_tokens = max(max_seq_length, min(config.batch_tokens, int(logits)))
+    ranks = Ranks(accelerator.num_processes, accelerator.process_index)
+    return HeldOutPairs(tokens, model.tokenizer, run, most_tokens, text.name, ranks)
 
 
 def _tokens(model, text, config, accelerator):
@@ -257,10 +249,7 @@ def _tokens(model, text, config, accelerator):
     refuse_first(cases, f"{model.name}: ")
     word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
     arguments = (text.part, model.sentence_tokenizer(), cache_folder(), config.processes(), word_unit)
-    path = on_main(accelerator, prepare_tokens, *arguments, share_result=False)
-    if path is None:  # the main process wrote the tokens into this cache, or into that of another machine
-        path = prepare_tokens(*arguments)
-    tokens = TokenizedCorpus(path)
+    tokens = TokenizedCorpus(main_first(prepare_tokens, *arguments))
     cases = {
         f"no document of {text.name} holds a token that its tokenizer knows; give other text": not len(tokens),
         "its run held out other documents: give its files in the same order, and no option that reads them otherwise; "

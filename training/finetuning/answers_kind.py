@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.kind import (
     Features,

@@ -12,9 +12,9 @@ import numpy as np
 from transformers import EarlyStoppingCallback, set_seed
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.modeling.conversion import save_model
-from d2l_bert.training.distributed import on_main
+from d2l_bert.training.devices import on_main
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER, Features, Kind
@@ -75,7 +75,7 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
     trainer, fresh = _make_trainer(work, folder, rate, seed)
     if fresh:
         logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
-    resumed = on_main(work.state, last_checkpoint, folder)
+    resumed = on_main(last_checkpoint, folder)
     seconds = 0.0
     if resumed is not None:
         seconds = seconds_before(resumed)
@@ -103,7 +103,7 @@ def run_attempt(work: Work, rate: float, seed: int) -> dict:
         work.kind.finish(trained)
     else:
         trained, outputs, result["diverged"] = None, {}, True
-    on_main(work.state, _keep, folder, trained, outputs, result, share_result=False)
+    on_main(_keep, folder, trained, outputs, result, share_result=False)
     return json.loads(json.dumps(result))
 
 

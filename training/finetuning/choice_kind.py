@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 from transformers import DataCollatorForMultipleChoice
 
-from d2l_bert.errors import UserError
-from d2l_bert.progress import counted
+from d2l_bert.messages import UserError, counted
 from d2l_bert.training.finetuning.kind import (
     Features,
     Kind,

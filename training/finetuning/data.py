@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from d2l_bert.errors import UserError, refuse_first
-from d2l_bert.progress import counted
+from d2l_bert.messages import UserError, counted, refuse_first
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.tables import Table, read_dataset, read_file

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.errors import GO_ON, refuse_first, writing
 from d2l_bert.folders import locked_folder
+from d2l_bert.messages import GO_ON, refuse_first, writing
 from d2l_bert.model_cards.card import METRICS_FILE, RUN_FILE
 from d2l_bert.options import flag
 from d2l_bert.training.checkpoint import check_output_folder

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.tables import Table
 

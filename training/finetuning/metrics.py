@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from d2l_bert.errors import explained
+from d2l_bert.messages import explained
 
 
 def check_extra() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from d2l_bert.messages import shortened
 from d2l_bert.model_cards.figures import METRICS
-from d2l_bert.progress import shortened
+from d2l_bert.model_cards.pictures import draw_bars, one_panel
 from d2l_bert.training.finetuning.metrics import precision_recall_f1
-from d2l_bert.training.pictures import draw_bars, one_panel
 
 
 # With more classes than this, a confusion matrix has no numbers in its cells: they would be too small to read.

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from transformers.integrations import get_available_reporting_integrations
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError, counted, report
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.figures import no_better, shown_metric
@@ -23,19 +22,9 @@ from d2l_bert.model_cards.publish import publish
 from d2l_bert.model_cards.push import check_push
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.conversion import save_model, save_with_code
-from d2l_bert.progress import counted, report
 from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.distributed import (
-    PROCESS_TIMEOUT,
-    check_engine,
-    check_launcher_environment,
-    is_set,
-    keep_process_group,
-    on_main,
-    report_errors_once,
-    restore_host_settings,
-)
+from d2l_bert.training.devices import is_set, on_main, restore_host_settings, start_processes, together
 from d2l_bert.training.finetuning import folder as output
 from d2l_bert.training.finetuning.answers_kind import Answers
 from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all, saved_outputs
@@ -51,7 +40,7 @@ from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, 
 from d2l_bert.training.finetuning.trainer import (
     default_rate,
 )
-from d2l_bert.training.tracking import check_trackers
+from d2l_bert.training.log import check_trackers
 
 
 logger = logging.getLogger(__name__)
@@ -73,16 +62,16 @@ def finetune(config: FinetuneConfig) -> Path:
     Raises:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
-    with report_errors_once():
+    state = start_processes()
+    with together():
         config.check()
         check_extra()
-        check_launcher_environment()
         if is_set("ACCELERATE_USE_FSDP"):
             raise UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
     with restore_host_settings(), conversion.without_log_messages():
         transformers.utils.logging.disable_progress_bar()
         AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
-        with report_errors_once():
+        with together():
             if config.fp16 and not torch.cuda.is_available():
                 raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
             check_trackers(config.report_to, get_available_reporting_integrations())
@@ -95,10 +84,6 @@ def finetune(config: FinetuneConfig) -> Path:
             data = load_data(config, kind)
             metric = best_metric(config, kind)  # of `tags`, the rows decide
             make_model(start, kind, config.from_scratch)  # weights that cannot be loaded are refused here
-            on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-            state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
-            check_engine(state)
-            keep_process_group(state)
             features = {
                 split: kind.features(table, start.tokenizer, start.max_seq_length)
                 for split, table in data.splits().items()
@@ -110,21 +95,21 @@ def finetune(config: FinetuneConfig) -> Path:
                         f"{start.config.model_type} model; leave push_to_hub out"
                     )
                 repository = config.hub_model_id or output.folder_of(config).resolve().name
-                on_main(state, check_push, repository, config.license, config.hub_private_repo, False)
-            return _run(config, kind, metric, data, start, features, state)
+                on_main(check_push, repository, config.license, config.hub_private_repo, False)
+        return _run(config, kind, metric, data, start, features, state)
 
 
 def _run(config, kind, metric, data, start, features, state):
     """The run after all checks of options, data and model."""
     rates = config.learning_rates() or [default_rate(getattr(start.config, "hidden_size", 768))]
     with contextlib.ExitStack() as stack:
-        folder = on_main(state, lambda: stack.enter_context(output.output_folder(config)))
+        folder = on_main(lambda: stack.enter_context(output.output_folder(config)))
         record = output.make_record(config, kind, data, start, rates, state.num_processes)
-        on_main(state, output.start_folder, config, folder, record)
+        on_main(output.start_folder, config, folder, record)
         _say_sizes(config, data, features, start, rates, state.num_processes)
         work = Work(config, kind, data, start, features, metric, folder / output.WORK_FOLDER, state)
         tried, seeds, kept = run_all(work, rates)
-        message = on_main(state, _finish, work, folder, record, tried, seeds, kept)
+        message = on_main(_finish, work, folder, record, tried, seeds, kept)
         state.wait_for_everyone()
     if state.is_main_process:
         report.info(message)

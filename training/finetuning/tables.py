@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from d2l_bert.errors import READ_ERRORS, UserError, explained
 from d2l_bert.folders import base_name, content_hash, short_hash
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
 from d2l_bert.tokenization.tables import TABLE_KINDS, TABLE_SUFFIXES, file_kind, open_text, suffix_unpacked, table_rows
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import DataCollatorForTokenClassification
 
-from d2l_bert.errors import UserError
-from d2l_bert.progress import counted
+from d2l_bert.messages import UserError, counted
 from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.kind import (
     Features,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics
 from d2l_bert.training.finetuning.config import NamedTask
 from d2l_bert.training.finetuning.kind import (

@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from d2l_bert.errors import UserError
 from d2l_bert.folders import read_json, write_json
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning.config import FinetuneConfig

@@ -15,10 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError, refuse_first
+from d2l_bert.messages import UserError, counted, refuse_first, shortened
 from d2l_bert.modeling.conversion import longest_input
-from d2l_bert.progress import counted, shortened
-from d2l_bert.training.load_models import load_encoder
+from d2l_bert.training.initialize import load_encoder
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 
 

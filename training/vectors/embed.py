@@ -16,13 +16,12 @@ import pyarrow.parquet as pq
 import torch
 
 from d2l_bert import folders
-from d2l_bert.errors import UserError
+from d2l_bert.messages import UserError, counted, with_progress
 from d2l_bert.modeling.conversion import longest_input
-from d2l_bert.progress import counted, with_progress
 from d2l_bert.tokenization import sources, tables
 from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
-from d2l_bert.training.load_models import load_encoder
+from d2l_bert.training.initialize import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
 

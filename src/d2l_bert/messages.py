@@ -1,0 +1,223 @@
+"""What people read while a command runs: the errors that they can fix, the package's messages, progress bars."""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+
+logger = logging.getLogger(__name__)
+
+# The parent of all loggers of this package: each module's logger has the module's name (`d2l_bert.training.pretrain`).
+PACKAGE = "d2l_bert"
+
+# The logger for the report at the end of a run. A command shows the report on stdout, all other messages on stderr.
+report = logging.getLogger(f"{PACKAGE}.report")
+
+# The way out that ends most messages about a run that failed.
+GO_ON = "go on with --resume_from_checkpoint latest"
+
+
+class UserError(ValueError):
+    """
+    An error that the user can fix: a wrong option, a damaged file, a full disk.
+
+    The message is one line that says what is wrong, where, and how to fix it. The command shows this line and leaves
+    with exit code 2. Nearly every other exception counts as a bug of this package and is shown with its traceback.
+    """
+
+
+def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
+    """
+    Raise `UserError` with the first message whose case holds.
+
+    Args:
+        cases: by the message, whether its case holds.
+        prefix: put before the message.
+    """
+    for message, holds in cases.items():
+        if holds:
+            raise UserError(f"{prefix}{message}")
+
+
+# The causes of an OSError that lie outside of this package: space, permissions, memory or the network.
+NO_SPACE = {"ENOSPC", "EDQUOT", "EFBIG"}
+ENVIRONMENT_ERRORS = NO_SPACE | {
+    *("EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE", "ENAMETOOLONG", "ELOOP"),
+    *("EPIPE", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
+}
+
+
+@contextlib.contextmanager
+def writing(place: object, way_out: str = "") -> Iterator[None]:
+    """
+    Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
+
+    Rust libraries (tokenizers, safetensors) raise exceptions of their own, with "(os error 28)" in the message.
+    `torch.save` names only its source file inline_container.cc when a write fails: nearly always as the disk is full.
+
+    Args:
+        place: what is written, for the message.
+        way_out: an alternative to append to the way out, such as ", or name another folder".
+    """
+    try:
+        yield
+    except Exception as error:
+        in_message = re.search(r"\(os error (\d+)\)|inline_container\.cc", str(error))
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
+            raise
+        number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
+        first = "free some space" if errno.errorcode.get(number) in NO_SPACE else "make it writable"
+        reason = os.strerror(number) if number else error
+        raise UserError(f"{place}: cannot be written ({reason}); {first}{way_out}") from None
+
+
+# What libraries raise for a damaged file; PyArrow's own exceptions are subclasses of these.
+READ_ERRORS = (OSError, ValueError, LookupError)
+
+
+@contextlib.contextmanager
+def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """
+    Turn exceptions that the block raises into a `UserError` of one line, which quotes them.
+
+    Args:
+        what: what went wrong, and where.
+        way_out: what the user can do; "" if the exception says so itself, as the `ValueError`s of `modeling` do: its
+            files are copied into model folders, so they cannot import `UserError`.
+        kinds: the classes of exceptions; others pass unchanged, as bugs of this package.
+    """
+    try:
+        yield
+    except kinds as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what} ({reason:.500}); {way_out}" if way_out else f"{what}: {reason}") from None
+
+
+@contextlib.contextmanager
+def reading_model(name: str, prefix: str = "") -> Iterator[None]:
+    """
+    Turn any exception that the block raises into a `UserError` that names the model.
+
+    Transformers, safetensors and the Hub's client raise many classes of exceptions for a model that cannot be read.
+
+    Args:
+        name: the model, a folder or an id on the Hub.
+        prefix: put before the name: the option that gives the model, and a space.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, UserError):
+            pass
+        elif "trust_remote_code" in why:  # from Transformers, which advises the user to run it
+            why = "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
+        elif Path(name, "run_config.json").is_file() and not Path(name, "config.json").is_file():
+            why = f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100"
+        elif not Path(name).exists():
+            why = (
+                f"no folder here has this name, and the Hub gave nothing of this name ({why:.200}); check the name, "
+                f"connect to the network, or log in with `hf auth login` for a private one"
+            )
+        else:
+            why = f"{why:.300}; give a folder of pretrain or save_pretrained, or save it there again"
+        raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
+
+
+def launched_rank() -> int:
+    """The rank of this process, from the environment variables of torchrun or accelerate; 0 for a single process."""
+    # A RANK without a WORLD_SIZE is not from a launcher of this process.
+    return int(os.environ.get("RANK", 0)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the GPU or the CPU. PyTorch raises several kinds."""
+    is_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    words = "not enough memory|can't allocate memory|out of memory"
+    return is_of_memory or (isinstance(error, RuntimeError) and re.search(words, str(error)) is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress and logging
+
+
+def counted(count: int, one: str, more: str | None = None) -> str:
+    """
+    A number with its unit: "1 document", "1,000 documents".
+
+    Args:
+        one, more: the unit's singular and plural; without `more`, the plural is the singular with an "s".
+    """
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and three dots if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def with_progress(
+    items: Iterable,
+    label: str,
+    total: int | None = None,
+    documents_in: Callable[[object], int] | None = None,
+    unit: str = "document",
+) -> Iterator:
+    """
+    Yield the items, with a progress bar if stderr is a terminal; then log the number of documents and the time.
+
+    Args:
+        label: what is done with the items, such as "reading books".
+        total: number of documents, if it is known.
+        documents_in: returns the number of documents in an item; without it an item is a document.
+        unit: what a document is called, such as "line".
+    """
+    start, count = time.monotonic(), 0
+    with progress_bar(label, total, f"{unit}s") as bar:
+        for item in items:
+            yield item
+            done = documents_in(item) if documents_in else 1
+            count += done
+            bar.update(done)
+    logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
+
+
+def progress_bar(label: str, total: int | None, unit: str) -> tqdm:
+    """
+    A progress bar to call `update` on, in a `with` block; not shown unless stderr is a terminal.
+
+    Args:
+        label: what is done.
+        total: how many units there are.
+        unit: what is counted, such as "pairs".
+    """
+    return tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def messages_shown() -> Iterator[None]:
+    """
+    Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
+
+    Only commands use this. A program that calls the package configures `logging` itself.
+    """
+    messages = logging.getLogger(PACKAGE)
+    with contextlib.ExitStack() as undo:
+        for logger, stream in ((messages, sys.stderr), (report, sys.stdout)):
+            undo.callback(setattr, logger, "propagate", logger.propagate)
+            undo.callback(logger.setLevel, logger.level)
+            undo.callback(logger.removeHandler, handler := logging.StreamHandler(stream))
+            logger.addHandler(handler)
+            logger.setLevel(logging.ERROR if launched_rank() else logging.INFO)  # rank 0 speaks for all
+            logger.propagate = False
+        undo.enter_context(logging_redirect_tqdm([messages]))  # a message gets its own line above a progress bar
+        yield

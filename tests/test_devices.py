@@ -1,0 +1,192 @@
+"""Processes and devices of a run: refused settings, errors told once, and what a run chooses for its device."""
+
+import itertools
+import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import DistributedType
+
+from d2l_bert import D2lBertConfig
+from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
+from d2l_bert.training import devices
+from d2l_bert.training.config import PretrainConfig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = [2, 1]
+    monkeypatch.setattr(devices, "PartialState", lambda **_: SimpleNamespace(num_processes=seen.pop(0)))
+    devices.start_processes()
+    with pytest.raises(ValueError, match="2 processes were launched, but Accelerate sees 1; set ACCELERATE_USE_CPU"):
+        devices.start_processes()
+
+
+def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch):
+    def make(kind=DistributedType.MULTI_CPU, fsdp2=False):
+        state = SimpleNamespace(fsdp_plugin=SimpleNamespace())
+        engine = SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=fsdp2, state=state)
+        engine.device = torch.device("cpu")
+        monkeypatch.setattr(devices, "Accelerator", lambda **_: engine)
+        return devices.make_accelerator("no")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    make(DistributedType.FSDP, fsdp2=True)
+    with pytest.raises(ValueError, match="first version is not supported; set fsdp_version: 2"):
+        make(DistributedType.FSDP)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    make(DistributedType.FSDP, fsdp2=True)
+    with pytest.raises(ValueError, match="FSDP was asked for, but Accelerate has none on"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "variable, what",
+    [
+        ("ACCELERATE_USE_FSDP", "FSDP was asked for, but Accelerate has none on"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed is not supported"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM is not supported"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "tensor or context parallelism is not supported"),
+    ],
+)
+def test_unsupported_engines_are_refused_in_one_line(monkeypatch, capsys, tmp_path, variable, what):
+    monkeypatch.setenv(variable, "true")
+    assert main(["pretrain", f"--output_dir={tmp_path / 'out'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert what in line and not (tmp_path / "out").exists()
+
+
+def test_gradient_accumulation_set_by_the_launcher_does_not_divide_the_loss(monkeypatch):
+    """With this variable, `Accelerator.backward` would divide the loss once more."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = devices.make_accelerator("no")
+    weight = torch.tensor(1.0, requires_grad=True)
+    accelerator.backward(3 * weight)
+    assert weight.grad == 3
+
+
+@pytest.mark.slow
+def test_a_mistake_seen_by_all_ranks_is_reported_once(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
+    command += ["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    (line,) = [line for line in process.stderr.splitlines() if "d2l-bert pretrain: error:" in line]
+    assert "nowhere" in line and not (tmp_path / "out").exists()
+    assert "Traceback" not in process.stderr.partition("ChildFailedError")[0].partition("torch/distributed")[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+KEEP_AND_FREE = """
+import pathlib, re, sys
+import numpy as np
+from d2l_bert.commands import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+arrays = [np.ones(2**21) for _ in range(80)]
+del arrays
+print(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text()).group(1))
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another allocator may be in force"
+)
+@pytest.mark.slow
+def test_glibc_keeps_all_freed_memory():
+    held = {
+        how: int(subprocess.run([sys.executable, "-c", KEEP_AND_FREE, how], capture_output=True, check=True).stdout)
+        for how in ("kept", "as it is")
+    }
+    assert held["kept"] - held["as it is"] > 1.2 * 2**20  # in KiB: most of the 1.25 GiB freed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Defaults
+
+
+GPU_MEMORY = 80 * 10**9
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A made-up GPU, of which only the memory is asked."""
+    memory = SimpleNamespace(total_memory=GPU_MEMORY)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    return memory
+
+
+def chosen(device, run=None, architecture=None):
+    accelerator = SimpleNamespace(device=torch.device(device), mixed_precision="no")
+    return devices.with_defaults(run or PretrainConfig(), architecture or D2lBertConfig(), accelerator)
+
+
+def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout(gpu):
+    cases = list(itertools.product(("cpu", "cuda"), (256, 257), (0.0, 0.1)))
+    found = {
+        (device, length, dropout): chosen(
+            device, PretrainConfig(max_seq_length=length), D2lBertConfig(attention_probs_dropout_prob=dropout)
+        ).attn_implementation
+        for device, length, dropout in cases
+    }
+    on_gpu = {case for case in cases if case[0] == "cuda"}
+    assert {case for case in cases if found[case] == "sdpa"} == {("cpu", 257, 0.0), *on_gpu}
+    assert set(found.values()) == {"eager", "sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "on_gpu", "asked"),
+    [
+        ("torch_compile", False, True, True),
+        ("micro_batch_size", 128, 512, 3),
+    ],
+)
+def test_defaults_depend_on_the_device_and_give_way_to_options(gpu, option, on_cpu, on_gpu, asked):
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        assert getattr(chosen(device), option) == expected
+        run = PretrainConfig(**{option: asked})
+        assert getattr(chosen(device, run), option) == asked
+
+
+def test_the_default_micro_batch_has_fewer_pairs_where_they_are_longer_and_takes_at_most_half_of_a_gpu(gpu):
+    for device, length, pairs in (("cpu", 64, 256), ("cpu", 512, 32), ("cpu", 10**5, 1), ("cuda", 512, 128)):
+        assert chosen(device, PretrainConfig(max_seq_length=length)).micro_batch_size == pairs
+    large = D2lBertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
+    for memory in (GPU_MEMORY, 16 * 10**9):
+        gpu.total_memory = memory
+        tokens = chosen("cuda", architecture=large).micro_batch_size * 128
+        # 122 bytes for a token, a block and a hidden unit; the next power of two would be too many.
+        assert tokens * 122 * 24 * 1024 <= memory / 2 < 2 * tokens * 122 * 24 * 1024
+
+
+@pytest.mark.parametrize(
+    ("asked", "launchers", "precision"),
+    [("no", "bf16", "no"), (None, "bf16", "bf16"), ("bf16", "no", "bf16"), (None, "no", None)],
+)
+def test_the_launchers_precision_is_taken_where_no_other_is_asked_for(monkeypatch, asked, launchers, precision):
+    """`accelerate launch` says `no` where nobody has chosen: then it is bf16 if the hardware has that."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
+    for has_bf16 in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)  # noqa: B023
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        expected = precision or ("bf16" if has_bf16 else "no")
+        assert devices.make_accelerator(asked).mixed_precision == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU alone")
+def test_fp16_is_refused_on_a_cpu():
+    """Accelerate alone would train in float32 without a message."""
+    with pytest.raises(UserError, match="mixed_precision fp16 needs a GPU; give bf16 or no"):
+        devices.make_accelerator("fp16")

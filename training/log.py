@@ -1,0 +1,438 @@
+"""The log of a run: training_log.jsonl, the terminal, trackers such as TensorBoard, events, speed."""
+
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+
+from d2l_bert.messages import GO_ON, UserError, explained, launched_rank, refuse_first, writing
+from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
+from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
+from d2l_bert.training.optimizer import StepStats
+
+
+logger = logging.getLogger(__name__)
+
+
+LOG_FILE = "training_log.jsonl"
+
+# Healthy runs skip single steps too. After ten skipped steps in a row the weights themselves are bad.
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows, and how a person reads them
+
+
+def kind_of(row: dict) -> str:
+    """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `skipped`."""
+    return row.get("event") or ("held_out" if any(name.startswith("eval_") for name in row) else "train")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """All rows of a log in order; empty without a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def line_of(row: dict, total: int) -> str:
+    """
+    A row of the training log as a line for a person.
+
+    Args:
+        total: the number of steps of the run.
+    """
+    if "event" in row:
+        return row["reason"]
+    task = pair_task(row)
+    if kind_of(row) == "held_out":
+        keys = ("mlm", task.key) if task else ("mlm",)
+        figures = (
+            f"{k.upper()} loss {row[f'eval_{k}_loss']:.3f}, accuracy {row[f'eval_{k}_accuracy']:.1%}" for k in keys
+        )
+        one_segment = f" (one segment alone: {row[f'eval_{task.key}_one_segment_accuracy']:.1%})" if task else ""
+        return f"held out: {'; '.join(figures)}{one_segment}"
+    parts = (
+        f"step {row['step']:>{len(str(total))}}/{total}",
+        losses_of(row),
+        f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
+        f"rate {row['learning_rate']:.2e}",
+        speed_of(row),
+        f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
+    )
+    return "  ".join(filter(None, parts))
+
+
+def losses_of(row: dict) -> str:
+    """The losses in a row of kind `train`; "no loss" if each of its steps was left out or had no token to predict."""
+    if "loss" not in row:
+        return "no loss"
+    task = pair_task(row)
+    pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
+    return f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
+
+
+def speed_of(row: dict) -> str:
+    """The speed in a row of kind `train`."""
+    return f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
+
+
+def stage_changes(run: PretrainConfig) -> dict[int, dict]:
+    """
+    For each change of sequence length or batch size, the event to write to the training log.
+
+    Returns:
+        Events by the first step of the new stage, counted from 1. The `label` is for the curves: tokens a row, and
+        pairs of full length a step.
+    """
+    changes = {}
+    for (_, length_before, batch_before), (first, length, batch) in itertools.pairwise(run.stages(run.max_steps)):
+        examples = unit(PAIR_TASKS.get(run.objective))
+        reason = f"step {first + 1}: from here on, a step has {run.pairs_a_step(batch, length):,} {examples} of "
+        reason += f"{length} tokens"
+        label = [f"batch {batch_before} → {batch}"] if batch != batch_before else []
+        if length != length_before:
+            label.insert(0, f"{length_before} → {length} tokens")
+            reason += f"; the evaluation always uses {run.max_seq_length} tokens"
+        changes[first + 1] = {"step": first + 1, "event": "stage", "reason": reason, "label": ", ".join(label)}
+    return changes
+
+
+class RunLog:
+    """
+    Collects the losses and counts of every step; writes rows of the log, and reports events: a change of sequence
+    length or batch size, a skipped step.
+
+    Every process must call each method at the same point of the run; only the main process writes. Rows are only
+    appended, never changed: a resumed run repeats the steps after its checkpoint, and rows of these steps that the log
+    has already are not written again. Time counts only while the run trains, not during evaluations and saves.
+
+    Args:
+        folder: the run's folder.
+        run: the options, with the number of steps (`max_steps`).
+        state: the state in a checkpoint to resume from; a dict with only `step` at the start of a run, which replaces
+            the log of an earlier one.
+
+    Raises:
+        UserError: from any method, if the log cannot be written; or a number is not finite, as JSON has no such
+            numbers.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, run: PretrainConfig, architecture: D2lBertConfig, state: dict
+    ):
+        self.accelerator, self.path, self.architecture = accelerator, folder / LOG_FILE, architecture
+        self.step, self.max_steps, self.learning_rate, self.held_out_metrics = state["step"], run.max_steps, 0.0, None
+        self.skipped_in_a_row, self.changes = state.get("skipped_in_a_row", 0), stage_changes(run)
+        self.task = PAIR_TASKS.get(run.objective)
+        self.unit = unit(self.task)
+        device = accelerator.device
+        peak = torch.tensor(matmul_peak(device, MATMUL_DTYPES[accelerator.mixed_precision]), device=device)
+        self.peak = float(accelerator.gather(peak).sum())  # of all processes together, in operations a second
+        # `train_possible_arithmetic` sums time x peak: a resumed run may continue on a machine with another peak.
+        names = ("seconds", "wait_seconds", "tokens", "padded_tokens", self.unit, "skipped_steps", "arithmetic")
+        names += ("possible_arithmetic", "memory_mb")
+        self.totals = {f"train_{name}": state.get(f"train_{name}", 0.0) for name in names}
+        self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
+        self.written = on_main(self._open)  # step and kind of each row in the file
+        used_memory(device)  # resets the peak, so that the first row does not include the memory of the setup
+        self.clock_start = time.monotonic()
+        self.bar = tqdm(
+            total=self.max_steps,
+            initial=self.step,
+            desc="training",
+            unit="step",
+            disable=not sys.stderr.isatty() or bool(launched_rank()),
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+        )
+
+    def add_step(self, step: int, stats: StepStats, learning_rate: float) -> None:
+        """
+        Add the losses and counts of a step, and report events of that step.
+
+        Raises:
+            UserError: training has diverged: too many steps in a row were skipped.
+        """
+        self.step, self.learning_rate = step, learning_rate
+        self.steps.append(stats)
+        self.bar.update()
+        if step in self.changes:
+            self._record(self.changes[step])
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+        if stats.skipped:
+            values = f"loss {stats.mlm_loss + stats.pair_loss:g}, gradient norm {stats.grad_norm:g}"
+            reason = f"step {step} is left out, as it is not finite: {values}"
+            self._record({"step": step, "event": "skipped", "reason": reason})
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            last = checkpoints(self.path.parent)[-1:]
+            way_out = "".join(f", or lower the rate from --init_from {path}" for path in last)
+            message = (
+                f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up "
+                f"to step {step} ({values}); start again with a lower --learning_rate or --max_grad_norm{way_out}"
+            )
+            on_main(refuse_first, {message: True})
+
+    def write_row(self) -> None:
+        """
+        Write a row over the steps since the last row, if there were any, and add them to the totals of the run.
+
+        Means over the steps that were not skipped and had a token to predict, absent if there was no such step:
+        `loss`, `mlm_loss`, with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all steps:
+        `tokens_per_second` without padding; `padding_share`, the padding as a share of the tokens including padding;
+        `data_wait_share`, the share of the time that training waited for batches; `mfu`, the operations on real tokens
+        as a share of the peak; `memory_mb`, from `used_memory` on this process; `seconds_left`; `skipped_steps`, only
+        if above 0. And `learning_rate`.
+        """
+        if not self.steps:
+            return
+        seconds, steps = time.monotonic() - self.clock_start, len(self.steps)
+        total = StepStats(*map(sum, zip(*self.steps, strict=True)))
+        arithmetic = training_arithmetic(self.architecture, total, self.task is not None)
+        skipped, memory, possible = round(total.skipped), used_memory(self.accelerator.device), seconds * self.peak
+        spent = (
+            seconds,
+            self.waited,
+            total.tokens,
+            total.padded_tokens,
+            total.examples,
+            skipped,
+            arithmetic,
+            possible,
+        )
+        for name, value in zip(self.totals, spent, strict=False):
+            self.totals[name] += value
+        self.totals["train_memory_mb"] = max(self.totals["train_memory_mb"], memory)
+        row = {
+            **self._losses(),
+            "learning_rate": self.learning_rate,
+            "tokens_per_second": total.tokens / seconds,
+            "padding_share": 1 - total.tokens / total.padded_tokens,
+            "data_wait_share": self.waited / seconds,
+            "seconds_left": (self.max_steps - self.step) * seconds / steps,
+            "mfu": arithmetic / possible,
+            "memory_mb": memory,
+            **({"skipped_steps": skipped} if skipped else {}),
+        }
+        self.steps, self.waited = [], 0.0
+        self.clock_start = time.monotonic()
+        self._record({"step": self.step, **row})
+
+    def write_evaluation(self, metrics: dict) -> None:
+        """Write a row with the result of `Learner.evaluate` after the last step."""
+        self.held_out_metrics = metrics
+        self._record({"step": self.step, **metrics})
+
+    def speed(self) -> dict[str, float]:
+        """
+        The `train_...` entries of metrics.json, over all rows of the run.
+
+        Seconds, examples and real tokens a second, the shares of padding and of waiting, MFU, the number of skipped
+        steps, and the largest `memory_mb` of a row.
+        """
+        total = {name.removeprefix("train_"): value for name, value in self.totals.items()}
+        return {
+            "train_seconds": total["seconds"],
+            f"train_{self.unit}_per_second": total[self.unit] / total["seconds"],
+            "train_tokens_per_second": total["tokens"] / total["seconds"],
+            "train_padding_share": 1 - total["tokens"] / total["padded_tokens"],
+            "train_data_wait_share": total["wait_seconds"] / total["seconds"],
+            "train_mfu": total["arithmetic"] / total["possible_arithmetic"],
+            "train_skipped_steps": round(total["skipped_steps"]),
+            "train_memory_mb": total["memory_mb"],
+        }
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measures the block as time that the training waits for a batch."""
+        start = time.monotonic()
+        yield
+        self.waited += time.monotonic() - start
+
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """A block, such as an evaluation or a save, whose time does not count."""
+        start = time.monotonic()
+        yield
+        self.clock_start += time.monotonic() - start
+
+    def _losses(self):
+        counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
+        if not counted:
+            return {}
+        mlm_loss, pair_loss, norm = map(statistics.fmean, zip(*(step[:3] for step in counted), strict=True))
+        pair_entry = {f"{self.task.key}_loss": pair_loss} if self.task else {}
+        return {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss, **pair_entry, "grad_norm": norm}
+
+    def _open(self):
+        """Prepare the file; an incomplete last line, from a write that was interrupted, is removed."""
+        with writing(self.path, f", and {GO_ON}"):
+            if self.step == 0:
+                self.path.write_bytes(b"")
+            elif self.path.exists():
+                os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+        return {(row["step"], kind_of(row)) for row in read_rows(self.path)}
+
+    def _record(self, row):
+        """Send a row to the log file, the trackers and the terminal."""
+        on_main(self._append, row)
+        if "event" not in row:
+            send_to_trackers(self.accelerator, row)
+        if kind_of(row) == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(f"{losses_of(row)}, {speed_of(row)}")
+        else:
+            level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
+            logger.log(level, line_of(row, self.max_steps))
+
+    def _append(self, row):
+        key = (row["step"], kind_of(row))
+        if key in self.written:
+            return
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(
+                    f"{name} is {value} at step {row['step']}: training has diverged; lower learning_rate and start "
+                    f"again"
+                )
+        with writing(self.path, f", and {GO_ON}"), self.path.open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")  # one write, when the file is closed
+        self.written.add(key)
+
+
+def used_memory(device: torch.device) -> float:
+    """
+    Memory of this process in megabytes (10^6 bytes).
+
+    On an NVIDIA GPU, the most memory that was allocated on the GPU since the last call. On other devices, the resident
+    memory of the process now; on Linux without shared pages and memory-mapped files, such as the tokens.
+    """
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 1e6
+    memory = psutil.Process().memory_info()
+    return (memory.rss - getattr(memory, "shared", 0)) / 1e6
+
+
+def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float:
+    """
+    Floating-point operations that training needs; a multiplication and an addition count as two operations.
+
+    Only matrix products for real tokens and for tokens to predict count. Work on padding or unused slots, recomputing
+    to save memory, and the last block's work on tokens that no head reads do not count. So dividing by the device's
+    peak gives the "model FLOPs utilization" (MFU) of PaLM (Chowdhery et al., 2022, appendix B). The backward pass has
+    two matrix products for each product of the forward pass, one for the gradient of each factor.
+
+    In the last block, the cost of attention is an estimate: every token of a sequence is assumed to be equally often
+    one of those that a head reads.
+
+    Args:
+        counts: of the examples trained on, over any number of steps: `tokens`, `squared_lengths` (the sum of the
+            squared lengths of the sequences), `masked_tokens` and `examples` (pairs, or sequences if there is no pair
+            task).
+        pair_task: whether the model has a pooler and a head for pairs.
+    """
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    tokens_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # by a head: masked tokens, and [CLS]
+    keys_and_values = 2 * hidden**2  # multiplications for a token
+    query_work = 2 * hidden**2 + 2 * hidden * config.intermediate_size  # for a query: query, output, feed-forward
+    attention = 2 * hidden * counts.squared_lengths  # Q K^T and the probabilities times V, over all heads
+
+    def block(queries):
+        share = queries / max(1, counts.tokens)
+        return keys_and_values * counts.tokens + query_work * queries + share * attention
+
+    encoder = (config.num_hidden_layers - 1) * block(counts.tokens) + block(tokens_read)
+    mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
+    pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
+    return 3.0 * 2 * (encoder + mlm + pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trackers
+
+# The name of the project in the trackers, and of TensorBoard's folder in the run's folder.
+PROJECT = "d2l-bert"
+
+
+def check_trackers(names: list[str], installed: Iterable[str], known: Iterable[str] = ()) -> list[str] | None:
+    """
+    The trackers that the option `report_to` asks for; None for `[]` and for `["none"]`.
+
+    Args:
+        known: those that would be taken if they were installed; the name of each is that of its package.
+
+    Raises:
+        UserError: a tracker is unknown, or not installed; Accelerate and Transformers would ignore it.
+    """
+    if names in ([], ["none"]):
+        return None
+    for name in names:
+        if name not in installed:
+            way_out = f"; pip install {name}" if name in known else ""
+            takes = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
+            raise UserError(f"report_to takes {takes}, got {name!r}{way_out}")
+    return names
+
+
+def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: int) -> None:
+    """
+    Start the trackers of `accelerator.log_with`, on the main process.
+
+    TensorBoard writes to the folder `d2l-bert` in the accelerator's `project_dir`. When a run is resumed, the files of
+    the earlier start remain, and TensorBoard drops their points after step `start`, as the resumed run reports these
+    steps again. In other trackers a resumed run becomes a new run that begins at step `start` + 1.
+
+    Args:
+        folder: the run's folder; its name becomes the name of the run in trackers that have names for runs.
+        record: the content of run_config.json.
+        start: the number of steps done before.
+
+    Raises:
+        UserError: a tracker does not start; the message quotes the tracker's error.
+    """
+    name = folder.resolve().name
+    arguments = {
+        "tensorboard": {"purge_step": start + 1},
+        "wandb": {"name": name, "dir": str(folder)},
+        "trackio": {"name": name},
+        "mlflow": {"run_name": name},
+    }
+    what = f"report_to {' '.join(map(str, accelerator.log_with))}: a tracker does not start"
+    with explained(what, "fix the error, or leave the tracker out", Exception):
+        options = {**record.get("architecture", {}), **record["run"]}  # some trackers take plain values alone
+        plain = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
+        accelerator.init_trackers(PROJECT, plain, arguments)
+
+
+def send_to_trackers(accelerator: Accelerator, row: dict) -> None:
+    """
+    Send a row of the training log to the trackers, as `train/loss`, `eval/mlm_loss` and so on.
+
+    If a tracker fails, a warning is logged and the run continues: the training log has every row.
+    """
+    group = {"train": "train", "held_out": "eval"}[kind_of(row)]
+    values = {f"{group}/{name.removeprefix('eval_')}": value for name, value in row.items() if name != "step"}
+    for tracker in accelerator.trackers:
+        try:
+            tracker.log(values, step=row["step"])
+        except Exception as error:
+            logger.warning(
+                f"step {row['step']}: {tracker.name} did not take the metrics ({error!r:.300}); "
+                f"training_log.jsonl has them"
+            )

@@ -1,0 +1,438 @@
+"""The optimizer step of a run: model, AdamW or Muon, the average of the weights; train, evaluate, save and load."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch import nn
+
+from d2l_bert.folders import short_hash
+from d2l_bert.messages import UserError
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.training import devices
+from d2l_bert.training.checkpoint import AVERAGE_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.steps import VARLEN, Step, on_each
+from d2l_bert.training.devices import on_main
+from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
+
+
+class StepStats(NamedTuple):
+    """
+    The losses and counts of one optimizer step, over all processes.
+
+    Args:
+        mlm_loss: nats per masked token.
+        pair_loss: nats per pair; 0 if there is no pair task.
+        grad_norm: the norm of the gradient before clipping to `max_grad_norm`.
+        masked_tokens: tokens to predict.
+        examples: pairs, or sequences if there is no pair task.
+        tokens: tokens without padding.
+        padded_tokens: tokens including padding.
+        squared_lengths: the sum of the squared lengths of the sequences; the cost of attention grows with this sum.
+        skipped: 1 if the step was skipped because the loss or the gradient was not finite, else 0.
+    """
+
+    mlm_loss: float
+    pair_loss: float
+    grad_norm: float
+    masked_tokens: float
+    examples: float
+    tokens: float
+    padded_tokens: float
+    squared_lengths: float
+    skipped: float
+
+
+class Learner:
+    """
+    Model, optimizers and the moving average of the weights of a run.
+
+    Every process must call each method at the same point of the run.
+
+    `model` is the model as it was built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made of it and
+    of the optimizers, for DDP, FSDP2 and fp16; `full_model()` is a copy on the CPU, with full tensors, for saving.
+
+    Args:
+        model: a `D2lBertForPreTraining`, or, with `objective` none, a `D2lBertForMaskedLM`. FSDP2 replaces the model's
+            parameters by shards.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, run: PretrainConfig):
+        self.accelerator, self.model, self.run = accelerator, model, run
+        betas = (run.adam_beta1, run.adam_beta2)
+        self.optimizers = make_optimizers(
+            model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon
+        )
+        self.wrapped_model, *self.wrapped_optimizers = accelerator.prepare(model, *self.optimizers)
+        self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
+        self.fresh_scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
+        # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
+        self.parameters = dict(model.named_parameters())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Train
+
+    def step(self, number: int, step: Step, learning_rate: float) -> StepStats:
+        """
+        Train on one batch.
+
+        Args:
+            number: the step, counted from 1.
+            step: this process's share of the batch.
+
+        Returns:
+            The losses, the gradient norm and the counts of the whole batch, summed over all processes.
+        """
+        # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
+        torch.manual_seed(int(short_hash(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
+        stats = self.take_step(step.micro_batches, step.counts, learning_rate)
+        if self.average and not stats.skipped:
+            self.average.update(number)
+        return stats
+
+    def take_step(self, micro_batches: list[dict], counts: torch.Tensor, learning_rate: float = 0.0) -> StepStats:
+        """
+        Train on one batch; skip the update of the weights if the loss or the gradient is not finite.
+
+        Each loss is a sum over the whole batch of all processes, divided once by the batch's count, so that the
+        gradient does not depend on how the batch is split. At a rate of 0 only optimizer state changes, which
+        `reset_optimizers` undoes.
+
+        Args:
+            micro_batches: this process's share of the batch, as dicts of the model's arguments.
+            counts: of these micro-batches (`Step.counts`).
+        """
+        accelerator, model, device = self.accelerator, self.wrapped_model, self.accelerator.device
+        counts = accelerator.reduce(counts.to(device), "sum")
+        # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
+        divisors = {"num_items_in_batch": counts[0].clamp(min=1)}
+        if "next_sentence_label" in micro_batches[0]:
+            divisors["num_pairs_in_batch"] = counts[1].clamp(min=1)
+        losses = torch.zeros(2, device=device)
+        for number, batch in enumerate(micro_batches, 1):
+            batch = on_each(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            # On DDP, gradients are summed over the processes after the last micro-batch only. Not on FSDP2, where
+            # every process would then hold the gradients of the whole model.
+            is_synced = number == len(micro_batches) or accelerator.is_fsdp2
+            with contextlib.nullcontext() if is_synced else accelerator.no_sync(model):
+                with accelerator.autocast():
+                    # FSDP2 gathers a shard of the decoder only in its forward pass, which skipped logits leave out.
+                    outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
+                # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
+                accelerator.backward(outputs.loss * accelerator.num_processes)
+            pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
+            losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
+        norm = devices.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
+        # Reduced over all processes, so that every process skips the same steps.
+        stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
+        is_finite = all(map(math.isfinite, stats[:3]))
+        for optimizer in self.wrapped_optimizers:
+            # The scaler of fp16 skips a gradient that is not finite by itself, and must see it to lower its scale.
+            if is_finite or (accelerator.scaler and not math.isfinite(stats[2])):
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+                optimizer.step()
+            elif accelerator.scaler:  # a loss alone is not finite: the scaler would take the step
+                accelerator.scaler.update()
+            optimizer.zero_grad()
+        return StepStats(*stats, skipped=float(not is_finite))
+
+    def reset_optimizers(self) -> None:
+        """Optimizer state and fp16's scaler as they were before the first `take_step`."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(self.fresh_scaler)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Evaluate
+
+    def evaluate(self, batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, float] | None:
+        """
+        Losses and accuracies on held-out batches, with the moving average of the weights if the run keeps one.
+
+        Args:
+            batches: this process's held-out batches; every process must have the same number.
+
+        Returns:
+            Results over the batches of all processes, by their names in `metrics.json`; None without a token to
+            predict, as where a signal has stopped the run.
+        """
+        if self.run.attn_implementation == VARLEN:  # held-out rows have padding
+            self.model.set_attn_implementation("sdpa")
+        with self.accelerator.autocast(), self.average.in_place() if self.average else contextlib.nullcontext():
+            counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
+            devices.reshard(self.wrapped_model)
+        if self.run.attn_implementation == VARLEN:
+            self.model.set_attn_implementation(VARLEN)
+        counts = self.accelerator.reduce(counts, "sum")
+        is_measured = counts[SUMS.index("masked_tokens")] > 0
+        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if is_measured else None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Save and load
+
+    def full_model(self, averaged: bool = False) -> nn.Module | None:
+        """
+        A copy of the model on the CPU, with full tensors, in the main process; None in the other processes.
+
+        Args:
+            averaged: take the moving average of the weights instead of the weights, if the run keeps one.
+        """
+        weights = self._gather(self.average.averages if averaged and self.average else self.parameters)
+        return devices.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """
+        What a checkpoint keeps beside the model, as full tensors on the CPU by the names of its files.
+
+        The moments of the optimizers, and the average of the weights if there is one; empty outside the main process.
+        """
+        return {
+            OPTIMIZER_FILE: self._gather(self._moments()),
+            AVERAGE_FILE: self._gather(self.average.averages if self.average else {}),
+        }
+
+    def bytes_in_checkpoint(self) -> int:
+        """The size of a checkpoint's tensors: the weights, and what `tensors` gives."""
+        averages = self.average.averages if self.average else {}
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for named in (self.parameters, self._moments(), averages)
+            for tensor in named.values()
+        )
+
+    def load(self, saved: Checkpoint) -> None:
+        """
+        Load weights, optimizer state and the moving average from a checkpoint.
+
+        The main process reads the files and sends the tensors to the other processes.
+
+        Raises:
+            UserError: the checkpoint's tensors have other names or shapes than this model's.
+        """
+        self._read_into(saved.path / WEIGHTS_FILE, self.parameters)
+        self.model.tie_weights()
+        self.reset_optimizers()
+        optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
+        shapes = on_main(shapes_in, saved.path / OPTIMIZER_FILE)
+        for full_name, shape in shapes.items():
+            name, _, key = full_name.rpartition("|")
+            if name in self.parameters:
+                # Moments have the shape of their parameter, and its shards. Adam's step count has the shape ().
+                parameter = self.parameters[name].detach()
+                is_moment = shape == list(parameter.shape)
+                moment = torch.zeros_like(parameter) if is_moment else torch.zeros(shape, device=parameter.device)
+                optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = moment
+        if shapes:
+            self._read_into(saved.path / OPTIMIZER_FILE, self._moments())
+        if self.average:
+            self._read_into(saved.path / AVERAGE_FILE, self.average.averages)
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(saved.state["scaler"])
+
+    def _moments(self):
+        """The tensors of the optimizers, by their parameters' names and their own; none before the first step."""
+        states = {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+        return {
+            f"{name}|{key}": tensor
+            for name, parameter in self.parameters.items()
+            for key, tensor in states.get(parameter, {}).items()
+        }
+
+    def _gather(self, named):
+        """Each tensor as a full one on the CPU, by its name; empty outside the main process."""
+        gathered = {}
+        for name, tensor in named.items():
+            tensor = devices.full_tensor(tensor)
+            if self.accelerator.is_main_process:
+                gathered[name] = tensor.cpu().contiguous()
+        return gathered
+
+    def _read_into(self, path, targets):
+        """Copy the tensors of a file into the targets of the same names, in every process."""
+        is_main = self.accelerator.is_main_process
+        with safe_open(path, "pt") if is_main else contextlib.nullcontext() as file:
+
+            def check():
+                shapes = shapes_in(path)
+                wanted = {name: list(target.shape) for name, target in targets.items()}
+                if different := {
+                    name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
+                }:
+                    raise UserError(f"{path}: not of this model ({min(different)}); give a checkpoint of this run")
+
+            on_main(check)
+            for name, target in targets.items():
+                devices.scatter(file.get_tensor(name) if is_main else None, target)
+
+
+def shapes_in(path: Path) -> dict[str, list[int]]:
+    """
+    The shape of each tensor in a file of safetensors, by its name.
+
+    A checkpoint has no file of moments if all steps before were skipped.
+    """
+    if not path.exists():
+        return {}
+    with safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+def make_optimizers(
+    model: nn.Module,
+    optim: str,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+) -> list[torch.optim.Optimizer]:
+    """
+    The optimizers of a model. Each parameter is in exactly one parameter group of one optimizer.
+
+    `adamw` gives one AdamW. `muon` gives Muon for the matrices of the encoder blocks, and AdamW for all other
+    parameters. Muon makes every direction of an update equally long. That suits matrices that map hidden states to
+    hidden states, and does not suit embedding tables and heads (Jordan et al., 2024). Muon's updates are scaled to the
+    size of AdamW's (Liu et al., 2025, section 2.2), so that both use the same learning rate and weight decay.
+
+    Args:
+        model: its `base_model` has an `encoder`, as BERT models of Transformers and of this package have.
+        learning_rate: the initial rate of every group; the training step sets the rate again at each step.
+        weight_decay: for matrices and embeddings; biases and LayerNorms get 0.
+        betas, epsilon: for AdamW.
+    """
+    if optim == "adamw":
+        return [make_adamw(model.parameters(), learning_rate, weight_decay, betas, epsilon)]
+    matrices = [parameter for parameter in model.base_model.encoder.parameters() if parameter.ndim == 2]
+    matrix_ids = set(map(id, matrices))
+    others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
+    assert len(matrices) + len(others) == len(list(model.parameters()))
+    return [
+        Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
+        make_adamw(others, learning_rate, weight_decay, betas, epsilon),
+    ]
+
+
+class Muon(torch.optim.Muon):
+    """
+    PyTorch's Muon (Jordan et al., 2024), but on a CPU its updates are made orthogonal in float32.
+
+    PyTorch does that in bf16, which a CPU without bf16 instructions emulates: there a step of the recipe tiny took six
+    times as long. In float32 a step takes a seventh longer than with AdamW (benchmarks/LOG.md). The state is that of
+    PyTorch's Muon.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+            return super().step(closure)
+        assert closure is None, "steps here have their gradients"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_float32(parameter, group)
+
+    def _step_float32(self, parameter, group):
+        state, gradient, keep = self.state[parameter], parameter.grad, group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - keep)
+        update = orthogonal(gradient.lerp(average, keep), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """
+    The nearest matrix whose singular values are all about 1, by Newton-Schulz iterations (Jordan et al., 2024).
+
+    Args:
+        matrix: (m, n).
+        coefficients: of x, x^3 and x^5 in the polynomial that each iteration applies to the singular values.
+        eps: the least norm to divide by.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix  # (k, l) with k <= l, so that x x^T is the smaller product
+    x = x / x.norm().clamp(min=eps)
+    first, third, fifth = coefficients
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if is_tall else x
+
+
+def make_adamw(
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov and Hutter, 2017), without decay of biases and LayerNorms, as in BERT (appendix A.2)."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},  # matrices, embeddings
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The average of the weights
+
+
+class MovingAverage:
+    """
+    An exponential moving average of a model's weights (Polyak and Juditsky, 1992).
+
+    The average is often better than the last weights, above all while the learning rate is high (Morales-Brotons et
+    al., 2024).
+
+    Sharded weights (DTensors) are averaged shard by shard: all operations are elementwise, in place, and between
+    tensors of the same type. Create the average after FSDP2 has sharded the model, as FSDP2 replaces the parameters.
+
+    Args:
+        model: the model that is trained, without a distributed wrapper.
+        decay: the average's weight in an update, in (0, 1); the average reaches back about 1 / (1 - decay) steps.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._decay = decay
+        self._parameters = dict(model.named_parameters())  # a tied parameter appears once
+        self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """
+        Add the current weights to the average, after optimizer step `step`, counted from 1.
+
+        The decay is min(decay, (1 + step) / (10 + step)), as in TensorFlow: with the full decay from the first step
+        on, the initial weights would stay in the average for long.
+        """
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.averages.values()), list(self._parameters.values()), 1 - decay)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In this block the model has the averaged weights; afterwards, even after an error, the trained weights."""
+        trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        try:
+            self._write(self.averages)
+            yield
+        finally:
+            self._write(trained)
+
+    @torch.no_grad()
+    def _write(self, tensors):
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
