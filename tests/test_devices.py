@@ -176,7 +176,7 @@ def test_the_default_micro_batch_has_fewer_pairs_where_they_are_longer_and_takes
     [("no", "bf16", "no"), (None, "bf16", "bf16"), ("bf16", "no", "bf16"), (None, "no", None)],
 )
 def test_the_launchers_precision_is_taken_where_no_other_is_asked_for(monkeypatch, asked, launchers, precision):
-    """`accelerate launch` says `no` where nobody has chosen: then it is bf16 if the hardware has that."""
+    """`accelerate launch` also sets `no` if its user has not chosen: then it is bf16 if the hardware has that."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
     for has_bf16 in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)  # noqa: B023

@@ -123,7 +123,8 @@ def test_the_steps_of_a_gpu_have_the_losses_of_a_cpus(books, packing, attention)
     run = PretrainConfig(corpus=[str(books)], vocab_size=200, max_seq_length=48, max_steps=2, objective="nsp")
     run = replace(run, packing=packing, micro_batch_size=4, global_batch_size=24)
     text = prepare(run)
-    config = D2lBertConfig(vocab_size=len(text.tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = D2lBertConfig(vocab_size=len(text.tokenizer), initializer_range=0.5, **sizes)
     losses = {}
     for kernel, on_gpu in (("sdpa", False), (attention, True)):
         torch.manual_seed(0)

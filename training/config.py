@@ -251,7 +251,7 @@ class PretrainConfig(TextConfig):
     )
     dry_run: bool = option(
         False,
-        "only try the run out with a step of each length, and say how long the run takes, and how much memory; keeps "
+        "only time some steps, and say how many steps the run has, how long it takes, and how much memory; keeps "
         "nothing",
         OUTPUT,
         identity=False,

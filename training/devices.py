@@ -7,13 +7,9 @@ import datetime
 import logging
 import math
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import psutil
 import torch
 import torch._dynamo.config
 import torch._functorch.config
@@ -190,7 +186,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    # `accelerate launch` says no, too, where nobody has chosen.
+    # `accelerate launch` also sets `no` if its user has not chosen a precision.
     asked_for = mixed_precision or (launchers if launchers != "no" else None)
     precision = asked_for or ("bf16" if has_bf16 else "no")
     cases = {
@@ -198,11 +194,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         "mixed_precision fp16 needs a GPU; give bf16 or no": precision == "fp16" and on_cpu,
     }
     refuse_first(cases)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and precision != launchers:
+    if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" in os.environ and precision != launchers:
         logger.info(f"mixed_precision {precision}, not the launcher's {launchers}; --mixed_precision sets another")
-    if precision == "no" and state.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        logger.info("mixed_precision no: products of float32 in TF32, with 10 bits behind the point")
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
@@ -378,7 +371,7 @@ def scatter(source: torch.Tensor | None, target: torch.Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a machine is, and its peak
+# The peak of a device
 
 # The dtype of matrix products for each `mixed_precision`.
 MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -428,34 +421,3 @@ def _shortest_product(device, dtype, side, seconds):
 def _synchronize(device):
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-# Variables that set the number of OpenMP's threads, their cores, and how long they spin at a barrier.
-OPENMP_VARIABLES = (
-    *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY"),
-    *("GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME", "KMP_AFFINITY"),
-)
-
-CPUINFO = Path("/proc/cpuinfo")
-
-
-def describe_machine(accelerator: Accelerator) -> dict:
-    """
-    The entry `machine` of run_config.json, as this process sees the machine. It has no host or user name.
-
-    `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `memory_gb` the
-    machine's memory in 10^9 bytes, and `accelerator` the name of the GPU, or None on a CPU.
-    """
-    device, processor = accelerator.device, platform.processor() or platform.machine()
-    if CPUINFO.exists() and (match := re.search(r"^model name\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)):
-        processor = " ".join(match[1].split())
-    name_of = {"cuda": torch.cuda.get_device_name, "mps": lambda _: torch.backends.mps.get_name()}
-    return {
-        "device": str(device),
-        "processes": accelerator.num_processes,
-        "threads": torch.get_num_threads(),
-        "openmp": {name: os.environ[name] for name in OPENMP_VARIABLES if name in os.environ},
-        "processor": processor,
-        "accelerator": name_of[device.type](device) if device.type in name_of else None,
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-    }

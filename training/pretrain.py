@@ -93,6 +93,9 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
+        if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
+            torch.set_float32_matmul_precision("high")
+            logger.info("mixed_precision no: on this GPU products are computed in TF32, with 10 bits of mantissa")
         if run.dry_run:
             on_main(check_output_folder, run, folder, run.init_from)
             resumed = None
@@ -173,6 +176,7 @@ def train(
     ranks, tokenizer = Ranks(accelerator.num_processes, accelerator.process_index), text.tokenizer
     with together():
         held_out, identity = held_out_pairs(run, text, ranks), make_identity(run, architecture, text)
+        one_segment = held_out.beside()
     on_main(check_same_identity, gather_object([identity]))
     torch.manual_seed(run.seed)
     with together():
@@ -190,15 +194,16 @@ def train(
         with together():
             steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
         if run.dry_run:
-            report_dry_run(run, text, learner, steps)
+            report_dry_run(run, learner, steps)
             return
         start, cursor, schedule = state["step"], Cursor(*state["cursor"]), RunSchedule(run)
         record = make_record(run, architecture, text, accelerator)
         on_main(start_folder, folder, record, start)
         words = WordSaver(learner, folder, tokenizer, word_marks(run.save_words), state)
-        pusher, saved_before = None, words.start()
-        if run.push_to_hub:
-            pusher = on_main(start_pusher, run, folder, record, saved_before, share_result=False)
+        saved_before = words.start()  # a run that was killed may not have uploaded them
+        pusher = on_main(make_pusher, run, folder, record, share_result=False)
+        if pusher:
+            pusher.saved_by_words(saved_before)
         on_main(start_trackers, accelerator, folder, record, start)
         log = RunLog(accelerator, folder, run, architecture, state)
         saved = resumed  # the last checkpoint
@@ -210,7 +215,7 @@ def train(
             """Evaluate on the held-out batches; log nothing if a signal stops the run meanwhile."""
             metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
             if metrics and not stop.should_stop():
-                log.write_evaluation({**metrics, **held_out.beside()})
+                log.write_evaluation({**metrics, **one_segment})
 
         def save(step):
             scaler = accelerator.scaler
@@ -319,27 +324,21 @@ def check_same_identity(identities: list[dict]) -> None:
                 )
 
 
-def start_pusher(run: PretrainConfig, folder: Path, record: dict, saved_before: list[Path]) -> Pusher:
-    """
-    The object that uploads the run's checkpoints and model to the Hub.
-
-    Args:
-        saved_before: models saved by words seen, which a run that was killed may not have uploaded.
-    """
-    pusher = Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
-    pusher.saved_by_words(saved_before)
-    return pusher
+def make_pusher(run: PretrainConfig, folder: Path, record: dict) -> Pusher | None:
+    """The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`."""
+    if not run.push_to_hub:
+        return None
+    return Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
 
 
-def report_dry_run(run: PretrainConfig, text: PreparedText, learner: Learner, steps: TrainingSteps) -> None:
+def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps) -> None:
     """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
     minutes = time_steps(learner, steps) / 60
-    memory, tokens = used_memory(learner.accelerator.device), run.global_batch_size * run.max_seq_length
-    megabytes = learner.bytes_in_checkpoint() / 1e6
+    memory, megabytes = used_memory(learner.accelerator.device), learner.bytes_in_checkpoint() / 1e6
     parameters = sum(parameter.numel() for parameter in learner.parameters.values())
     report.info(
-        f"dry run: {run.max_steps:,} steps of {tokens:,} tokens, {steps.epochs():.1f} passes over the text, about "
-        f"{minutes:,.3g} minutes without evaluations"
+        f"dry run: {run.max_steps:,} steps of {run.global_batch_size * run.max_seq_length:,} tokens, "
+        f"{steps.epochs():.1f} passes over the text, about {minutes:,.3g} minutes without evaluations"
     )
     report.info(
         f"dry run: a model of {parameters:,} parameters; a step takes {60 * minutes / run.max_steps:.3g} s, and a "
@@ -446,6 +445,6 @@ def explain_memory() -> Iterator[None]:
         ) from None
 
 
-if __name__ == "__main__":  # `accelerate launch training/pretrain.py`, as a pretraining script of one's own is started
+if __name__ == "__main__":  # so that `accelerate launch training/pretrain.py` works, too
     sys.argv.insert(1, "pretrain")
     runpy.run_module("d2l_bert", run_name="__main__")

@@ -5,10 +5,14 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 import platform
+import re
 import shutil
 from pathlib import Path
 
+import psutil
+import torch
 from accelerate import Accelerator
 
 from d2l_bert import folders
@@ -29,13 +33,20 @@ from d2l_bert.training import checkpoint
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, Checkpoint, check_output_folder
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.data import order
-from d2l_bert.training.devices import describe_machine
 from d2l_bert.training.held_out import example_sentences, fill_mask, report
 from d2l_bert.training.initialize import hash_of_model
 from d2l_bert.training.recipes import command_line
 
 
 logger = logging.getLogger(__name__)
+
+# Variables that set the number of OpenMP's threads, their cores, and how long they spin at a barrier.
+OPENMP_VARIABLES = (
+    *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY"),
+    *("GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME", "KMP_AFFINITY"),
+)
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @contextlib.contextmanager
@@ -83,6 +94,28 @@ def make_record(
         },
     }
     return {**record, "command": command_line(record), "decay_ratio": run.decay_share()}
+
+
+def describe_machine(accelerator: Accelerator) -> dict:
+    """
+    The entry `machine` of run_config.json, as this process sees the machine. It has no host or user name.
+
+    `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `memory_gb` the
+    machine's memory in 10^9 bytes, and `accelerator` the name of the GPU, or None on a CPU.
+    """
+    device, processor = accelerator.device, platform.processor() or platform.machine()
+    if CPUINFO.exists() and (match := re.search(r"^model name\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)):
+        processor = " ".join(match[1].split())
+    name_of = {"cuda": torch.cuda.get_device_name, "mps": lambda _: torch.backends.mps.get_name()}
+    return {
+        "device": str(device),
+        "processes": accelerator.num_processes,
+        "threads": torch.get_num_threads(),
+        "openmp": {name: os.environ[name] for name in OPENMP_VARIABLES if name in os.environ},
+        "processor": processor,
+        "accelerator": name_of[device.type](device) if device.type in name_of else None,
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+    }
 
 
 def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
