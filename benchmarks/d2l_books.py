@@ -34,10 +34,8 @@ from d2l_bert import RECIPES
 from d2l_bert.folders import write_json
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training.data.batches import ALONE
-from d2l_bert.training.held_out import held_out_metrics
-from d2l_bert.training.pretrain import held_out_pairs
-from d2l_bert.training.schedule import learning_rate_share
+from d2l_bert.training.held_out import HeldOutPairs, held_out_metrics
+from d2l_bert.training.schedule import learning_rate
 
 
 LN_2 = math.log(2)
@@ -184,11 +182,14 @@ def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run and ours on the same pairs."""
     count, run = arguments.max_steps, task.run
     held_out = write_held_out(task, folder)
-    warmup, decay = run.schedule_steps(count)
-    share = [learning_rate_share(run.lr_scheduler_type, step, warmup, count, decay) for step in range(count)]
+    run = replace(run, max_steps=count, num_train_epochs=None, max_minutes=None)
     plans = {
         "d2l": ("d2l 1.0.3, the rate stays at 0.01", [RATE] * count, arguments.d2l_python),
-        "ours": ("d2l-bert, recipe d2l, the rate falls from 0.01", [run.learning_rate * s for s in share], None),
+        "ours": (
+            "d2l-bert, recipe d2l, the rate falls from 0.01",
+            [learning_rate(run, step) for step in range(1, count + 1)],
+            None,
+        ),
     }
     for name, (what, rates, python) in plans.items():
         with task.contestant(name, python or sys.executable) as contestant:
@@ -208,7 +209,9 @@ def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
 
 
 def write_held_out(task, folder) -> str:
-    return str(write_step(list(held_out_pairs(task.run, prepare(task.run), ALONE)), folder / "held-out"))
+    run, text = task.run, prepare(task.run)
+    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name())
+    return str(write_step(list(held_out), folder / "held-out"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

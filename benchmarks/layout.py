@@ -32,9 +32,8 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT
 from d2l_bert.tokenization.token_store import ARRAYS
-from d2l_bert.training.data.batches import ALONE
 from d2l_bert.training.data.steps import TrainingSteps
-from d2l_bert.training.pretrain import held_out_pairs
+from d2l_bert.training.held_out import HeldOutPairs
 
 
 SENTENCES = 20  # in a document
@@ -159,7 +158,7 @@ def measure_first_batch(folder):
     torch.set_num_threads(1)
     start = time.monotonic()
     text = prepare(run)
-    held_out = held_out_pairs(run, text, ALONE)
+    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name())
     steps = TrainingSteps(run, text, run.max_steps)
     made = steps.walk()
     next(made)

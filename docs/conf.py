@@ -8,7 +8,8 @@ import io
 import shutil
 from pathlib import Path
 
-from d2l_bert.__main__ import COMMANDS, main
+from d2l_bert.__main__ import main
+from d2l_bert.commands import COMMANDS
 
 
 project, author, release = "d2l-bert", "the authors of d2l-bert", importlib.metadata.version("d2l-bert")

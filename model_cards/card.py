@@ -37,6 +37,7 @@ RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
 RELEASE_FILE = "release.json"
+STAGED = ".hub-"  # prefix of temporary folders in a run's folder: copies of checkpoints that wait to be sent
 
 # The Hub's task (`pipeline_tag`) of each model class, without the prefix D2lBert.
 PIPELINE_TAGS = {
@@ -160,7 +161,7 @@ def card_of(
         shown={metric.key: formatted(metrics[metric.key], metric.unit) for metric in reported_metrics(metrics)},
         masked_units=MASKED,
         optimizers=OPTIMIZERS,
-        decay_ratio=run.get("decay_ratio") or record.get("decay_ratio"),
+        decay_ratio=run.get("decay_ratio"),
         software=", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items()),
         evaluation_rows=[
             (metric.name, formatted(metrics[metric.key], metric.unit))

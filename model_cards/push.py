@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
-from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, render_card
+from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, STAGED, render_card
 from d2l_bert.model_cards.config import PublishConfig, check_license
 from d2l_bert.model_cards.outgoing import outgoing, published_files
 from d2l_bert.model_cards.publish import (
@@ -27,9 +27,6 @@ from d2l_bert.model_cards.publish import (
 
 
 logger = logging.getLogger(__name__)
-
-
-STAGED = ".hub-"  # prefix of temporary folders in the run's folder: copies of checkpoints that wait to be sent
 
 
 def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) -> None:

@@ -14,8 +14,7 @@ import torch
 
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
-from d2l_bert.training import pretrain
-from d2l_bert.training.data.order import START
+from d2l_bert.training import initialize
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.optimizer import Learner
 
@@ -33,15 +32,14 @@ def at_step(step, act):
 
 
 def in_a_worker(act, step=15):
-    walk = TrainingSteps.walk
+    make = TrainingSteps.__getitem__
 
-    def sometimes(steps, start=0, cursor=START, worker=0, workers=1):
-        for number, made in enumerate(walk(steps, start, cursor, worker, workers)):
-            if start + worker + number * workers == step:
-                act()
-            yield made
+    def sometimes(steps, drawn):
+        if drawn[0] == step:
+            act()
+        return make(steps, drawn)
 
-    TrainingSteps.walk = sometimes
+    TrainingSteps.__getitem__ = sometimes
 
 
 def refuse():
@@ -67,12 +65,10 @@ def stuck_before_the_first_step():
         print("waiting for a message that is never sent", file=sys.stderr, flush=True)
         torch.distributed.recv(torch.zeros(1), src=1 - torch.distributed.get_rank())
 
-    pretrain.make_model = wait
+    initialize.make_model = wait
 
 
 FAULTS = {
-    "refusal in a worker": lambda: in_a_worker(refuse),
-    "bug in a worker": lambda: in_a_worker(stumble),
     "endless worker": lambda: in_a_worker(lambda: time.sleep(600)),
     "refusal": lambda: at_step(15, refuse),
     "bug": lambda: at_step(15, stumble),

@@ -34,8 +34,8 @@ class Corpus:
 
     def laid_out(self, max_seq_length, seed=0, documents=None, **options):
         documents = np.arange(len(self)) if documents is None else np.array(documents)
-        pieces = made_by.Pieces(self.document_starts[documents], self.document_starts[documents + 1])
-        pairs = made_by.lay_out(self, pieces, np.random.default_rng(seed), max_seq_length=max_seq_length, **options)
+        pieces = self.document_starts[documents], self.document_starts[documents + 1]
+        pairs = made_by.lay_out(self, *pieces, np.random.default_rng(seed), max_seq_length=max_seq_length, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
         for name in PAIR.names:

@@ -9,8 +9,8 @@ from conftest import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.training.devices import matmul_peak
-from d2l_bert.training.log import training_arithmetic
 
 
 ROWS, LENGTH, PREDICTED = 5, 17, 3

@@ -8,7 +8,7 @@ from encoders import load, write_encoders
 from numpy.testing import assert_allclose
 
 from d2l_bert.__main__ import main
-from d2l_bert.training.initialize import load_encoder
+from d2l_bert.modeling.loading import load_encoder
 from d2l_bert.training.vectors.attention import attention_of
 
 

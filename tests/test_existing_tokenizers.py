@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, 
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.__main__ import main
+from d2l_bert.modeling.loading import hash_of_model, load_tokenizer
 from d2l_bert.tokenization.encoding import SentenceEncoder
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import (
@@ -26,7 +27,6 @@ from d2l_bert.tokenization.wordpiece import (
 )
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import BatchMaker, ordinary_ids
-from d2l_bert.training.initialize import hash_of_model, load_tokenizer
 
 
 TEXTS = [

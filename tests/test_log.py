@@ -1,4 +1,4 @@
-"""What a run measures and reports: speed, padding, waiting, memory; the log that only grows; trackers."""
+"""What a run measures and reports: speed, padding, waiting, memory; the log, also of a resumed run; trackers."""
 
 import ctypes
 import errno
@@ -16,9 +16,11 @@ from accelerate import Accelerator
 from conftest import SIZES
 
 from d2l_bert import D2lBertConfig
+from d2l_bert.messages import UserError
+from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.training import log
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.log import RunLog, kind_of, read_rows, training_arithmetic
+from d2l_bert.training.log import RunLog, kind_of
 from d2l_bert.training.optimizer import StepStats
 
 
@@ -50,12 +52,17 @@ def start(tmp_path, monkeypatch):
     return started
 
 
+def rows_of(run_log):
+    return [json.loads(line) for line in run_log.path.read_text().splitlines()]
+
+
 def row_of(run_log, *steps):
     """The row of some more steps."""
     for step in steps:
         run_log.add_step(run_log.step + 1, step, 0.1)
     run_log.write_row()
-    return read_rows(run_log.path)[-1]
+    assert rows_of(run_log)[-1] == run_log.rows[-1]
+    return run_log.rows[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,7 +80,9 @@ def test_padding_and_waiting_time_are_measured(start):
     assert row["padding_share"] == 0.25 and row["loss"] == 5 and row["data_wait_share"] == pytest.approx(0.5, abs=0.2)
     time.sleep(0.02)
     assert row_of(run_log, STEP)["data_wait_share"] == 0
-    assert run_log.totals["train_pairs"] == 9 and run_log.speed()["train_padding_share"] == 0.25
+    assert sum(row["pairs"] for row in run_log.rows) == 9 and run_log.speed()["train_padding_share"] == pytest.approx(
+        0.25
+    )
     assert 0 < run_log.speed()["train_data_wait_share"] < row["data_wait_share"]
 
 
@@ -92,7 +101,7 @@ def test_an_evaluation_takes_no_time_from_the_speed(start):
     with run_log.clock_stopped():
         time.sleep(0.3)
     row_of(run_log, STEP)
-    assert run_log.totals["train_seconds"] < 0.2
+    assert run_log.speed()["train_seconds"] < 0.2
 
 
 def test_a_row_leaves_steps_out_that_were_skipped_or_had_no_token_to_predict(start):
@@ -106,9 +115,43 @@ def test_a_row_leaves_steps_out_that_were_skipped_or_had_no_token_to_predict(sta
 def test_a_resumed_run_adds_to_the_figures_of_the_run_before(start, tmp_path):
     first = start()
     row_of(first, STEP, STEP)
-    resumed = start(step=2, **first.totals)
-    row_of(resumed, STEP)
-    assert resumed.totals["train_pairs"] == 9 and resumed.totals["train_seconds"] > first.totals["train_seconds"]
+    before = first.speed()
+    row_of(first, STEP)  # is lost, as the run goes on from step 2
+    resumed = start(step=2)
+    row_of(resumed, STEP, STEP)
+    after = resumed.speed()
+    assert before["train_pairs_per_second"] * before["train_seconds"] == pytest.approx(6)
+    assert after["train_pairs_per_second"] * after["train_seconds"] == pytest.approx(12)
+    assert after["train_tokens_per_second"] * after["train_seconds"] == pytest.approx(240)
+    assert after["train_seconds"] > before["train_seconds"]
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 1, "los\n', b"[1, 2]\n", b'{"loss": 1}\n', b"\xff\xfe\n"])
+def test_a_damaged_log_is_refused_and_stays_as_it_is(start, tmp_path, damage):
+    row_of(start(), STEP)
+    path = tmp_path / "training_log.jsonl"
+    content = damage + path.read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="training_log.jsonl: damaged"):
+        start(step=1)
+    assert path.read_bytes() == content
+
+
+def test_rows_that_the_log_has_lost_are_said(start, tmp_path, caplog):
+    first = start()
+    row_of(first, STEP)
+    row_of(first, STEP)
+    start(step=2, rows=2)
+    assert not caplog.records
+    first.path.write_bytes(first.path.read_bytes().partition(b"\n")[2])
+    with caplog.at_level("WARNING", "d2l_bert"):
+        resumed = start(step=2, rows=2)
+    assert "training_log.jsonl" in caplog.text and len(resumed.rows) == 1
+
+
+def test_a_run_that_goes_on_from_its_last_step_without_its_log_says_so(start):
+    with pytest.raises(UserError, match="training_log.jsonl"):
+        start(step=20).speed()
 
 
 @pytest.mark.skipif(
@@ -144,7 +187,7 @@ def made_again(run_log, first, last):
             run_log.write_evaluation({"eval_mlm_loss": 0.2 * step, "eval_mlm_accuracy": 0.5})
 
 
-def test_resuming_a_log_cut_at_any_byte_repeats_and_loses_no_row(start, tmp_path, monkeypatch):
+def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, tmp_path, monkeypatch):
     """The run is killed after the checkpoint of step 4; the log may end at every byte from there on."""
     # Each row is written a second after the one before, by a process of the same size.
     monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=functools.partial(next, itertools.count())))
@@ -159,8 +202,7 @@ def test_resuming_a_log_cut_at_any_byte_repeats_and_loses_no_row(start, tmp_path
         run_log.path.write_bytes(content[:size])
         made_again(start(step=4), 5, 6)
         now = run_log.path.read_bytes()
-        whole = content[: content[:size].rfind(b"\n") + 1]
-        assert now.startswith(whole) and now == content, size
+        assert now == content, size
         rows = [json.loads(line) for line in now.decode().splitlines()]
         kinds = [(row["step"], kind_of(row)) for row in rows]
         assert len(set(kinds)) == len(kinds) == 10, size
@@ -201,7 +243,7 @@ def report_run(start, folder, first, last):
     run_log = start(folder / f"from-{first}", first - 1, accelerator)
     made_again(run_log, first, last)
     accelerator.end_training()
-    return read_rows(run_log.path)
+    return rows_of(run_log)
 
 
 def test_tensorboard_holds_the_numbers_of_the_log_and_resumed_steps_only_once(start, tmp_path):

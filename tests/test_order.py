@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from stores import corpus_of
 
 from d2l_bert.tokenization.token_store import find
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
 from d2l_bert.training.data.order import START, EpochPairs
-
-
-SEGMENTS = {"pairing": "segments", "max_seq_length": 24, "short_seq_prob": 0.1}
 
 
 @contextmanager
@@ -44,7 +42,7 @@ def corpus(tmp_path_factory):
 
 def make(corpus, weights=()):
     """The pairs of a corpus of two sources."""
-    return EpochPairs(corpus, SEGMENTS, seed=1, weights=weights)
+    return EpochPairs(corpus, PretrainConfig(objective="nsp", seed=1, source_weights=[*map(str, weights)]), 24)
 
 
 def windows_of(pairs, epoch):
@@ -61,7 +59,7 @@ def laid_out_by(pairs):
 def sentences_in(pairs, epoch):
     """The numbers of the sentences in an epoch's windows, in their order."""
     pieces = [pairs.pieces(epoch, window) for window in range(pairs.windows(epoch))]
-    spans = [span for piece in pieces for span in zip(piece.firsts, piece.ends, strict=True)]
+    spans = [span for firsts, ends in pieces for span in zip(firsts, ends, strict=True)]
     return [sentence for first, end in spans for sentence in range(first, end)]
 
 
@@ -96,9 +94,9 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case):
         pairs = make(corpus, np.diff(ends).tolist() if is_weighted else ())
         found, pieces_of = [], Counter()
         for window in range(pairs.windows(3)):
-            pieces = pairs.pieces(3, window)
-            documents = find(corpus.document_starts, pieces.firsts)
-            for document, first, end in zip(documents, pieces.firsts, pieces.ends, strict=True):
+            firsts, ends = pairs.pieces(3, window)
+            documents = find(corpus.document_starts, firsts)
+            for document, first, end in zip(documents, firsts, ends, strict=True):
                 inside = corpus.sentences(document).tolist()
                 assert inside[0] <= first < end <= inside[-1] + 1
                 found += range(first, end)
@@ -118,14 +116,12 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case):
 def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpus, several_windows):
     expected = np.concatenate([window for epoch in range(3) for window in windows_of(make(corpus), epoch)])
     pairs = make(corpus)
-    found, keys, _ = pairs.take(START, len(expected))
-    np.testing.assert_array_equal(found, expected)
-    assert len(set(keys.tolist())) == len(expected)
+    np.testing.assert_array_equal(pairs.take(START, len(expected))[0], expected)
+    assert len(set(expected["key"].tolist())) == len(expected)
     cursors = [START]
     for start in range(0, len(expected) - 100, 100):
-        some, its_keys, cursor = pairs.take(cursors[-1], 100)
+        some, cursor = pairs.take(cursors[-1], 100)
         np.testing.assert_array_equal(some, expected[start : start + 100])
-        np.testing.assert_array_equal(its_keys, keys[start : start + 100])
         cursors.append(cursor)
     for number in range(len(cursors) - 2, 0, -3):  # backwards
         np.testing.assert_array_equal(pairs.take(cursors[number], 100)[0], expected[number * 100 : number * 100 + 100])
@@ -134,26 +130,24 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
 @pytest.mark.parametrize("start", [0, 1, 400, 1700])
 def test_pairs_go_on_after_a_cursor_without_laying_out_what_is_before_it(corpus, several_windows, start):
     whole = make(corpus)
-    cursor = whole.take(START, start)[2] if start else START
-    expected = [array[start:] for array in whole.take(START, start + 600)[:2]]
+    cursor = whole.take(START, start)[1] if start else START
     pairs = make(corpus)
     laid_out = laid_out_by(pairs)
-    for found, of_whole in zip(pairs.take(cursor, 600)[:2], expected, strict=True):
-        np.testing.assert_array_equal(found, of_whole)
+    np.testing.assert_array_equal(pairs.take(cursor, 600)[0], whole.take(START, start + 600)[0][start:])
     # Every window from the one that holds the first pair on, each once.
-    following = [(cursor.epoch, cursor.window)]
+    following = [cursor[:2]]
     while len(following) < len(laid_out):
         epoch, window = following[-1]
         is_last = window + 1 == pairs.windows(epoch)
         following.append((epoch + 1, 0) if is_last else (epoch, window + 1))
     assert laid_out == following
-    assert cursor.pair <= len(whole.window(cursor.epoch, cursor.window))
+    assert cursor[2] <= len(whole.window(*cursor[:2]))
 
 
 def test_a_window_taken_to_its_last_pair_is_followed_by_the_next(corpus, several_windows):
     pairs = make(corpus)
     first, second = pairs.window(0, 0), pairs.window(0, 1)
-    cursor = pairs.take(START, len(first))[2]
+    cursor = pairs.take(START, len(first))[1]
     np.testing.assert_array_equal(pairs.take(cursor, 3)[0], second[:3])
 
 
@@ -168,7 +162,7 @@ def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, shar
     tokens = np.diff(corpus.first_tokens([0, 50, 120]))
     share = tokens[1] / tokens.sum() if share == "as it is" else share
     pairs = make(corpus, weights=(3 * (1 - share), 3 * share))  # up to a common factor
-    assert min(source.stretches for source in pairs.sources) >= order.WEIGHTED_STRETCHES
+    assert min(pairs.stretches) >= order.WEIGHTED_STRETCHES
     taken = [np.array(sentences_in(pairs, epoch)) for epoch in range(5)]
     lengths, sides = np.diff(corpus.sentence_starts), ((0, border), (border, int(corpus.document_starts[-1])))
     for number, (first, end) in enumerate(sides):

@@ -12,12 +12,12 @@ from stores import tokens_of
 
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
+from d2l_bert.modeling.loading import load_tokenizer
 from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents
-from d2l_bert.training.initialize import load_tokenizer
 
 
 OPTIONS = [*(option for option in SMALL if not option.startswith("--vocab_size")), "--mixed_precision=no"]

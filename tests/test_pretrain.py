@@ -18,8 +18,8 @@ from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.held_out import HeldOutPairs
 from d2l_bert.training.optimizer import Learner
-from d2l_bert.training.pretrain import check_same_identity
 from d2l_bert.training.recipes import RECIPES
+from d2l_bert.training.run_folder import check_same_identity
 
 
 @pytest.mark.slow

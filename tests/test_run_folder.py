@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import MODEL_FILES, SMALL
@@ -12,7 +13,8 @@ from filelock import FileLock, Timeout
 
 from d2l_bert import folders
 from d2l_bert.__main__ import main
-from d2l_bert.training import pretrain, run_folder
+from d2l_bert.training import run_folder
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.log import RunLog
 
 
@@ -80,7 +82,7 @@ def dying(monkeypatch):
         monkeypatch.setattr(os, name, counted("delete", getattr(os, name)))
     monkeypatch.setattr(folders, "sync", counted("sync", folders.sync))
     for function in (run_folder.start_folder, run_folder.finish_folder):
-        monkeypatch.setattr(pretrain, function.__name__, watched(function))
+        monkeypatch.setattr(run_folder, function.__name__, watched(function))
 
     def die(number):
         nonlocal last, dead
@@ -151,6 +153,16 @@ def test_deletions_and_new_files_are_on_disk_before_the_new_weights(runs, dying)
     others = [("rename", name) for name in MODEL_FILES - {WEIGHTS}]
     assert done[gone + 1] == ("sync", folder.name) and sorted(done[gone + 2 : there - 1]) == sorted(others)
     assert done[there - 1] == done[there + 1] == ("sync", folder.name)
+
+
+def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_record_is_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: os._exit(9))
+    if (child := os.fork()) == 0:
+        folders.write_json(tmp_path / run_folder.card.RUN_FILE, {})
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    with run_folder.output_folder(PretrainConfig(), tmp_path):
+        pass
 
 
 def test_a_run_that_waited_for_a_deleted_lock_file_locks_the_new_one(tmp_path):

@@ -11,7 +11,7 @@ from d2l_bert.training import schedule
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.steps import Stage
 from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.schedule import RunSchedule, learning_rate_share, steps_for_minutes, time_steps
+from d2l_bert.training.schedule import due_after, learning_rate, steps_for_minutes, time_steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,9 @@ def test_learning_rates_equal_transformers_except_that_the_first_step_is_not_zer
     """Transformers starts at 0, so during warm-up our rate is that of its next step. Afterwards both are equal."""
     theirs = transformers_shares(kind, warmup_steps, 100, decay_steps)
     expected = theirs[1 : warmup_steps + 1] + theirs[warmup_steps:100]
-    ours = [learning_rate_share(kind, step, warmup_steps, 100, decay_steps) for step in range(100)]
+    ratios = {"warmup_ratio": max(0, warmup_steps - 0.5) / 100, "decay_ratio": (decay_steps + 0.5) / 100}
+    run = PretrainConfig(max_steps=100, lr_scheduler_type=kind, learning_rate=1.0, **ratios)
+    ours = [learning_rate(run, step) for step in range(1, 101)]
     assert ours == pytest.approx(expected, abs=1e-12)
 
 
@@ -46,7 +48,7 @@ def test_the_rates_of_a_run_rise_to_its_learning_rate_and_fall_in_its_last_steps
     run = PretrainConfig(max_steps=100, learning_rate=0.5, warmup_ratio=0.25, decay_ratio=0.5)
     run.lr_scheduler_type = "warmup_stable_decay"
     theirs = transformers_shares("warmup_stable_decay", 25, 100, 50)
-    rates = [RunSchedule(run).learning_rate(step) for step in range(1, 101)]
+    rates = [learning_rate(run, step) for step in range(1, 101)]
     assert rates == pytest.approx([0.5 * share for share in theirs[1:26] + theirs[25:100]], abs=1e-12)
 
 
@@ -55,16 +57,16 @@ def test_the_rates_of_a_run_rise_to_its_learning_rate_and_fall_in_its_last_steps
 
 
 def test_what_is_due_after_each_step():
-    run_schedule = RunSchedule(PretrainConfig(max_steps=20, logging_steps=3, eval_steps=5, save_steps=7))
-    due = {step: run_schedule.due_at(step) for step in range(1, 21)}
+    run = PretrainConfig(max_steps=20, logging_steps=3, eval_steps=5, save_steps=7)
+    due = {step: due_after(run, step) for step in range(1, 21)}
     assert {step for step in due if "evaluate" in due[step]} == {5, 10, 15, 20}
     assert {step for step in due if "save" in due[step]} == {7, 14, 20}
     assert {step for step in due if "log" in due[step]} == {3, 6, 9, 12, 15, 18} | {5, 10, 15, 20} | {7, 14, 20}
 
 
 def test_a_run_without_these_options_has_a_hundred_rows_ten_evaluations_and_ten_checkpoints():
-    run_schedule = RunSchedule(PretrainConfig(max_steps=5000))
-    due = [run_schedule.due_at(step) for step in range(1, 5001)]
+    run = PretrainConfig(max_steps=5000)
+    due = [due_after(run, step) for step in range(1, 5001)]
     counts = {name: sum(name in of_step for of_step in due) for name in ("log", "evaluate", "save")}
     assert counts == {"log": 100, "evaluate": 10, "save": 10}
 
@@ -90,7 +92,7 @@ class Timed:
 
 def steps_of(*stages):
     """Steps of some stages, each (first step, end, seconds of each step)."""
-    made = [Stage(first, end, None, None, 0, True) for first, end, _ in stages]
+    made = [Stage(first, end, None, None, 0) for first, end, _ in stages]
 
     def walk(start):
         for first, end, seconds in stages:

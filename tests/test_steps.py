@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
 from d2l_bert.training.data.batches import ALONE, Ranks
-from d2l_bert.training.data.order import START, Cursor, EpochPairs
-from d2l_bert.training.data.steps import TrainingSteps, load
+from d2l_bert.training.data.order import START, EpochPairs
+from d2l_bert.training.data.steps import Step, TrainingSteps, load
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +104,8 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
         for step in itertools.islice(steps.walk(), whole_steps)
         for sequence in sequences_of(step.micro_batches)
     ]
-    pairs, keys, _ = stage.pairs.take(START, 32 * whole_steps)
-    expected = [stage.make_batch(pairs[pair : pair + 1], keys[pair : pair + 1]) for pair in range(len(pairs))]
+    pairs, _ = stage.pairs.take(START, 32 * whole_steps)
+    expected = [stage.make_batch(pairs[pair : pair + 1]) for pair in range(len(pairs))]
     assert sorted(held, key=str) == sequences_of(expected) and whole_steps < 50
     assert ("next_sentence_label" in expected[0]) == (objective != "none")
 
@@ -159,7 +158,7 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
         stage.pairs._open = None, None  # a new process has laid out nothing
 
     def recorded(pairs, epoch, window):
-        laid_out.append((pairs.pairing["max_seq_length"], epoch, window))
+        laid_out.append((pairs.length, epoch, window))
         return pieces(pairs, epoch, window)
 
     monkeypatch.setattr(EpochPairs, "pieces", recorded)
@@ -167,8 +166,8 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     if step == 50:  # the first step of another length
         assert laid_out == [(48, 0, 0)]
     else:
-        assert min(laid_out) == (24 if step < 50 else 48, cursor.epoch, cursor.window)
-        assert cursor > Cursor(0, 0, 32)
+        assert min(laid_out) == (24 if step < 50 else 48, *cursor[:2])
+        assert cursor > (0, 0, 32)
 
 
 def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken():
@@ -177,33 +176,24 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
     class Steps:
         on_gpu = False
 
-        def walk(self, start, cursor):
-            for step in range(start, 6):
-                threads.append(threading.current_thread())
-                made[step].set()
-                if step == 4:
-                    raise ValueError("cache: cannot be written")
-                yield Numbered(step)
+        def draw(self, start, cursor):
+            return iter(range(start, 6))
+
+        def __getitem__(self, number):
+            threads.append(threading.current_thread())
+            made[number].set()
+            if number == 4:
+                raise ValueError("cache: cannot be written")
+            return Step([], torch.zeros(5), cursor=(0, 0, number), words=0.0)
 
     loaded = load(Steps())
-    assert next(loaded).number == 0 and made[3].wait(60)  # two wait in the queue, one for a place in it
+    assert next(loaded).cursor[2] == 0 and made[3].wait(60)  # two beside the one that follows
     assert not made[4].is_set()
-    assert [next(loaded).number for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
+    assert [next(loaded).cursor[2] for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert threading.current_thread() not in threads
     assert list(load(Steps(), 6)) == []
-
-
-class Numbered(SimpleNamespace):
-    """A step of no micro-batch."""
-
-    def __init__(self, number):
-        super().__init__(number=number, micro_batches=[])
-
-    def _replace(self, micro_batches):
-        assert micro_batches == []
-        return self
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -231,8 +221,8 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
 def test_a_batch_equals_one_built_by_hand(text):
     tokenizer = text.tokenizer
     stage = make_steps(text).stages[1]
-    rows, keys, _ = stage.pairs.take(START, 8)
-    batch = stage.make_batch(rows, keys)
+    rows, _ = stage.pairs.take(START, 8)
+    batch = stage.make_batch(rows)
     for number, pair in enumerate(rows):
         a = text.train.ids[pair["a_start"] : pair["a_end"]].tolist()
         b = text.train.ids[pair["b_start"] : pair["b_end"]].tolist()

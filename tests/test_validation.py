@@ -64,7 +64,7 @@ def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, b
     for name, value in held_out_metrics(counts, PAIR_TASKS["nsp"]).items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     # Every token of the text is in some pair, and no token of the training text: the corpus has other documents.
-    (pairs,) = [pairs for pairs, _ in held_out.parts()]
+    (pairs,) = held_out.parts()
     spans = [(pair["a_start"], pair["a_end"]) for pair in pairs] + [(pair["b_start"], pair["b_end"]) for pair in pairs]
     starts = text.held_out.sentence_starts
     met = {int(find(starts, start)) for start, end in spans if end > start}

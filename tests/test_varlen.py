@@ -18,8 +18,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.modeling import modeling_d2l_bert as modeling
+from d2l_bert.modeling.fast_paths import VARLEN, without_padding
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training.data.steps import VARLEN, TrainingSteps, without_padding
+from d2l_bert.training.data.steps import TrainingSteps
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

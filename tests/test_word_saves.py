@@ -10,6 +10,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.checkpoint import folder_name, word_marks
+from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
 
@@ -60,7 +61,7 @@ def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
         (tmp_path / "text" / f"{number}.txt").write_text(words)
     text = prepare(TextConfig(corpus=[str(tmp_path / "text")], vocab_size=60, preprocessing_num_workers=1))
     corpus = text.train
-    pairs = EpochPairs(corpus, PAIRING, seed=1).window(0, 0)
+    pairs = EpochPairs(corpus, PretrainConfig(objective="nsp"), 32).window(0, 0)
     expected = 0.0
     starts = corpus.first_tokens(np.arange(len(corpus) + 1))
     words = [4 * 40] * len(corpus)  # in each text
@@ -72,9 +73,6 @@ def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
                 expected += words[document] / (starts[document + 1] - starts[document])
     assert words_in(corpus, pairs) == pytest.approx(expected, rel=1e-9) and expected > 500
     assert len(corpus.ids) > 1.1 * corpus.words_before[-1]  # so that a token is not a word
-
-
-PAIRING = {"pairing": "segments", "max_seq_length": 32, "objective": "nsp", "short_seq_prob": 0.1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_entry, cache_folder, cached_json, short_hash
+from d2l_bert.folders import cache_entry, cache_folder, reading_cache, short_hash, write_once
 from d2l_bert.messages import UserError, explained
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
@@ -264,7 +265,9 @@ def fit_tokenizer(
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     made_of = text_backend(existing) if existing else options
     path = cache_entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
-    found = cached_json(path, "training a tokenizer", fit)
+    write_once(path, "training a tokenizer", lambda partial: (partial / "content.json").write_text(json.dumps(fit())))
+    with reading_cache(path):
+        found = json.loads((path / "content.json").read_text())
     tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:
         logger.info(

@@ -46,6 +46,21 @@ def corpus_is_prepared(run: TextConfig) -> bool:
     return not run.dataset and bool(paths) and all(is_prepared_folder(path) for path in paths)
 
 
+def fixed_options(run: TextConfig) -> dict[str, str]:
+    """The options whose values follow from the tokenizer or the prepared folder that a run names; what fixes each."""
+    fixed, tokenizer = {}, run.existing_tokenizer()
+    if tokenizer is not None:  # extend_vocab goes with an existing tokenizer, and uses min_frequency
+        free = {"min_frequency"} if run.extend_vocab else set()
+        fixed = dict.fromkeys({*TOKENIZER_TRAINING_OPTIONS} - free, f"the tokenizer of {tokenizer}")
+    if corpus_is_prepared(run):
+        free = {"corpus", "max_unknown_share"}
+        if run.validation_corpus or run.validation_dataset:  # how a validation text is read
+            free |= {"text_column", "separator", "streaming", "preprocessing_num_workers"}
+        names = {field.name for field in dataclasses.fields(TextConfig)} - free
+        fixed |= dict.fromkeys(names, f"the prepared folder {run.text_paths()[0]}")
+    return fixed
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The text
 
@@ -170,6 +185,24 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
 # The options that may differ between parts: those of the tokenizer, since the tokenizers themselves are compared, and
 # the language, since each part may have its own.
 _FREE_OPTIONS = {*TOKENIZER_TRAINING_OPTIONS, "extend_vocab", "language"}
+
+
+def check_prepared_folders(folders: Sequence[Path]) -> str:
+    """
+    Read every byte of prepared folders that make one corpus, and say what each holds, a line each.
+
+    Raises:
+        UserError: a path is no prepared folder, or as in `read_prepared_folders`.
+    """
+    way_out = "give one that `d2l-bert prepare` has made"
+    refuse_first({f"{folder}: no prepared folder; {way_out}": not is_prepared_folder(folder) for folder in folders})
+    lines = []
+    for folder in folders:
+        text = read_prepared_folder(folder, check_large=True)
+        documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
+        lines.append(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
+    read_prepared_folders(folders)  # whether they are parts of one corpus
+    return "\n".join(lines)
 
 
 def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:

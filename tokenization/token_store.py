@@ -110,7 +110,7 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
     write_store(folder, vocab_size, len(corpora), sections)
 
 
-def ranges(firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
     """The whole numbers from each first up to the end that belongs to it, one range after the other."""
     counts = ends - firsts
     return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)

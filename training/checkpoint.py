@@ -14,9 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from d2l_bert import folders
-from d2l_bert.folders import content_hash
-from d2l_bert.messages import GO_ON, UserError, explained, refuse_first
-from d2l_bert.model_cards.card import RUN_FILE
+from d2l_bert.messages import GO_ON, UserError, explained
 from d2l_bert.modeling.conversion import save_with_code
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.devices import on_main
@@ -59,7 +57,7 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
             if named:
                 save_file(named, partial / name)
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        hashes = {path.name: content_hash(path) for path in sorted(partial.iterdir())}
+        hashes = {path.name: folders.content_hash(path) for path in sorted(partial.iterdir())}
         (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes}, indent=2) + "\n")
     for old in checkpoints(final.parent)[:-keep]:
         try:
@@ -106,8 +104,11 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint folder."""
-    return int(re.search(r"\d+", path.name).group())
+    """The step of a checkpoint, whatever its folder's name; of a damaged one, the step in the name."""
+    try:
+        return int(json.loads((path / STATE_FILE).read_text())["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return int(re.search(r"\d+", path.name).group())
 
 
 def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
@@ -124,10 +125,8 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     Raises:
         UserError: `wanted` is not a checkpoint, or is damaged; or all checkpoints in `folder` are damaged.
     """
-    if wanted is None:
-        return None
     if wanted != "latest":
-        return read_checkpoint(Path(wanted))
+        return wanted and read_checkpoint(Path(wanted))
     paths = checkpoints(folder)
     if not paths:
         logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
@@ -157,59 +156,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         f"{path}: damaged", "give another checkpoint", OSError, ValueError, KeyError, TypeError, AttributeError
     ):
         for name, saved_hash in json.loads((path / MANIFEST_FILE).read_text())["sha256"].items():
-            if content_hash(path / name) != saved_hash:
+            if folders.content_hash(path / name) != saved_hash:
                 raise UserError(f"{name} is not as it was saved")
         return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The output folder of a run
-
-
-def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
-    """
-    Check that a run may write to a folder, which need not exist.
-
-    Args:
-        run: the options, with `overwrite_output_dir` and `resume_from_checkpoint`.
-        start: the folder or id of the model to start from, if there is one.
-        is_finetuning: whether the command is `finetune`.
-
-    Raises:
-        UserError: the path is a file; the folder holds the model to start from, other files without a run, or a run
-            of another command; or a run that the options neither resume nor replace, or both, or that is finished and
-            has no checkpoint to resume from.
-    """
-    if not folder.is_dir():
-        return
-    entries = {path.name for path in folder.iterdir()} - {folders.LOCK_FILE, f".{RUN_FILE}.part"}  # of killed runs
-    source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
-    of_finetuning = "finetune" in folders.read_json(folder / RUN_FILE)
-    is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
-    ways_out = "replace it with --overwrite_output_dir, or name another folder"
-    cases = {
-        "holds the model to start from; name another folder": (
-            start and source.exists() and folder.resolve() in (source, *source.parents)
-        ),
-        f"holds other files ({min(entries, default='')}) and no run; name a new or empty folder": (
-            entries and RUN_FILE not in entries
-        ),
-    }
-    if RUN_FILE in entries:
-        cases |= {
-            "holds a run of another command; name a new or empty folder": is_finetuning != of_finetuning,
-            "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one": (
-                resumed and not is_kept
-            ),
-            f"holds another run than that of {resumed}; name a new folder": (
-                is_named and Path(resumed).resolve().parent != folder.resolve()
-            ),
-            f"holds a finished run and no checkpoint to go on from; {ways_out}": (
-                is_kept and not is_named and WEIGHTS_FILE in entries and not checkpoints(folder)
-            ),
-            f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
-        }
-    refuse_first(cases, f"output_dir {folder}: ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,7 +168,7 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
 WORDS_FILE = "words_seen.json"
 
 PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
-UNITS = {"": 1, "k": 10**3, "M": 10**6}
+UNITS = {"m": 10**6, "k": 10**3, "": 1}
 
 
 def word_marks(entries: list[str]) -> list[int]:
@@ -232,21 +181,22 @@ def word_marks(entries: list[str]) -> list[int]:
     marks = []
     for entry in entries:
         match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
-        unit = match and {"": "", "k": "k", "m": "M"}[match[2].lower()]
-        words = match and int(match[1].replace("_", "")) * UNITS[unit]
+        words = match and int(match[1].replace("_", "")) * UNITS[match[2].lower()]
         if not words or words >= 2**63:
             raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
         if marks and words <= marks[-1]:
-            before = entries[len(marks) - 1]
-            raise UserError(f"save_words: {entry} must be more than the {before} before it; give each once, in order")
+            raise UserError(
+                f"save_words: {entry} must be more than the {entries[len(marks) - 1]} before it; give each once, in "
+                f"order"
+            )
         marks.append(words)
     return marks
 
 
 def folder_name(words: int) -> str:
     """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
-    unit = next(unit for unit in ("M", "k", "") if words % UNITS[unit] == 0)
-    return f"{PREFIX}{words // UNITS[unit]}{unit}"
+    unit = next(unit for unit, size in UNITS.items() if words % size == 0)
+    return f"{PREFIX}{words // UNITS[unit]}{unit.replace('m', 'M')}"
 
 
 def word_folders(folder: Path) -> dict[Path, int]:
@@ -272,25 +222,20 @@ class WordSaver:
     def __init__(self, learner, folder: Path, tokenizer, marks: list[int], state: dict):
         self.learner, self.folder, self.tokenizer = learner, folder, tokenizer
         self.seen = state.get("words_seen", 0.0)  # the run adds the words of each step
-        # Words seen when the last model was due: a step that is skipped saves none, and the next step makes up for it.
-        self.settled = state.get("words_settled", 0.0)
-        self.waiting = [mark for mark in marks if mark > self.settled]
+        self.waiting = [mark for mark in marks if mark > self.seen]
 
-    def start(self) -> list[Path]:
+    def keep_earlier(self) -> list[Path]:
         """
-        Delete saved models that the run will save again, or, at its start, those of an earlier run.
+        In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
+        run.
 
         Returns:
             The models that were saved before the checkpoint to resume from.
         """
-
-        def keep_earlier():
-            for path, words in word_folders(self.folder).items():
-                if words in self.waiting or not self.settled:
-                    delete(path)
-            return list(word_folders(self.folder))
-
-        return on_main(keep_earlier)
+        for path, words in word_folders(self.folder).items():
+            if words in self.waiting or not self.seen:
+                delete(path)
+        return list(word_folders(self.folder))
 
     def save_due(self, step: int) -> list[Path]:
         """
@@ -305,7 +250,6 @@ class WordSaver:
             UserError: a folder cannot be written.
         """
         reached = [mark for mark in self.waiting if mark <= self.seen]
-        self.settled = self.seen
         if not reached:
             return []
         self.waiting = self.waiting[len(reached) :]

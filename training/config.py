@@ -1,7 +1,5 @@
 """The options of a pretraining run (`PretrainConfig`), apart from the architecture (`D2lBertConfig`); their checks."""
 
-import contextlib
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +8,6 @@ from d2l_bert.messages import UserError
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import TextConfig
 
-
-# A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
-DECAY_RATIO = 0.2
 
 # The default micro-batch in tokens: enough to keep a CPU busy, few enough for its memory.
 MICRO_BATCH_TOKENS = 2**14
@@ -152,9 +147,10 @@ class PretrainConfig(TextConfig):
     warmup_ratio: float = option(
         0.1, "share of the steps in which the learning rate rises", OPTIMIZER, within="[0, 1]"
     )
-    decay_ratio: float | None = option(
-        None,
-        f"share of the steps in which the rate of warmup_stable_decay falls; the default is {DECAY_RATIO}",
+    # A decay over 20 % of the steps reaches the same loss as a cosine schedule (Hägele et al., 2024, section 3).
+    decay_ratio: float = option(
+        0.2,
+        "share of the steps in which the rate of warmup_stable_decay falls",
         OPTIMIZER,
         within="(0, 1]",
         needs=("lr_scheduler_type", "warmup_stable_decay"),
@@ -299,12 +295,6 @@ class PretrainConfig(TextConfig):
         needs=("push_to_hub",),
     )
 
-    def __post_init__(self):
-        """As in `SourceConfig`; then make a number of `mlm_probability` where it is one."""
-        super().__post_init__()
-        with contextlib.suppress(ValueError):  # 0.30->0.15 stays text
-            self.mlm_probability = float(self.mlm_probability)
-
     def contradictions(self) -> dict[str, object]:
         """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
         lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
@@ -327,9 +317,8 @@ class PretrainConfig(TextConfig):
             ),
             f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) are "
             f"more than all tokens to predict; lower one": self.mask_replace_prob + self.random_replace_prob > 1,
-            f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_share()}) are more than all steps; "
-            f"lower one": self.lr_scheduler_type == "warmup_stable_decay"
-            and self.warmup_ratio + self.decay_share() > 1,
+            f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_ratio}) are more than all steps; "
+            f"lower one": self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_ratio > 1,
             f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}": not are_weights,
             "source_weights are all 0; give one source at least some weight": (
                 self.source_weights and are_weights and not any(map(float, self.source_weights))
@@ -345,14 +334,6 @@ class PretrainConfig(TextConfig):
     def existing_tokenizer(self) -> str | None:
         """The folder, file or Hub id of an existing tokenizer to use; None to train a tokenizer."""
         return self.init_from if self.tokenizer is None else self.tokenizer
-
-    def decay_share(self) -> float:
-        """The share of the steps in which the rate of `warmup_stable_decay` falls."""
-        return DECAY_RATIO if self.decay_ratio is None else self.decay_ratio
-
-    def schedule_steps(self, max_steps: int) -> tuple[int, int]:
-        """The number of warm-up steps, and the number of steps in which the rate of `warmup_stable_decay` falls."""
-        return math.ceil(self.warmup_ratio * max_steps), math.floor(self.decay_share() * max_steps)
 
     def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
         """
@@ -403,13 +384,11 @@ class PretrainConfig(TextConfig):
 
     def mlm_probabilities(self) -> tuple[float, float]:
         """The share of tokens to predict in the first step, and in the last step and in evaluations."""
-        if not isinstance(self.mlm_probability, str):
-            return self.mlm_probability, self.mlm_probability
-        number = r"(\d*\.?\d+)"
-        match = re.fullmatch(f"{number}->{number}", self.mlm_probability)
-        if not match:
-            raise UserError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}")
-        return float(match[1]), float(match[2])
+        first, _, last = str(self.mlm_probability).partition("->")
+        try:
+            return float(first), float(last or first)
+        except ValueError:
+            raise UserError(f"mlm_probability takes 0.15, or 0.30->0.15, got {self.mlm_probability!r}") from None
 
     def known_license(self) -> str | None:
         """The licence of the model: `license`, or apache-2.0 if everything comes from python-docs, or None."""
@@ -420,7 +399,5 @@ class PretrainConfig(TextConfig):
 def _value_at(step, stages):
     return next(value for start, value in reversed(stages) if start <= step)
 
-
-HUB_OPTIONS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo")
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")

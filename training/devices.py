@@ -1,4 +1,4 @@
-"""The processes and devices of a run: one protocol for errors, Accelerate, defaults, compiling, shards, the peak."""
+"""The processes and devices of a run: one protocol for errors, Accelerate, defaults, shards, the peak."""
 
 import contextlib
 import ctypes
@@ -11,20 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-import torch.fx.experimental._config
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list, gather_object
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 from huggingface_hub.utils.tqdm import progress_bar_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.messages import UserError, explained, refuse_first
+from d2l_bert.messages import UserError, refuse_first
 from d2l_bert.modeling import modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training.config import MICRO_BATCH_TOKENS, PretrainConfig
@@ -56,8 +53,12 @@ def start_processes() -> PartialState:
     Raises:
         UserError: the launcher asked for an unsupported engine, or for other processes than Accelerate sees.
     """
-    way_out = "launch with FSDP2, which shards a model over GPUs as well"
-    refuse_first({f"{name} is not supported; {way_out}": is_set(var) for var, name in UNSUPPORTED_ENGINES.items()})
+    refuse_first(
+        {
+            f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well": is_set(variable)
+            for variable, name in UNSUPPORTED_ENGINES.items()
+        }
+    )
     on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     launched = int(os.environ.get("WORLD_SIZE", 1))
@@ -270,57 +271,6 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch.compile
-
-# Programs that the compiler may make for the encoder block: one for training, one for evaluation, for the last block,
-# for rows with and without padding, and wherever a size is 1. PyTorch would make 8, and run the rest uncompiled.
-RECOMPILE_LIMIT = 64
-
-
-@contextlib.contextmanager
-def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
-    """
-    Within the block, run the encoder blocks compiled, with one program for all blocks and dynamic shapes.
-
-    This is regional compilation: one block is compiled, so that a deep model compiles as fast as a shallow one. Names
-    of parameters and the content of checkpoints do not change. Programs are compiled when they are first needed.
-
-    Args:
-        model: a d2l-bert model with an encoder, without a DDP or FSDP2 wrapper.
-        is_compiled: whether to compile; nothing is done if not.
-
-    Raises:
-        UserError: a program cannot be compiled.
-    """
-    if not is_compiled:
-        yield
-        return
-    blocks, plain = model.base_model.encoder.layer, modeling_d2l_bert.gradient_in_float32  # of the loss, on a GPU
-    modeling_d2l_bert.gradient_in_float32 = torch.compile(plain, dynamic=True)
-    for block in blocks:
-        block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
-    try:
-        with (
-            explained("torch_compile", "give --torch_compile false", torch._dynamo.exc.TorchDynamoException),
-            torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
-            # Recomputing activations is cheaper than writing and reading them. `aggressive_recomputation` is wrong
-            # here: it would also recompute dropout masks, with other random numbers.
-            torch._functorch.config.patch(
-                ban_recompute_used_far_apart=False,
-                ban_recompute_long_fusible_chains=False,
-                ban_recompute_materialized_backward=False,
-            ),
-            # Duck shapes would compile a separate program for a sequence length of 128 beside a hidden size of 128.
-            torch.fx.experimental._config.patch(use_duck_shape=False),
-        ):
-            yield
-    finally:
-        modeling_d2l_bert.gradient_in_float32 = plain
-        for block in blocks:
-            vars(block).pop("compute", None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Shards of FSDP2
 
 
@@ -350,24 +300,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of an FSDP2 shard; any other tensor as it is. All processes must call this in the same order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def scatter(source: torch.Tensor | None, target: torch.Tensor) -> None:
-    """
-    Copy a full tensor of the main process into `target` in every process; each process gets its shard if sharded.
-
-    Args:
-        source: a tensor with the full shape of `target`; None in the other processes.
-    """
-    device = target.device
-    if source is None:
-        source = torch.empty(target.shape, dtype=target.dtype, device=device)
-    source = source.to(device, target.dtype)
-    if isinstance(target, DTensor):
-        target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
-    else:
-        target.copy_(broadcast(source))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

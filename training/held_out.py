@@ -1,5 +1,6 @@
 """Held-out figures: the pairs to evaluate on, losses and accuracies, and the report of what a model has learnt."""
 
+import dataclasses
 import itertools
 import math
 import shlex
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from d2l_bert.messages import UserError
-from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.messages import refuse_first
+from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.token_store import TokenizedCorpus
@@ -20,9 +21,9 @@ from d2l_bert.training.data.batches import (
     Ranks,
     batches,
     count_examples,
-    epoch_pairs,
     first_with_target,
 )
+from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.data.pairs import NO_LABEL, one_segment_accuracy
 
 
@@ -43,43 +44,51 @@ class HeldOutPairs:
     Args:
         corpus: the corpus to evaluate on.
         run: the options of the rows: their length is `max_seq_length`, and there are `max_eval_pairs` at most.
-        most_tokens: the most tokens in a micro-batch, padding included.
+        most_tokens: the most tokens in a micro-batch, padding included; fewer if their logits would be too many.
         name: the name of the text, for error messages.
     """
 
     def __init__(self, corpus: TokenizedCorpus, tokenizer, run, most_tokens: int, name: str, ranks: Ranks = ALONE):
-        self.run, self.most_tokens, self.name, self.ranks = run, most_tokens, name, ranks
-        self.pairs = epoch_pairs(run, corpus, run.max_seq_length, name, HELD_OUT_SEED)
+        # An evaluation holds all logits of a micro-batch in memory, training does not.
+        logits = LOGITS_AT_ONCE / len(tokenizer) / run.mlm_probabilities()[1]
+        self.run, self.most_tokens, self.name, self.ranks = run, min(most_tokens, int(logits)), name, ranks
+        once = dataclasses.replace(run, seed=HELD_OUT_SEED, source_weights=[])  # each document once
+        self.pairs = EpochPairs(corpus, once, run.max_seq_length, name)
         self.make_batch = BatchMaker(corpus, tokenizer, run, run.max_seq_length)
 
-    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the pairs and the keys of their masks, one window at a time."""
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yield the pairs, one window at a time."""
         return self.pairs.parts(0, self.run.max_eval_pairs)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for pairs, keys in self.parts():
-            yield from batches(self.make_batch, pairs, keys, self.most_tokens, self.ranks)
+        for pairs in self.parts():
+            yield from batches(self.make_batch, pairs, self.most_tokens, self.ranks)
 
     def has_pairs(self) -> bool:
         """Whether there is a pair to evaluate on; with a second loss, one with a label."""
-        return any(len(pairs) for pairs, _ in self._labelled_parts())
+        return any(map(len, self._labelled_parts()))
 
     def one(self) -> dict[str, torch.Tensor]:
-        """As `first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label."""
+        """
+        As `first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label.
+
+        Raises:
+            UserError: the text has no pair of segments, or no token to predict.
+        """
+        no_pair = f"{self.name}: no pair of segments in this text; give more text, or --objective none"
+        refuse_first({no_pair: not self.has_pairs()})
         return first_with_target(self.make_batch, self._labelled_parts(), self.name)
 
     def beside(self) -> dict[str, float]:
         """`one_segment_accuracy` of all pairs, by its name in metrics.json, to read a model's accuracy beside it."""
         if not self.make_batch.has_labels:
             return {}
-        corpus, entries = self.make_batch.tokens, len(self.make_batch.is_continuation)
-        accuracy = one_segment_accuracy(corpus, self.pairs.window(0, 0), entries)
-        return {f"eval_{self.run.objective}_one_segment_accuracy": accuracy}
+        of_first_window = (self.pairs.corpus, self.pairs.window(0, 0), len(self.make_batch.is_continuation))
+        return {f"eval_{self.run.objective}_one_segment_accuracy": one_segment_accuracy(*of_first_window)}
 
     def _labelled_parts(self):
-        for pairs, keys in self.parts():
-            has_label = pairs["next_sentence_label"] != NO_LABEL
-            yield (pairs[has_label], keys[has_label]) if self.make_batch.has_labels else (pairs, keys)
+        for pairs in self.parts():
+            yield pairs[pairs["next_sentence_label"] != NO_LABEL] if self.make_batch.has_labels else pairs
 
 
 @torch.no_grad()
@@ -184,87 +193,31 @@ LITTLE_LEARNT = 0.9
 
 
 @torch.no_grad()
-def fill_mask(model, tokenizer, texts: list[str], top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
-    """
-    The `top_k` most likely tokens for each `[MASK]`. The model is left in evaluation mode.
-
-    Args:
-        model: a `D2lBertForMaskedLM`, or a stock model for masked tokens.
-
-    Returns:
-        For each text, for each `[MASK]` in the text, a list of (token, probability), most likely first. It is shorter
-        than `top_k` if the model has fewer entries in its vocabulary.
-
-    Raises:
-        UserError: a text has no mask token, or more tokens than the model has positions.
-    """
-    model.eval()
-    predictions = []
-    for text in texts:
-        encoded = tokenizer(text, return_tensors="pt")
-        length, limit = encoded["input_ids"].shape[1], longest_input(model, tokenizer)
-        if limit is not None and length > limit:
-            raise UserError(
-                f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text"
-            )
-        masked_positions = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:, 0]
-        if not len(masked_positions):
-            raise UserError(
-                f"no {tokenizer.mask_token} in {text!r}: write {tokenizer.mask_token} in the place of the word to "
-                f"predict"
-            )
-        # A stock model may have more entries than its tokenizer.
-        logits = model(**encoded).logits[0, masked_positions, : len(tokenizer)]  # (P, V)
-        best = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]))
-        predictions.append(
-            [
-                [(tokenizer.convert_ids_to_tokens(int(i)), float(p)) for p, i in zip(*row, strict=True)]
-                for row in zip(best.values, best.indices, strict=True)
-            ]
-        )
-    return predictions
-
-
-@torch.no_grad()
 def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
     """
     A held-out example as text for a person. The model is left in evaluation mode.
 
-    The segments with the masked tokens in brackets, a table of the masked tokens with the model's predictions, and,
-    with a pair task, the label of the pair and its prediction.
+    The masked tokens stand in brackets; where the model predicts another token, that one stands beside it. With a pair
+    task, the label of the pair and its prediction follow.
 
     Args:
         batch: the model's arguments for one pair, or for one sequence if there is no pair task.
     """
-    model.eval()
-    outputs = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
-    ids = batch["input_ids"][0].clone()
-    is_labelled = batch["labels"][0] != -100
-    positions, labels = batch["masked_positions"][0][is_labelled], batch["labels"][0][is_labelled]
-    guesses = outputs.get("prediction_logits", outputs.get("logits"))[0].argmax(-1).cpu()[is_labelled]
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    rows = []
-    for position, label, guess in zip(positions.tolist(), labels.tolist(), guesses.tolist(), strict=True):
-        truth, seen = tokenizer.convert_ids_to_tokens([label, int(ids[position])])
-        tokens[position] = f"[{truth}]"
-        mark = "=" if guess == label else " "
-        rows.append(f"    {mark} {truth:<20} {tokenizer.convert_ids_to_tokens(guess):<20} (the model saw {seen})")
-    segment_of = batch["token_type_ids"][0].where(batch["attention_mask"][0] == 1, -1).tolist()
-    lines = []
-    for segment, name in enumerate("AB" if task else "A"):
-        words = [
-            token
-            for token, of_token in zip(tokens, segment_of, strict=True)
-            if of_token == segment and token not in ("[CLS]", "[SEP]")
-        ]
-        lines.append(f"  {name}: {' '.join(words).replace(' ##', '').replace(' [##', '[##')}")
-    lines += [f"    {'':1} {'truth':<20} {'prediction':<20}", *rows]
+    outputs = model.eval()(**{name: tensor.to(model.device) for name, tensor in batch.items()})
+    tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"][0][batch["attention_mask"][0] == 1])
+    guesses = outputs.get("prediction_logits", outputs.get("logits"))[0].argmax(-1)
+    slots = zip(batch["masked_positions"][0].tolist(), batch["labels"][0].tolist(), guesses.tolist(), strict=True)
+    for position, label, guess in slots:
+        if label != -100:
+            wrong = "" if guess == label else f", predicted {tokenizer.convert_ids_to_tokens(guess)}"
+            tokens[position] = f"[{tokenizer.convert_ids_to_tokens(label)}{wrong}]"
+    shown = f"  {' '.join(tokens).replace(' ##', '')}"
     if task:
         truth = task.labels[int(batch["next_sentence_label"].flatten()[0])]
         probability = float(outputs.seq_relationship_logits.float().softmax(-1).flatten()[0])
         guess = task.labels[int(probability < 0.5)]
-        lines.append(f"  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})")
-    return "\n".join(lines)
+        shown += f"\n  {task.claim}: {truth}; predicted {guess} (P({task.labels[0]}) = {probability:.2f})"
+    return shown
 
 
 def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
@@ -282,11 +235,10 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     if text.corpus_name == PYTHON_DOCS and max_length >= 40:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
-    tokenizer, preferred, others = text.tokenizer, [], []
-    corpus = text.held_out
+    corpus, tokenizer, preferred, others = text.held_out, text.tokenizer, [], []
     for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
         sentence = rng.choice(corpus.sentences(document))
-        ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()
+        ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()[: max_length - 4]
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole_words = [
             position
@@ -294,12 +246,10 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
             if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
         ]
         is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
-        ids = ids[: max_length - 4]
         known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
         if not known:
             continue
-        maskable = [position for position in whole_words if position < len(ids)] or known
-        ids[int(rng.choice(maskable))] = tokenizer.mask_token_id
+        ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
         (preferred if is_preferred else others).append(tokenizer.decode(ids))
         if len(preferred) == count:
             break
@@ -351,15 +301,14 @@ def advice(metrics: dict, train_words: int) -> str:
     return ""
 
 
-def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: list, data: dict) -> str:
+def report(folder, metrics: dict, example: str, data: dict) -> str:
     """
-    The text that a run prints at its end: metrics, a held-out example, filled masks, and how to load the model.
+    The text that a run prints at its end: metrics, an example, filled masks, how to load the model, perhaps a note.
 
     Args:
         folder: the run's folder.
         metrics: the content of metrics.json.
-        example: the batch for `show_example`.
-        predictions: for each sample sentence, the sentence and the (token, probability) of the most likely tokens.
+        example: what `show_example` returned.
         data: the entry of that name in run_config.json.
     """
     task = pair_task(metrics)
@@ -376,9 +325,11 @@ def report(folder, model, tokenizer, metrics: dict, example: dict, predictions: 
     skipped = metrics["train_skipped_steps"]
     skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
     filled_masks = "\n".join(
-        f"  {sentence}\n    " + "  ".join(f"{token} ({probability:.2f})" for token, probability in tokens)
-        for sentence, tokens in predictions
+        f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
+        for filled in metrics["predictions"]
     )
+    note = advice(metrics, data["train_words"])
+    note_line = f"\n\nNote: {note}" if note else ""
     return f"""
 What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
 ({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]):
@@ -390,11 +341,11 @@ accuracy {metrics["eval_mlm_accuracy"]:.1%}, on rows as this objective has them 
 {metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped_line}
 
 A held-out {units[:-1]}, masked tokens in brackets:
-{show_example(model, tokenizer, example, task)}
+{example}
 
 Masks filled in:
 {filled_masks}
 
 The model is in {folder}. To use it:
   d2l-bert fill-mask {shlex.quote(str(folder))} "..."
-  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})"""
+  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r}){note_line}"""

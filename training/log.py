@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import statistics
 import sys
 import time
@@ -16,9 +15,12 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm.auto import tqdm
 
-from d2l_bert.messages import GO_ON, UserError, explained, launched_rank, refuse_first, writing
+from d2l_bert import folders
+from d2l_bert.messages import GO_ON, READ_ERRORS, UserError, explained, launched_rank, refuse_first, writing
+from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 from d2l_bert.training.checkpoint import checkpoints
@@ -45,11 +47,6 @@ def kind_of(row: dict) -> str:
     return row.get("event") or ("held_out" if any(name.startswith("eval_") for name in row) else "train")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """All rows of a log in order; empty without a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def line_of(row: dict, total: int) -> str:
     """
     A row of the training log as a line for a person.
@@ -72,7 +69,7 @@ def line_of(row: dict, total: int) -> str:
         losses_of(row),
         f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
         f"rate {row['learning_rate']:.2e}",
-        speed_of(row),
+        f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}",
         f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
     )
     return "  ".join(filter(None, parts))
@@ -87,11 +84,6 @@ def losses_of(row: dict) -> str:
     return f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
 
 
-def speed_of(row: dict) -> str:
-    """The speed in a row of kind `train`."""
-    return f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
-
-
 def stage_changes(run: PretrainConfig) -> dict[int, dict]:
     """
     For each change of sequence length or batch size, the event to write to the training log.
@@ -102,13 +94,11 @@ def stage_changes(run: PretrainConfig) -> dict[int, dict]:
     """
     changes = {}
     for (_, length_before, batch_before), (first, length, batch) in itertools.pairwise(run.stages(run.max_steps)):
-        examples = unit(PAIR_TASKS.get(run.objective))
-        reason = f"step {first + 1}: from here on, a step has {run.pairs_a_step(batch, length):,} {examples} of "
-        reason += f"{length} tokens"
-        label = [f"batch {batch_before} → {batch}"] if batch != batch_before else []
-        if length != length_before:
-            label.insert(0, f"{length_before} → {length} tokens")
-            reason += f"; the evaluation always uses {run.max_seq_length} tokens"
+        label = [f"{length_before} → {length} tokens"] if length != length_before else []
+        reason = f"step {first + 1}: from here on, a step has {run.pairs_a_step(batch, length):,} "
+        reason += f"{unit(PAIR_TASKS.get(run.objective))} of {length} tokens"
+        reason += f"; the evaluation always uses {run.max_seq_length} tokens" if label else ""
+        label += [f"batch {batch_before} → {batch}"] if batch != batch_before else []
         changes[first + 1] = {"step": first + 1, "event": "stage", "reason": reason, "label": ", ".join(label)}
     return changes
 
@@ -118,9 +108,11 @@ class RunLog:
     Collects the losses and counts of every step; writes rows of the log, and reports events: a change of sequence
     length or batch size, a skipped step.
 
-    Every process must call each method at the same point of the run; only the main process writes. Rows are only
-    appended, never changed: a resumed run repeats the steps after its checkpoint, and rows of these steps that the log
-    has already are not written again. Time counts only while the run trains, not during evaluations and saves.
+    Every process must call each method at the same point of the run; only the main process writes. A resumed run
+    repeats the steps after its checkpoint, so it deletes their rows. Time counts only while the run trains, not during
+    evaluations and saves.
+
+    `rows` are the rows of the log.
 
     Args:
         folder: the run's folder.
@@ -129,28 +121,26 @@ class RunLog:
             the log of an earlier one.
 
     Raises:
-        UserError: from any method, if the log cannot be written; or a number is not finite, as JSON has no such
-            numbers.
+        UserError: from any method, if the log cannot be read or written; or a number is not finite, as JSON has no
+            such numbers.
     """
 
     def __init__(
         self, accelerator: Accelerator, folder: Path, run: PretrainConfig, architecture: D2lBertConfig, state: dict
     ):
         self.accelerator, self.path, self.architecture = accelerator, folder / LOG_FILE, architecture
-        self.step, self.max_steps, self.learning_rate, self.held_out_metrics = state["step"], run.max_steps, 0.0, None
+        self.step, self.max_steps, self.learning_rate = state["step"], run.max_steps, 0.0
         self.skipped_in_a_row, self.changes = state.get("skipped_in_a_row", 0), stage_changes(run)
         self.task = PAIR_TASKS.get(run.objective)
         self.unit = unit(self.task)
-        device = accelerator.device
-        peak = torch.tensor(matmul_peak(device, MATMUL_DTYPES[accelerator.mixed_precision]), device=device)
-        self.peak = float(accelerator.gather(peak).sum())  # of all processes together, in operations a second
-        # `train_possible_arithmetic` sums time x peak: a resumed run may continue on a machine with another peak.
-        names = ("seconds", "wait_seconds", "tokens", "padded_tokens", self.unit, "skipped_steps", "arithmetic")
-        names += ("possible_arithmetic", "memory_mb")
-        self.totals = {f"train_{name}": state.get(f"train_{name}", 0.0) for name in names}
+        peak = matmul_peak(accelerator.device, MATMUL_DTYPES[accelerator.mixed_precision])
+        # Of all processes together, in operations a second.
+        self.peak = float(accelerator.gather(torch.tensor(peak, device=accelerator.device)).sum())
         self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
-        self.written = on_main(self._open)  # step and kind of each row in the file
-        used_memory(device)  # resets the peak, so that the first row does not include the memory of the setup
+        self.rows = on_main(self._open, state.get("rows", 0))
+        used_memory(
+            accelerator.device
+        )  # resets the peak, so that the first row does not include the memory of the setup
         self.clock_start = time.monotonic()
         self.bar = tqdm(
             total=self.max_steps,
@@ -159,7 +149,7 @@ class RunLog:
             unit="step",
             disable=not sys.stderr.isatty() or bool(launched_rank()),
             dynamic_ncols=True,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left",
         )
 
     def add_step(self, step: int, stats: StepStats, learning_rate: float) -> None:
@@ -190,53 +180,43 @@ class RunLog:
 
     def write_row(self) -> None:
         """
-        Write a row over the steps since the last row, if there were any, and add them to the totals of the run.
+        Write a row over the steps since the last row, if there were any.
 
         Means over the steps that were not skipped and had a token to predict, absent if there was no such step:
-        `loss`, `mlm_loss`, with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all steps:
-        `tokens_per_second` without padding; `padding_share`, the padding as a share of the tokens including padding;
-        `data_wait_share`, the share of the time that training waited for batches; `mfu`, the operations on real tokens
-        as a share of the peak; `memory_mb`, from `used_memory` on this process; `seconds_left`; `skipped_steps`, only
-        if above 0. And `learning_rate`.
+        `loss`, `mlm_loss`, with a pair task `nsp_loss` or `sop_loss`, and `grad_norm`. Over all steps: `seconds`;
+        `pairs`, or without a pair task `sequences`; `tokens_per_second` without padding; `padding_share`, the padding
+        as a share of the tokens including padding; `data_wait_share`, the share of the time that training waited for
+        batches; `mfu`, the operations on real tokens as a share of the peak; `memory_mb`, from `used_memory` on this
+        process; `seconds_left`; `skipped_steps`, only if above 0. And `learning_rate`.
         """
         if not self.steps:
             return
         seconds, steps = time.monotonic() - self.clock_start, len(self.steps)
         total = StepStats(*map(sum, zip(*self.steps, strict=True)))
-        arithmetic = training_arithmetic(self.architecture, total, self.task is not None)
-        skipped, memory, possible = round(total.skipped), used_memory(self.accelerator.device), seconds * self.peak
-        spent = (
-            seconds,
-            self.waited,
-            total.tokens,
-            total.padded_tokens,
-            total.examples,
-            skipped,
-            arithmetic,
-            possible,
-        )
-        for name, value in zip(self.totals, spent, strict=False):
-            self.totals[name] += value
-        self.totals["train_memory_mb"] = max(self.totals["train_memory_mb"], memory)
         row = {
             **self._losses(),
             "learning_rate": self.learning_rate,
+            "seconds": seconds,
+            self.unit: round(total.examples),
             "tokens_per_second": total.tokens / seconds,
             "padding_share": 1 - total.tokens / total.padded_tokens,
             "data_wait_share": self.waited / seconds,
             "seconds_left": (self.max_steps - self.step) * seconds / steps,
-            "mfu": arithmetic / possible,
-            "memory_mb": memory,
-            **({"skipped_steps": skipped} if skipped else {}),
+            "mfu": training_arithmetic(self.architecture, total, self.task is not None) / (seconds * self.peak),
+            "memory_mb": used_memory(self.accelerator.device),
+            **({"skipped_steps": round(total.skipped)} if total.skipped else {}),
         }
-        self.steps, self.waited = [], 0.0
-        self.clock_start = time.monotonic()
+        self.steps, self.waited, self.clock_start = [], 0.0, time.monotonic()
         self._record({"step": self.step, **row})
 
     def write_evaluation(self, metrics: dict) -> None:
         """Write a row with the result of `Learner.evaluate` after the last step."""
-        self.held_out_metrics = metrics
         self._record({"step": self.step, **metrics})
+
+    def held_out_metrics(self) -> dict:
+        """The result of the last evaluation, if it was after the last step; else nothing."""
+        rows = (row for row in self.rows if kind_of(row) == "held_out" and row["step"] == self.step)
+        return {name: value for row in rows for name, value in row.items() if name != "step"}
 
     def speed(self) -> dict[str, float]:
         """
@@ -244,17 +224,30 @@ class RunLog:
 
         Seconds, examples and real tokens a second, the shares of padding and of waiting, MFU, the number of skipped
         steps, and the largest `memory_mb` of a row.
+
+        Raises:
+            UserError: there is no row: the run has resumed from its last step, and its log is gone.
         """
-        total = {name.removeprefix("train_"): value for name, value in self.totals.items()}
+        rows = [row for row in self.rows if kind_of(row) == "train"]
+        refuse_first(
+            {"no row of training; put back the log of the run, or go on from an earlier checkpoint": not rows},
+            f"{self.path}: ",
+        )
+        seconds = sum(row["seconds"] for row in rows)
+        tokens = [row["tokens_per_second"] * row["seconds"] for row in rows]
+        padded = sum(count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True))
+        means = {
+            f"train_{name}": sum(row[name] * row["seconds"] for row in rows) / seconds
+            for name in ("data_wait_share", "mfu")
+        }
         return {
-            "train_seconds": total["seconds"],
-            f"train_{self.unit}_per_second": total[self.unit] / total["seconds"],
-            "train_tokens_per_second": total["tokens"] / total["seconds"],
-            "train_padding_share": 1 - total["tokens"] / total["padded_tokens"],
-            "train_data_wait_share": total["wait_seconds"] / total["seconds"],
-            "train_mfu": total["arithmetic"] / total["possible_arithmetic"],
-            "train_skipped_steps": round(total["skipped_steps"]),
-            "train_memory_mb": total["memory_mb"],
+            "train_seconds": seconds,
+            f"train_{self.unit}_per_second": sum(row[self.unit] for row in rows) / seconds,
+            "train_tokens_per_second": sum(tokens) / seconds,
+            "train_padding_share": 1 - sum(tokens) / padded,
+            **means,
+            "train_skipped_steps": sum(row.get("skipped_steps", 0) for row in rows),
+            "train_memory_mb": max(row["memory_mb"] for row in rows),
         }
 
     @contextlib.contextmanager
@@ -279,30 +272,35 @@ class RunLog:
         pair_entry = {f"{self.task.key}_loss": pair_loss} if self.task else {}
         return {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss, **pair_entry, "grad_norm": norm}
 
-    def _open(self):
-        """Prepare the file; an incomplete last line, from a write that was interrupted, is removed."""
-        with writing(self.path, f", and {GO_ON}"):
-            if self.step == 0:
-                self.path.write_bytes(b"")
-            elif self.path.exists():
-                os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-        return {(row["step"], kind_of(row)) for row in read_rows(self.path)}
+    def _open(self, rows):
+        """
+        Delete the rows after the step that the run goes on from, and a last line whose write was interrupted.
+
+        Args:
+            rows: how many rows the log had at that step.
+        """
+        kept = []
+        with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, TypeError):
+            if self.step and self.path.exists():
+                lines = self.path.read_text().splitlines(keepends=True)
+                kept = [json.loads(line) for line in lines if line.endswith("\n")]
+            kept = [row for row in kept if row["step"] <= self.step]
+        if len(kept) < rows:
+            logger.warning(f"{self.path}: rows of earlier steps are gone; the run's speed is that of the other rows")
+        with writing(self.path, f", and {GO_ON}"), folders.atomic_file(self.path) as partial:
+            partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+        return kept
 
     def _record(self, row):
         """Send a row to the log file, the trackers and the terminal."""
         on_main(self._append, row)
+        self.rows.append(row)
         if "event" not in row:
             send_to_trackers(self.accelerator, row)
-        if kind_of(row) == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(f"{losses_of(row)}, {speed_of(row)}")
-        else:
-            level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
-            logger.log(level, line_of(row, self.max_steps))
+        level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
+        logger.log(level, line_of(row, self.max_steps))
 
     def _append(self, row):
-        key = (row["step"], kind_of(row))
-        if key in self.written:
-            return
         for name, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(
@@ -311,7 +309,6 @@ class RunLog:
                 )
         with writing(self.path, f", and {GO_ON}"), self.path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")  # one write, when the file is closed
-        self.written.add(key)
 
 
 def used_memory(device: torch.device) -> float:
@@ -329,65 +326,27 @@ def used_memory(device: torch.device) -> float:
     return (memory.rss - getattr(memory, "shared", 0)) / 1e6
 
 
-def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float:
-    """
-    Floating-point operations that training needs; a multiplication and an addition count as two operations.
-
-    Only matrix products for real tokens and for tokens to predict count. Work on padding or unused slots, recomputing
-    to save memory, and the last block's work on tokens that no head reads do not count. So dividing by the device's
-    peak gives the "model FLOPs utilization" (MFU) of PaLM (Chowdhery et al., 2022, appendix B). The backward pass has
-    two matrix products for each product of the forward pass, one for the gradient of each factor.
-
-    In the last block, the cost of attention is an estimate: every token of a sequence is assumed to be equally often
-    one of those that a head reads.
-
-    Args:
-        counts: of the examples trained on, over any number of steps: `tokens`, `squared_lengths` (the sum of the
-            squared lengths of the sequences), `masked_tokens` and `examples` (pairs, or sequences if there is no pair
-            task).
-        pair_task: whether the model has a pooler and a head for pairs.
-    """
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    tokens_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # by a head: masked tokens, and [CLS]
-    keys_and_values = 2 * hidden**2  # multiplications for a token
-    query_work = 2 * hidden**2 + 2 * hidden * config.intermediate_size  # for a query: query, output, feed-forward
-    attention = 2 * hidden * counts.squared_lengths  # Q K^T and the probabilities times V, over all heads
-
-    def block(queries):
-        share = queries / max(1, counts.tokens)
-        return keys_and_values * counts.tokens + query_work * queries + share * attention
-
-    encoder = (config.num_hidden_layers - 1) * block(counts.tokens) + block(tokens_read)
-    mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
-    pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
-    return 3.0 * 2 * (encoder + mlm + pairs)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Trackers
 
-# The name of the project in the trackers, and of TensorBoard's folder in the run's folder.
-PROJECT = "d2l-bert"
 
-
-def check_trackers(names: list[str], installed: Iterable[str], known: Iterable[str] = ()) -> list[str] | None:
+def check_trackers(names: list[str], installed: Iterable[str]) -> list[str] | None:
     """
     The trackers that the option `report_to` asks for; None for `[]` and for `["none"]`.
-
-    Args:
-        known: those that would be taken if they were installed; the name of each is that of its package.
 
     Raises:
         UserError: a tracker is unknown, or not installed; Accelerate and Transformers would ignore it.
     """
-    if names in ([], ["none"]):
-        return None
-    for name in names:
-        if name not in installed:
-            way_out = f"; pip install {name}" if name in known else ""
-            takes = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
-            raise UserError(f"report_to takes {takes}, got {name!r}{way_out}")
-    return names
+    names = [] if names == ["none"] else names
+    takes = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
+    cases = {
+        f"report_to takes {takes}, got {name!r}{f'; pip install {name}' if name in LOGGER_TYPE_TO_CLASS else ''}": (
+            name not in installed
+        )
+        for name in names
+    }
+    refuse_first(cases)
+    return names or None
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: int) -> None:
@@ -417,7 +376,7 @@ def start_trackers(accelerator: Accelerator, folder: Path, record: dict, start: 
     with explained(what, "fix the error, or leave the tracker out", Exception):
         options = {**record.get("architecture", {}), **record["run"]}  # some trackers take plain values alone
         plain = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
-        accelerator.init_trackers(PROJECT, plain, arguments)
+        accelerator.init_trackers("d2l-bert", plain, arguments)
 
 
 def send_to_trackers(accelerator: Accelerator, row: dict) -> None:

@@ -3,22 +3,21 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
+from accelerate.utils import broadcast
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d2l_bert.folders import short_hash
-from d2l_bert.messages import UserError
+from d2l_bert.modeling.fast_paths import VARLEN
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.training import devices
-from d2l_bert.training.checkpoint import AVERAGE_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint
+from d2l_bert.training import checkpoint, devices
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.steps import VARLEN, Step, on_each
-from d2l_bert.training.devices import on_main
+from d2l_bert.training.data.steps import Step, on_each
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
 
 
@@ -65,9 +64,8 @@ class Learner:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, run: PretrainConfig):
         self.accelerator, self.model, self.run = accelerator, model, run
-        betas = (run.adam_beta1, run.adam_beta2)
         self.optimizers = make_optimizers(
-            model, run.optim, run.learning_rate, run.weight_decay, betas, run.adam_epsilon
+            model, run.optim, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
         )
         self.wrapped_model, *self.wrapped_optimizers = accelerator.prepare(model, *self.optimizers)
         self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
@@ -195,8 +193,8 @@ class Learner:
         The moments of the optimizers, and the average of the weights if there is one; empty outside the main process.
         """
         return {
-            OPTIMIZER_FILE: self._gather(self._moments()),
-            AVERAGE_FILE: self._gather(self.average.averages if self.average else {}),
+            checkpoint.OPTIMIZER_FILE: self._gather(self._moments()),
+            checkpoint.AVERAGE_FILE: self._gather(self.average.averages if self.average else {}),
         }
 
     def bytes_in_checkpoint(self) -> int:
@@ -208,32 +206,19 @@ class Learner:
             for tensor in named.values()
         )
 
-    def load(self, saved: Checkpoint) -> None:
-        """
-        Load weights, optimizer state and the moving average from a checkpoint.
-
-        The main process reads the files and sends the tensors to the other processes.
-
-        Raises:
-            UserError: the checkpoint's tensors have other names or shapes than this model's.
-        """
-        self._read_into(saved.path / WEIGHTS_FILE, self.parameters)
+    @torch.no_grad()
+    def load(self, saved: checkpoint.Checkpoint) -> None:
+        """Load weights, optimizer state and the moving average from a checkpoint, whose identity is this run's."""
+        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE):
+            self.parameters[name].copy_(tensor)
         self.model.tie_weights()
         self.reset_optimizers()
         optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
-        shapes = on_main(shapes_in, saved.path / OPTIMIZER_FILE)
-        for full_name, shape in shapes.items():
-            name, _, key = full_name.rpartition("|")
-            if name in self.parameters:
-                # Moments have the shape of their parameter, and its shards. Adam's step count has the shape ().
-                parameter = self.parameters[name].detach()
-                is_moment = shape == list(parameter.shape)
-                moment = torch.zeros_like(parameter) if is_moment else torch.zeros(shape, device=parameter.device)
-                optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = moment
-        if shapes:
-            self._read_into(saved.path / OPTIMIZER_FILE, self._moments())
-        if self.average:
-            self._read_into(saved.path / AVERAGE_FILE, self.average.averages)
+        for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE):
+            name, _, key = full_name.partition("|")
+            optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = tensor
+        for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE):
+            self.average.averages[name].copy_(tensor)
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(saved.state["scaler"])
 
@@ -255,34 +240,23 @@ class Learner:
                 gathered[name] = tensor.cpu().contiguous()
         return gathered
 
-    def _read_into(self, path, targets):
-        """Copy the tensors of a file into the targets of the same names, in every process."""
-        is_main = self.accelerator.is_main_process
-        with safe_open(path, "pt") if is_main else contextlib.nullcontext() as file:
+    def _read(self, path):
+        """
+        Yield the name of each tensor in a file of `tensors`, and the tensor, in every process; nothing without a file.
 
-            def check():
-                shapes = shapes_in(path)
-                wanted = {name: list(target.shape) for name, target in targets.items()}
-                if different := {
-                    name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
-                }:
-                    raise UserError(f"{path}: not of this model ({min(different)}); give a checkpoint of this run")
-
-            on_main(check)
-            for name, target in targets.items():
-                devices.scatter(file.get_tensor(name) if is_main else None, target)
-
-
-def shapes_in(path: Path) -> dict[str, list[int]]:
-    """
-    The shape of each tensor in a file of safetensors, by its name.
-
-    A checkpoint has no file of moments if all steps before were skipped.
-    """
-    if not path.exists():
-        return {}
-    with safe_open(path, "pt") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}
+        The main process reads the file, and sends the tensors to the other processes. A tensor with the shape of its
+        parameter is sharded as the parameter is; Adam's step count has the shape ().
+        """
+        is_main, device = self.accelerator.is_main_process, self.accelerator.device
+        whole = load_file(path) if is_main and path.exists() else {}
+        shapes = devices.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
+        for name, (shape, dtype) in shapes.items():
+            parameter = self.parameters[name.partition("|")[0]]
+            tensor = whole[name].to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
+            if isinstance(parameter, DTensor) and parameter.shape == shape:
+                yield name, distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+            else:
+                yield name, broadcast(tensor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,46 +18,25 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.messages import GO_ON, UserError, is_out_of_memory, refuse_first, report
+from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import Pusher, check_push
+from d2l_bert.modeling import fast_paths
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
-from d2l_bert.training import devices
-from d2l_bert.training.checkpoint import (
-    Checkpoint,
-    WordSaver,
-    check_output_folder,
-    find_checkpoint,
-    folder_name,
-    word_marks,
-    write_checkpoint,
-)
+from d2l_bert.training import checkpoint, devices, initialize, run_folder, schedule
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks, with_objective
-from d2l_bert.training.data.order import START, Cursor
+from d2l_bert.training.data.order import START
 from d2l_bert.training.data.steps import TrainingSteps, load
 from d2l_bert.training.devices import main_first, on_main, together
-from d2l_bert.training.held_out import HeldOutPairs, advice, token_entropy
-from d2l_bert.training.initialize import make_model, prepare_with_tokenizer, start_from
-from d2l_bert.training.log import RunLog, check_trackers, read_rows, start_trackers, used_memory
+from d2l_bert.training.held_out import HeldOutPairs, token_entropy
+from d2l_bert.training.log import RunLog, check_trackers, start_trackers, used_memory
 from d2l_bert.training.optimizer import Learner
-from d2l_bert.training.run_folder import (
-    check_identity,
-    default_output_dir,
-    finish_folder,
-    make_identity,
-    make_record,
-    output_folder,
-    repository,
-    start_folder,
-)
-from d2l_bert.training.schedule import RunSchedule, find_max_steps, time_steps
 
 
 logger = logging.getLogger(__name__)
@@ -87,9 +66,9 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     devices.start_processes()
     transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
-    with explain_lost_processes(), contextlib.ExitStack() as stack:
+    with explain_failures(), contextlib.ExitStack() as stack:
         with together():
-            trackers, folder = check_options(architecture, run), Path(run.output_dir or default_output_dir(run))
+            trackers, folder = check_options(architecture, run), run_folder.folder_of(run)
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
@@ -97,23 +76,23 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             torch.set_float32_matmul_precision("high")
             logger.info("mixed_precision no: on this GPU products are computed in TF32, with 10 bits of mantissa")
         if run.dry_run:
-            on_main(check_output_folder, run, folder, run.init_from)
+            on_main(run_folder.check_output_folder, run, folder, run.init_from)
             resumed = None
         else:
-            on_main(stack.enter_context, output_folder(run, folder))
-            resumed = on_main(find_checkpoint, run.resume_from_checkpoint, folder)
+            on_main(stack.enter_context, run_folder.output_folder(run, folder))
+            resumed = on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)
         if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
-            on_main(start_from, run, architecture, share_result=False)
+            on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
-            hub = (repository(run, folder), run.known_license(), run.hub_private_repo)
-            on_main(check_push, *hub, run.dry_run)
-        text = main_first(prepare_with_tokenizer, run)
+            repository = run_folder.repository(run, folder)
+            on_main(check_push, repository, run.known_license(), run.hub_private_repo, run.dry_run)
+        text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
             run = with_objective(dataclasses.replace(run, **text.token_options), text)
         architecture = copy.deepcopy(architecture)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
-        with explain_memory():
+        with explain_failures(is_training=True):
             train(run, architecture, text, accelerator, folder, resumed)
     return None if run.dry_run else folder
 
@@ -129,7 +108,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         UserError: an option is wrong, or does not fit the model.
     """
     run.check()
-    word_marks(run.save_words)
+    checkpoint.word_marks(run.save_words)
     if run.license is not None:
         check_license(run.license)
     positions = architecture.max_position_embeddings
@@ -148,7 +127,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         ),
     }
     refuse_first(cases)
-    return check_trackers(run.report_to, [str(name) for name in get_available_trackers()], LOGGER_TYPE_TO_CLASS)
+    return check_trackers(run.report_to, [str(name) for name in get_available_trackers()])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +140,7 @@ def train(
     text: PreparedText,
     accelerator: Accelerator,
     folder: Path,
-    resumed: Checkpoint | None,
+    resumed: checkpoint.Checkpoint | None,
 ) -> None:
     """
     Build the model, train it to its last step, and write everything that the run leaves to its folder.
@@ -175,34 +154,37 @@ def train(
     """
     ranks, tokenizer = Ranks(accelerator.num_processes, accelerator.process_index), text.tokenizer
     with together():
-        held_out, identity = held_out_pairs(run, text, ranks), make_identity(run, architecture, text)
-        one_segment = held_out.beside()
-    on_main(check_same_identity, gather_object([identity]))
+        held_out = HeldOutPairs(text.held_out, tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
+        example, one_segment = held_out.one(), held_out.beside()
+        identity = run_folder.make_identity(run, architecture, text)
+    on_main(run_folder.check_same_identity, gather_object([identity]))
     torch.manual_seed(run.seed)
     with together():
-        model = make_model(architecture, run, tokenizer, resumed is not None)
+        model = initialize.make_model(architecture, run, tokenizer, resumed is not None)
     learner = Learner(accelerator, model, run)
-    with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
+    with fast_paths.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
         state = {"step": 0, "cursor": START}
         if resumed:
-            on_main(check_identity, resumed, identity)
+            on_main(run_folder.check_identity, resumed, identity)
             learner.load(resumed)
             state = resumed.state
             logger.info(f"going on from {resumed.path}")
-        max_steps = state["max_steps"] if resumed else find_max_steps(run, text, learner, held_out, ranks)
+        max_steps = state["max_steps"] if resumed else schedule.find_max_steps(run, text, learner, held_out, ranks)
         run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
         with together():
             steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
         if run.dry_run:
             report_dry_run(run, learner, steps)
             return
-        start, cursor, schedule = state["step"], Cursor(*state["cursor"]), RunSchedule(run)
-        record = make_record(run, architecture, text, accelerator)
-        on_main(start_folder, folder, record, start)
-        words = WordSaver(learner, folder, tokenizer, word_marks(run.save_words), state)
-        saved_before = words.start()  # a run that was killed may not have uploaded them
-        pusher = on_main(make_pusher, run, folder, record, share_result=False)
-        if pusher:
+        start, cursor = state["step"], state["cursor"]
+        record = run_folder.make_record(run, architecture, text, accelerator)
+        on_main(run_folder.start_folder, folder, record, start)
+        words = checkpoint.WordSaver(learner, folder, tokenizer, checkpoint.word_marks(run.save_words), state)
+        saved_before = on_main(words.keep_earlier)  # a run that was killed may not have uploaded them
+        pusher = None
+        if run.push_to_hub and accelerator.is_main_process:
+            repository = run_folder.repository(run, folder)
+            pusher = Pusher(folder, record, repository, run.hub_strategy, public=not run.hub_private_repo)
             pusher.saved_by_words(saved_before)
         on_main(start_trackers, accelerator, folder, record, start)
         log = RunLog(accelerator, folder, run, architecture, state)
@@ -220,25 +202,24 @@ def train(
         def save(step):
             scaler = accelerator.scaler
             content = {
-                **log.totals,
                 "step": step,
                 "cursor": cursor,
                 "skipped_in_a_row": log.skipped_in_a_row,
+                "rows": len(log.rows),
                 "words_seen": words.seen,
-                "words_settled": words.settled,
                 "max_steps": max_steps,
                 "identity": identity,
                 "scaler": scaler.state_dict() if scaler else None,
             }
             model, tensors, path = learner.full_model(), learner.tensors(), folder / f"checkpoint-{step}"
-            on_main(write_checkpoint, path, model, tokenizer, tensors, content, run.save_total_limit)
-            return Checkpoint(path, content)
+            on_main(checkpoint.write_checkpoint, path, model, tokenizer, tensors, content, run.save_total_limit)
+            return checkpoint.Checkpoint(path, content)
 
         made = load(steps, start, cursor, run.dataloader_num_workers, lambda: bool(stop.received_signal))
         loaded = stack.enter_context(closing(made))
         # The figures of the model that the run starts from; or those that a signal has kept an earlier run from.
-        is_due = "evaluate" in schedule.due_at(start) if start else run.init_from is not None
-        if is_due:
+        is_due = "evaluate" in schedule.due_after(run, start) if start else run.init_from is not None
+        if is_due and not log.held_out_metrics():
             evaluate()
         log.clock_start = time.monotonic()
         for number in range(start + 1, max_steps + 1):
@@ -246,10 +227,10 @@ def train(
                 step = next(loaded, None)  # None if a signal has stopped the run
             if stop.should_stop():
                 break
-            rate, cursor = schedule.learning_rate(number), step.cursor
+            rate, cursor = schedule.learning_rate(run, number), step.cursor
             words.seen += step.words
             log.add_step(number, learner.step(number, step, rate), rate)
-            due = schedule.due_at(number)
+            due = schedule.due_after(run, number)
             if "log" in due:
                 log.write_row()
             with log.clock_stopped():
@@ -275,77 +256,30 @@ def train(
             devices.shut_down(accelerator)
             raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
     if words.waiting:
-        missing = ", ".join(map(folder_name, words.waiting))
+        missing = ", ".join(map(checkpoint.folder_name, words.waiting))
         logger.warning(f"save_words: the run has seen {words.seen:,.0f} words, so it has not saved {missing}")
     model = learner.full_model(averaged=True)
-    metrics = {**log.held_out_metrics, **log.speed(), "train_words_seen": words.seen}
+    metrics = {**log.held_out_metrics(), **on_main(log.speed), "train_words_seen": words.seen}
     metrics["eval_token_entropy"] = token_entropy(text)
-    shown = on_main(finish_folder, folder, text, record, model, metrics, read_rows(log.path), held_out.one())
-    note = advice(metrics, record["data"]["train_words"])
-    report.info(f"{shown}\n\nNote: {note}" if note else shown)
+    report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, example))
     if run.push_to_hub:
         report.info(on_main(Pusher.finish, pusher))
     devices.shut_down(accelerator)
 
 
-def held_out_pairs(run: PretrainConfig, text: PreparedText, ranks: Ranks) -> HeldOutPairs:
-    """
-    The held-out pairs of a run, at its full length.
-
-    Raises:
-        UserError: the held-out text has no pair of segments, or no token to predict.
-    """
-    name = text.held_out_name()
-    # Evaluation holds all logits of a micro-batch in memory, training does not: evaluation may need smaller ones.
-    logits = LOGITS_AT_ONCE / len(text.tokenizer) / run.mlm_probabilities()[1]
-    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, min(run.most_tokens(), int(logits)), name, ranks)
-    if not held_out.has_pairs():
-        raise UserError(f"{name}: no pair of segments in this text; give more text, or --objective none")
-    held_out.one()  # raises if there is no token to predict
-    return held_out
-
-
-def check_same_identity(identities: list[dict]) -> None:
-    """
-    Refuse to train in processes that have not all read the same.
-
-    Args:
-        identities: what `make_identity` returned in each process.
-
-    Raises:
-        UserError: a process has another identity than the first; the message names the first difference.
-    """
-    for process, identity in enumerate(identities):
-        for name, value in identities[0].items():
-            if identity[name] != value:
-                raise UserError(
-                    f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all "
-                    f"machines the same files, or one prepared folder"
-                )
-
-
-def make_pusher(run: PretrainConfig, folder: Path, record: dict) -> Pusher | None:
-    """The object that uploads the run's checkpoints and model to the Hub; None without `push_to_hub`."""
-    if not run.push_to_hub:
-        return None
-    return Pusher(folder, record, repository(run, folder), run.hub_strategy, public=not run.hub_private_repo)
-
-
 def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps) -> None:
     """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
-    minutes = time_steps(learner, steps) / 60
+    minutes = schedule.time_steps(learner, steps) / 60
     memory, megabytes = used_memory(learner.accelerator.device), learner.bytes_in_checkpoint() / 1e6
     parameters = sum(parameter.numel() for parameter in learner.parameters.values())
     report.info(
         f"dry run: {run.max_steps:,} steps of {run.global_batch_size * run.max_seq_length:,} tokens, "
-        f"{steps.epochs():.1f} passes over the text, about {minutes:,.3g} minutes without evaluations"
-    )
-    report.info(
+        f"{steps.epochs():.1f} passes over the text, about {minutes:,.3g} minutes without evaluations\n"
         f"dry run: a model of {parameters:,} parameters; a step takes {60 * minutes / run.max_steps:.3g} s, and a "
-        f"process {memory:,.0f} MB"
+        f"process {memory:,.0f} MB\n"
+        f"dry run: a checkpoint takes {megabytes:,.0f} MB, and {run.save_total_limit} are kept\n"
+        f"dry run: text and steps went well; nothing is kept"
     )
-    report.info(f"dry run: a checkpoint takes {megabytes:,.0f} MB, and {run.save_total_limit} are kept")
-    report.info("dry run: text and steps went well; nothing is kept")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,15 +301,12 @@ class StopSignals:
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.received_signal = 0
-        self.agreed_signal = 0
+        self.accelerator, self.received_signal, self.agreed_signal = accelerator, 0, 0
 
     def __enter__(self):
         # Python allows signal handlers in the main thread only. In another thread no signal is caught.
         numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        handlers = {number: signal.getsignal(number) for number in numbers}
-        self.previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        self.previous = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
         for number in self.previous:
             signal.signal(number, self._receive)
         return self
@@ -414,35 +345,27 @@ def signal_name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def explain_lost_processes() -> Iterator[None]:
-    """Turn the errors of a broken connection between processes into a `UserError` with a hint."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        is_lost = isinstance(error, torch.distributed.DistError) or re.search(
-            "gloo|NCCL|Connection .* by peer", reason
-        )
-        if not (is_lost and torch.distributed.is_initialized()):
-            raise
-        raise UserError(
-            f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of that "
-            f"process; {GO_ON}"
-        ) from None
+def explain_failures(is_training: bool = False) -> Iterator[None]:
+    """
+    Turn errors of a broken connection between processes into a `UserError` with a hint.
 
-
-@contextlib.contextmanager
-def explain_memory() -> Iterator[None]:
-    """Turn errors of too little memory, while a run trains, into a `UserError` that says how a step takes less."""
+    Args:
+        is_training: whether also those of too little memory, as the run trains: the hint says how a step takes less.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
+        reason = " ".join(str(error).split())
+        is_broken = re.search("gloo|NCCL|Connection .* by peer", reason)
+        cases = {
             f"out of memory; lower --micro_batch_size, or give --gradient_checkpointing: the steps stay the same; "
-            f"{GO_ON}"
-        ) from None
+            f"{GO_ON}": is_training and is_out_of_memory(error),
+            f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of that "
+            f"process; {GO_ON}": (is_broken or isinstance(error, torch.distributed.DistError))
+            and torch.distributed.is_initialized(),
+        }
+        refuse_first(cases)
+        raise
 
 
 if __name__ == "__main__":  # so that `accelerate launch training/pretrain.py` works, too

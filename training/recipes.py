@@ -7,7 +7,6 @@ from collections.abc import Callable
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.options import flag
-from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 
 
@@ -190,6 +189,8 @@ def command_line(record: dict) -> str:
     Args:
         record: the content of `run_config.json`.
     """
+    from d2l_bert.tokenization.prepared_folder import fixed_options  # not for the command's help, which it would delay
+
     run, architecture = PretrainConfig(**record["run"]), record["architecture"]
     recipe = run.recipe if run.recipe in RECIPES else "tiny"  # a run from Python may have another name
     recipe_architecture, recipe_run = RECIPES[recipe]()
@@ -200,16 +201,11 @@ def command_line(record: dict) -> str:
     defaults = dataclasses.replace(
         defaults, corpus=defaults.text_paths(), **{name: getattr(recipe_run, name) for name in decisive}
     )
-    if record["corpus_is_prepared"]:
-        implied = {field.name for field in dataclasses.fields(TextConfig)} - {"corpus", "max_unknown_share"}
-    elif run.existing_tokenizer() is not None:
-        implied = set(TOKENIZER_TRAINING_OPTIONS) - ({"min_frequency"} if run.extend_vocab else set())
-    else:
-        implied = set()
+    implied = {"recipe", *fixed_options(run)}
     words = ["d2l-bert", "pretrain", "--recipe", recipe]
     for field in dataclasses.fields(run):
         name, is_relevant = field.name, field.name in INPUT_OPTIONS or field.metadata["identity"]
-        if is_relevant and name not in {"recipe", *implied} and getattr(run, name) != getattr(defaults, name):
+        if is_relevant and name not in implied and getattr(run, name) != getattr(defaults, name):
             words += flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
     if run.init_from is not None:
         fields = FREE_FIELDS

@@ -14,27 +14,23 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
+from transformers import pipeline
 
 from d2l_bert import folders
-from d2l_bert.folders import locked_folder
-from d2l_bert.messages import GO_ON, UserError, writing
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
-from d2l_bert.model_cards.pictures import plot_curves
-from d2l_bert.model_cards.push import STAGED
+from d2l_bert.messages import GO_ON, refuse_first, writing
+from d2l_bert.model_cards import card, pictures
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import save_with_code
+from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
+from d2l_bert.pair_tasks import pair_task
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.tokenization.sources import PYTHON_DOCS
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training import checkpoint
-from d2l_bert.training.checkpoint import WEIGHTS_FILE, Checkpoint, check_output_folder
+from d2l_bert.training import checkpoint, held_out
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.data import order
-from d2l_bert.training.held_out import example_sentences, fill_mask, report
-from d2l_bert.training.initialize import hash_of_model
 from d2l_bert.training.recipes import command_line
 
 
@@ -59,15 +55,63 @@ def output_folder(run: PretrainConfig, folder: Path):
     Raises:
         UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
     """
-    with locked_folder(folder):
+    with folders.locked_folder(folder):
         check_output_folder(run, folder, run.init_from)
         yield
 
 
-def default_output_dir(run: PretrainConfig) -> str:
-    """The output folder without `output_dir`: `d2l-bert-<recipe>-<corpus>` in the working directory."""
+def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
+    """
+    Check that a run may write to a folder, which need not exist.
+
+    Args:
+        run: the options, with `overwrite_output_dir` and `resume_from_checkpoint`.
+        start: the folder or id of the model to start from, if there is one.
+        is_finetuning: whether the command is `finetune`.
+
+    Raises:
+        UserError: the path is a file; the folder holds the model to start from, other files without a run, or a run
+            of another command; or a run that the options neither resume nor replace, or both, or that is finished and
+            has no checkpoint to resume from.
+    """
+    if not folder.is_dir():
+        return
+    of_killed_runs = {folders.LOCK_FILE, folders.hidden(Path(card.RUN_FILE)).name}
+    entries = {path.name for path in folder.iterdir()} - of_killed_runs
+    source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
+    of_finetuning = "finetune" in folders.read_json(folder / card.RUN_FILE)
+    is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
+    ways_out = "replace it with --overwrite_output_dir, or name another folder"
+    cases = {
+        "holds the model to start from; name another folder": (
+            start and source.exists() and folder.resolve() in (source, *source.parents)
+        ),
+        f"holds other files ({min(entries, default='')}) and no run; name a new or empty folder": (
+            entries and card.RUN_FILE not in entries
+        ),
+    }
+    if card.RUN_FILE in entries:
+        cases |= {
+            "holds a run of another command; name a new or empty folder": is_finetuning != of_finetuning,
+            "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one": (
+                resumed and not is_kept
+            ),
+            f"holds another run than that of {resumed}; name a new folder": (
+                is_named and Path(resumed).resolve().parent != folder.resolve()
+            ),
+            f"holds a finished run and no checkpoint to go on from; {ways_out}": (
+                is_kept and not is_named and checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
+            ),
+            f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
+        }
+    refuse_first(cases, f"output_dir {folder}: ")
+
+
+def folder_of(run: PretrainConfig) -> Path:
+    """The output folder: `output_dir`, or `d2l-bert-<recipe>-<corpus>` in the working directory."""
     names = run.text_paths() + [dataset_and_config(dataset)[0] for dataset in run.dataset]
-    return f"d2l-bert-{run.recipe}-{Path(names[0]).resolve().stem if len(names) == 1 else 'texts'}"
+    text = Path(names[0]).resolve().stem if len(names) == 1 else "texts"
+    return Path(run.output_dir or f"d2l-bert-{run.recipe}-{text}")
 
 
 def repository(run: PretrainConfig, folder: Path) -> str:
@@ -93,7 +137,7 @@ def make_record(
             **{name: importlib.metadata.version(name) for name in libraries},
         },
     }
-    return {**record, "command": command_line(record), "decay_ratio": run.decay_share()}
+    return {**record, "command": command_line(record)}
 
 
 def describe_machine(accelerator: Accelerator) -> dict:
@@ -126,24 +170,22 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
         validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
     """
-    names = [*run.text_paths(), *(dataset_and_config(dataset)[0] for dataset in run.dataset)]
-    sources = zip(names, [*run.text_paths(), *run.dataset], text.source_fingerprints, strict=True)
-    fingerprints = {
-        path: source_print for name, path, source_print in sources if name not in (PYTHON_DOCS, *text.hub_datasets)
+    names = [*run.text_paths(), *run.dataset]
+    trained_on = {
+        name: source_print
+        for name, source_print in zip(names, text.source_fingerprints, strict=True)
+        if dataset_and_config(name)[0] not in (PYTHON_DOCS, *text.hub_datasets)
     }
-    if text.validation is not None:
-        evaluated = [*run.validation_corpus, *(dataset_and_config(dataset)[0] for dataset in run.validation_dataset)]
-        given = [*run.validation_corpus, *run.validation_dataset]
-        for name, path in zip(evaluated, given, strict=True):
-            if Path(name).exists():
-                fingerprints[path] = text.held_out.fingerprint
-    for path in filter(None, (run.tokenizer, run.init_from)):
-        if Path(path).exists():
-            fingerprints[path] = hash_of_model(path)
+    evaluated = {
+        name: text.held_out.fingerprint
+        for name in (*run.validation_corpus, *run.validation_dataset)
+        if Path(dataset_and_config(name)[0]).exists()
+    }
+    models = {name: hash_of_model(name) for name in (run.tokenizer, run.init_from) if name and Path(name).exists()}
     written = dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint)))
     return {
         path: {"name": folders.base_name(path), "fingerprint": path_fingerprint}
-        for path, path_fingerprint in {**written, **fingerprints}.items()
+        for path, path_fingerprint in {**written, **trained_on, **evaluated, **models}.items()
     }
 
 
@@ -167,27 +209,28 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
     Raises:
         UserError: `run_config.json` cannot be written.
     """
-    for upload_copy in folder.glob(f"{STAGED}*"):
+    for upload_copy in folder.glob(f"{card.STAGED}*"):
         shutil.rmtree(upload_copy)
     later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start]
     if start and later:
-        names = ", ".join(path.name for path in later)
-        logger.warning(f"{folder}: {names} deleted, as the run goes on from step {start}")
+        logger.warning(
+            f"{folder}: {', '.join(path.name for path in later)} deleted, as the run goes on from step {start}"
+        )
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     if start == 0:
-        folders.delete_synced(folder / WEIGHTS_FILE)
-        for name in (METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
+        folders.delete_synced(folder / checkpoint.WEIGHTS_FILE)
+        for name in (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE):
             (folder / name).unlink(missing_ok=True)
-    if not (folder / WEIGHTS_FILE).exists():
+    if not (folder / checkpoint.WEIGHTS_FILE).exists():
         # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
-        with writing(folder / RUN_FILE, ", and give the same command again"):
-            folders.write_json(folder / RUN_FILE, record)
+        with writing(folder / card.RUN_FILE, ", and give the same command again"):
+            folders.write_json(folder / card.RUN_FILE, record)
 
 
 def finish_folder(
-    folder: Path, text: PreparedText, record: dict, model, metrics: dict, rows: list[dict], held_out: dict
+    folder: Path, text: PreparedText, record: dict, model, metrics: dict, rows: list[dict], pair: dict
 ) -> str:
     """
     Write the finished model, its tokenizer, code, `metrics.json`, curves and card to the output folder.
@@ -201,7 +244,7 @@ def finish_folder(
         model: an unsharded model on the CPU.
         metrics: the content of `metrics.json`, without the example predictions.
         rows: of the training log, for the curves.
-        held_out: a held-out batch of one pair, shown as an example.
+        pair: a held-out batch of one pair, shown as an example.
 
     Returns:
         A text for the user: the results, and examples of predictions.
@@ -211,24 +254,26 @@ def finish_folder(
     """
     with (
         writing(folder, f", and {GO_ON}; the checkpoints are unchanged"),
-        folders.replacing_files(folder, last=WEIGHTS_FILE) as partial,
+        folders.replacing_files(folder, last=checkpoint.WEIGHTS_FILE) as partial,
     ):
         save_with_code(model, partial)
-        save_tokenizer(text.tokenizer, partial)
-        plot_curves(rows, partial / CURVES_FILE)
+        wordpiece.save_tokenizer(text.tokenizer, partial)
+        pictures.plot_curves(rows, partial / card.CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
-        sentences = example_sentences(text, model.config.max_position_embeddings)
-        filled = fill_mask(D2lBertForMaskedLM.from_pretrained(partial), text.tokenizer, sentences)
-        predictions = [(sentence, best[0]) for sentence, best in zip(sentences, filled, strict=True)]
-        folders.write_json(partial / RUN_FILE, record)
-        examples = [  # in the format of the Hub's widget
-            {"text": text, "output": [{"label": token, "score": round(score, 4)} for token, score in best]}
-            for text, best in predictions
+        example = held_out.show_example(published, text.tokenizer, pair, pair_task(metrics))
+        sentences = held_out.example_sentences(text, model.config.max_position_embeddings)
+        fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(partial), tokenizer=text.tokenizer)
+        filled = [fill(sentence, top_k=min(5, len(text.tokenizer))) for sentence in sentences]
+        predictions = [  # in the format of the Hub's widget
+            {"text": sentence, "output": [{"label": e["token_str"], "score": round(e["score"], 4)} for e in best]}
+            for sentence, best in zip(sentences, filled, strict=True)
         ]
-        folders.write_json(partial / METRICS_FILE, {**metrics, "predictions": examples})
-        (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-    return report(folder, published, text.tokenizer, metrics, held_out, predictions, record["data"])
+        metrics = {**metrics, "predictions": predictions}
+        folders.write_json(partial / card.RUN_FILE, record)
+        folders.write_json(partial / card.METRICS_FILE, metrics)
+        (partial / card.CARD_FILE).write_text(card.render_card(partial, folder.resolve().name), encoding="utf-8")
+    return held_out.report(folder, metrics, example, record["data"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,7 +305,7 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     return {name: value for name, value in values.items() if name not in redundant}
 
 
-def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
+def check_identity(saved: checkpoint.Checkpoint, identity: dict) -> None:
     """
     Refuse to resume from a checkpoint of another run.
 
@@ -270,13 +315,31 @@ def check_identity(checkpoint: Checkpoint, identity: dict) -> None:
     Raises:
         UserError: the checkpoint has another identity; the message names the first difference.
     """
-    saved = checkpoint.state["identity"]
-    for name, value in json.loads(json.dumps(identity)).items():
-        if saved.get(name) != value:
-            way_out = "or start a new run in another output_dir"
-            if name in LENGTH_OPTIONS:  # the schedule of the learning rate depends on the length
-                way_out += f", from these weights by --init_from {checkpoint.path}"
-            raise UserError(
-                f"{checkpoint.path}: a checkpoint of another run: {name} was {saved.get(name)!r}, and is {value!r} "
-                f"now; go on with what it was, {way_out}"
-            )
+    then, now = saved.state["identity"], json.loads(json.dumps(identity))
+    # The schedule of the learning rate depends on the length of the run.
+    ways_out = dict.fromkeys(LENGTH_OPTIONS, f", from these weights by --init_from {saved.path}")
+    cases = {
+        f"{name} was {then.get(name)!r}, and is {value!r} now; go on with what it was, or start a new run in another "
+        f"output_dir{ways_out.get(name, '')}": then.get(name) != value
+        for name, value in now.items()
+    }
+    refuse_first(cases, f"{saved.path}: a checkpoint of another run: ")
+
+
+def check_same_identity(identities: list[dict]) -> None:
+    """
+    Refuse to train in processes that have not all read the same.
+
+    Args:
+        identities: what `make_identity` returned in each process.
+
+    Raises:
+        UserError: a process has another identity than the first; the message names the first difference.
+    """
+    cases = {
+        f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all machines the "
+        f"same files, or one prepared folder": identity[name] != value
+        for process, identity in enumerate(identities)
+        for name, value in identities[0].items()
+    }
+    refuse_first(cases)

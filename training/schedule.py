@@ -6,8 +6,6 @@ import math
 import time
 from collections.abc import Callable
 
-import torch
-
 from d2l_bert.messages import UserError, counted
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.training.config import PretrainConfig
@@ -34,57 +32,37 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate_share(kind: str, step: int, warmup_steps: int, max_steps: int, decay_steps: int = 0) -> float:
+def learning_rate(run: PretrainConfig, step: int) -> float:
     """
-    The learning rate at a step as a share of the peak rate, in (0, 1]: above 0 in the first and in the last step.
+    The learning rate of a step, counted from 1, of a run with a number of steps; above 0 in the first and last step.
 
-    Args:
-        kind: how the rate decays after warm-up. `linear` and `cosine` (half a wave: Loshchilov and Hutter, 2016) decay
-            from the end of warm-up on; `warmup_stable_decay` (Hu et al., 2024) decays in the last `decay_steps`, as
-            1 - sqrt.
-        step: counted from 0.
-        warmup_steps: steps in which the rate rises on a straight line; the last of these steps has the peak rate.
-        max_steps: steps of the run.
-        decay_steps: for `warmup_stable_decay` alone.
+    The rate rises on a straight line; the last step of warm-up has the peak rate. `linear` and `cosine` (half a wave:
+    Loshchilov and Hutter, 2016) fall from the end of warm-up on; `warmup_stable_decay` (Hu et al., 2024) falls in the
+    last steps alone, as 1 - sqrt.
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    steps_after_warmup = max_steps - warmup_steps
-    if kind == "warmup_stable_decay":
-        decay_steps = min(decay_steps, steps_after_warmup)
-    else:
-        decay_steps = steps_after_warmup
-    return _DECAYS[kind](min((max_steps - step) / max(1, decay_steps), 1.0))
+    warmup_steps = math.ceil(run.warmup_ratio * run.max_steps)
+    if step <= warmup_steps:
+        return run.learning_rate * step / warmup_steps
+    decay_steps = run.max_steps - warmup_steps
+    if run.lr_scheduler_type == "warmup_stable_decay":
+        decay_steps = min(math.floor(run.decay_ratio * run.max_steps), decay_steps)
+    left = min((run.max_steps - step + 1) / max(1, decay_steps), 1.0)
+    return run.learning_rate * _DECAYS[run.lr_scheduler_type](left)
 
 
-class RunSchedule:
+def due_after(run: PretrainConfig, step: int) -> set[str]:
     """
-    The learning rate, and what is to be done after each step, counted from 1.
+    What is to be done after a step, counted from 1: `log`, `evaluate`, `save`.
 
-    The last step is always logged, evaluated and saved.
-
-    Args:
-        run: the options, with the number of steps.
+    Every evaluation and checkpoint is logged. The last step is always logged, evaluated and saved.
     """
-
-    def __init__(self, run: PretrainConfig):
-        self.run, self.max_steps = run, run.max_steps
-        self.every = {
-            "log": run.logging_steps or math.ceil(run.max_steps / DEFAULT_ROWS),
-            "evaluate": run.eval_steps or math.ceil(run.max_steps / DEFAULT_EVALUATIONS),
-            "save": run.save_steps or math.ceil(run.max_steps / DEFAULT_CHECKPOINTS),
-        }
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        warmup_steps, decay_steps = self.run.schedule_steps(self.max_steps)
-        kind = self.run.lr_scheduler_type
-        return self.run.learning_rate * learning_rate_share(kind, step - 1, warmup_steps, self.max_steps, decay_steps)
-
-    def due_at(self, step: int) -> set[str]:
-        """What is to be done after a step: `log`, `evaluate`, `save`. Every evaluation and checkpoint is logged."""
-        due = {name for name, every in self.every.items() if step % every == 0 or step == self.max_steps}
-        return {*due, "log"} if due else due
+    every = {
+        "log": run.logging_steps or math.ceil(run.max_steps / DEFAULT_ROWS),
+        "evaluate": run.eval_steps or math.ceil(run.max_steps / DEFAULT_EVALUATIONS),
+        "save": run.save_steps or math.ceil(run.max_steps / DEFAULT_CHECKPOINTS),
+    }
+    due = {name for name, steps in every.items() if step % steps == 0 or step == run.max_steps}
+    return {*due, "log"} if due else due
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,15 +90,15 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     learner.reset_optimizers()
     start = time.monotonic()
     learner.evaluate(held_out)
-    evaluation_seconds = mean_of_processes(learner, time.monotonic() - start)
-    return on_main(steps_for_minutes, run, step_seconds, evaluation_seconds)
+    return on_main(steps_for_minutes, run, step_seconds, time.monotonic() - start)
 
 
 def time_steps(learner: Learner, steps: TrainingSteps) -> float:
     """
-    The seconds that all steps take, averaged over the processes; some are timed of each stage, at a rate of 0.
+    The seconds that all steps take on this process; some are timed of each stage, at a rate of 0.
 
-    The optimizers keep the state of these steps.
+    Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
+    steps.
     """
     seconds = 0.0
     for stage in steps.stages:
@@ -132,12 +110,7 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> float:
             learner.take_step(step.micro_batches, step.counts)
             times.append(time.monotonic() - start)
         seconds += count * sum(times) / max(1, len(times))
-    return mean_of_processes(learner, seconds)
-
-
-def mean_of_processes(learner: Learner, seconds: float) -> float:
-    """The mean of a number over all processes."""
-    return float(learner.accelerator.reduce(torch.tensor(seconds, device=learner.accelerator.device), "mean"))
+    return seconds
 
 
 def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:

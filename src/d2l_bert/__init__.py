@@ -62,24 +62,22 @@ def __getattr__(name):
 def register_with_transformers() -> None:
     """Make Transformers' Auto classes and `pipeline` know the model, once in a process."""
     import transformers
-    from transformers.pipelines import PIPELINE_REGISTRY
 
-    from d2l_bert.modeling import modeling_d2l_bert
-    from d2l_bert.modeling.conversion import AUTO_MAP
-    from d2l_bert.pair_tasks import NextSentencePredictionPipeline
+    from d2l_bert import pair_tasks
+    from d2l_bert.modeling import conversion, modeling_d2l_bert
 
     config_class = modeling_d2l_bert.D2lBertConfig
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     transformers.AutoTokenizer.register(config_class, transformers.BertTokenizer, exist_ok=True)
-    for name, place in AUTO_MAP.items():
+    for name, place in conversion.AUTO_MAP.items():
         our_class = getattr(modeling_d2l_bert, place.partition(".")[2])
         if our_class is not config_class:
             getattr(transformers, name).register(config_class, our_class, exist_ok=True)
         # `save_pretrained` copies the model's code into the folder, to be loaded with `trust_remote_code=True`.
         our_class.register_for_auto_class(name)
-    PIPELINE_REGISTRY.register_pipeline(
+    transformers.pipelines.PIPELINE_REGISTRY.register_pipeline(
         "next-sentence-prediction",
-        pipeline_class=NextSentencePredictionPipeline,
+        pipeline_class=pair_tasks.NextSentencePredictionPipeline,
         pt_model=transformers.AutoModelForNextSentencePrediction,
         type="text",
     )

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from d2l_bert.folders import new_folder
-from d2l_bert.messages import UserError, explained, reading_model, refuse_first, shortened
-from d2l_bert.options import value_of
+from d2l_bert import folders, messages, options
 
 
 # By the names of the commands, in the order of `d2l-bert --help`: what `command` was given, and the function.
@@ -34,8 +32,7 @@ def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = ""
     """
 
     def add(function):
-        name = function.__name__.removesuffix("_command").replace("_", "-")
-        COMMANDS[name] = SimpleNamespace(
+        COMMANDS[function.__name__.removesuffix("_command").replace("_", "-")] = SimpleNamespace(
             function=function, usage=usage, arguments=arguments, one_of=one_of, options=options
         )
         return function
@@ -45,8 +42,8 @@ def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = ""
 
 def argument(name: str, metavar: str | None, help: str, kind: type = str, **how) -> tuple[str, dict]:
     """The name and the other arguments of `add_argument`, for an argument that is no field of a dataclass."""
-    within = "[1, inf)" if kind is int else None
-    return name, {"type": functools.partial(value_of, kind, within=within), "metavar": metavar, "help": help, **how}
+    read = functools.partial(options.value_of, kind, within="[1, inf)" if kind is int else None)
+    return name, {"type": read, "metavar": metavar, "help": help, **how}
 
 
 MODEL_HELP = "a model folder, or an id on the Hub"
@@ -54,10 +51,15 @@ MODEL = argument("model", "MODEL", MODEL_HELP)
 MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
 
 
+def given_options(arguments) -> dict:
+    """The options of the command that were given, by name."""
+    fields = dataclasses.fields(arguments.config)
+    return {field.name: getattr(arguments, field.name) for field in fields if field.name in arguments}
+
+
 def options_of(arguments):
     """The command's dataclass with the values of the flags that were given."""
-    given, config_class = vars(arguments), arguments.config_class
-    return config_class(**{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given})
+    return dataclasses.replace(arguments.config, **given_options(arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,33 +84,21 @@ def prepare_command(arguments) -> None:
     from d2l_bert.tokenization import prepared_folder
     from d2l_bert.training.initialize import prepare_with_tokenizer
 
-    run, folders = options_of(arguments), [Path(folder) for folder in arguments.check or ()]
-    if folders:
-        refuse_first(
-            {
-                f"{field.name} is for preparing a text, and check reads folders that are prepared; leave it out": (
-                    field.name in arguments
-                )
-                for field in dataclasses.fields(run)
-            }
-            | {
-                f"{folder}: no prepared folder; give one that `d2l-bert prepare` has made": (
-                    not prepared_folder.is_prepared_folder(folder)
-                )
-                for folder in folders
-            }
-        )
-        for folder in folders:
-            text = prepared_folder.read_prepared_folder(folder, check_large=True)
-            documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
-            print(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
-        prepared_folder.read_prepared_folders(folders)  # whether they are parts of one corpus
+    run = options_of(arguments)
+    if arguments.check:
+        cases = {
+            f"{name} is for preparing a text, and check reads folders that are prepared; leave it out": True
+            for name in given_options(arguments)
+        }
+        messages.refuse_first(cases)
+        print(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
     run.check()
     _refuse_what_is_fixed(arguments, run)
-    if prepared_folder.corpus_is_prepared(run):
-        raise UserError(f"corpus {run.text_paths()[0]}: is prepared already; give its text")
-    with new_folder(Path(arguments.output_dir)) as folder:
+    messages.refuse_first(
+        {f"corpus {run.text_paths()}: is prepared already; give its text": prepared_folder.corpus_is_prepared(run)}
+    )
+    with folders.new_folder(Path(arguments.output_dir)) as folder:
         text = prepare_with_tokenizer(run)
         prepared_folder.write_prepared_folder(text, folder)
     print(f"{text.summary()}\ntrain on it: d2l-bert pretrain --corpus {arguments.output_dir}")
@@ -121,14 +111,13 @@ def pretrain_command(arguments) -> None:
     Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
     minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
     """
-    from d2l_bert.training.devices import start_processes, together
-    from d2l_bert.training.pretrain import pretrain
+    from d2l_bert.training import devices, pretrain
 
-    start_processes()
-    with together():
+    devices.start_processes()
+    with devices.together():
         architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
-    pretrain(architecture, run)
+    pretrain.pretrain(architecture, run)
 
 
 def keep_freed_memory() -> None:
@@ -153,41 +142,29 @@ def resolve_pretrain(arguments) -> tuple:
     Raises:
         UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
     """
-    from d2l_bert.training.initialize import read_architecture
-    from d2l_bert.training.recipes import RECIPES, architecture_options, override_options
+    from d2l_bert.training import initialize, recipes
 
-    given = vars(arguments)
-    architecture, run = RECIPES[arguments.recipe]()
-    run = override_options(run, {f.name: given[f.name] for f in dataclasses.fields(run) if f.name in given})
+    run = recipes.override_options(arguments.config, given_options(arguments))
     run.check_values()  # an empty path would be looked up as the working directory
     _refuse_what_is_fixed(arguments, run)
-    if run.init_from is not None:
-        architecture = read_architecture(run.init_from)
-    changes = {name: given[name] for name in architecture_options() if name in given}
-    with explained("the architecture", "", ValueError):
+    architecture = arguments.architecture if run.init_from is None else initialize.read_architecture(run.init_from)
+    changes = {name: getattr(arguments, name) for name in recipes.architecture_options() if name in arguments}
+    with messages.explained("the architecture", "", ValueError):
         return type(architecture)(**{**architecture.to_dict(), **changes}), run
 
 
 def _refuse_what_is_fixed(arguments, run):
     """Refuse a flag whose value follows from the model, the tokenizer or the prepared folder that the run names."""
     from d2l_bert.modeling.conversion import FREE_FIELDS
-    from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
-    from d2l_bert.tokenization.prepared_folder import corpus_is_prepared
+    from d2l_bert.tokenization.prepared_folder import fixed_options
     from d2l_bert.training.recipes import architecture_options
 
-    fixed = {}
+    fixed = fixed_options(run)
     if getattr(run, "init_from", None) is not None:
         fixed |= dict.fromkeys({*architecture_options()} - {*FREE_FIELDS}, f"the model in init_from ({run.init_from})")
-    if run.existing_tokenizer() is not None:  # extend_vocab goes with an existing tokenizer, and uses min_frequency
-        free = {"min_frequency"} if run.extend_vocab else set()
-        fixed |= dict.fromkeys({*TOKENIZER_TRAINING_OPTIONS} - free, f"the tokenizer of {run.existing_tokenizer()}")
-    if corpus_is_prepared(run):
-        free = {"corpus", "max_unknown_share"}
-        if run.validation_corpus or run.validation_dataset:  # how a validation text is read
-            free |= {"text_column", "separator", "streaming", "preprocessing_num_workers"}
-        names = {field.name for field in dataclasses.fields(TextConfig)} - free
-        fixed |= dict.fromkeys(names, f"the prepared folder {run.text_paths()[0]}")
-    refuse_first({f"{name} is fixed by {by}; leave {name} out": name in arguments for name, by in fixed.items()})
+    messages.refuse_first(
+        {f"{name} is fixed by {by}; leave {name} out": name in arguments for name, by in fixed.items()}
+    )
 
 
 @command(
@@ -270,12 +247,7 @@ def embed_command(arguments) -> None:
     from d2l_bert.training.vectors.embed import embed
 
     config = options_of(arguments)
-    done = embed(arguments.model, arguments.file, config)
-    if config.output is not None:
-        print(f"{config.output}: {done.lines:,} vectors of {done.size:,} numbers, one for each line")
-    width = max((len(f"{number:,}") for _, number, _ in done.nearest), default=0)
-    for cosine, number, text in done.nearest:
-        print(f"  {cosine:7.4f}  line {number:>{width},}  {shortened(text, 160)}")
+    print(embed(arguments.model, arguments.file, config).shown(config.output))
 
 
 @command(
@@ -300,8 +272,6 @@ def attention_command(arguments) -> None:
 
     config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
     config.check()
-    if config.word is not None and arguments.second is None:
-        raise UserError(f"word {config.word!r} is compared in two texts; give TEXT_B too")
     print(draw_attention(model, *texts, config) if config.word is None else compare_word(model, config.word, *texts))
 
 
@@ -337,46 +307,21 @@ def convert_command(arguments) -> None:
     DST is a new folder. The weights keep their values. A model that the other side cannot express is refused.
     """
     from d2l_bert.model_cards.card import carry_card
-    from d2l_bert.modeling import bert_checkpoints, conversion, d2l_checkpoints
-    from d2l_bert.tokenization.wordpiece import save_tokenizer
-    from d2l_bert.training.initialize import read_tokenizer
+    from d2l_bert.modeling.convert import convert
 
-    source, heads, is_from_d2l = arguments.source, arguments.num_attention_heads, arguments.source_kind == "d2l"
-    if is_from_d2l != bool(heads) or (arguments.vocab and not is_from_d2l):
-        raise UserError(
-            "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
+    source, target = arguments.source, Path(arguments.target)
+    with folders.new_folder(target) as folder:
+        said = convert(
+            source,
+            folder,
+            arguments.source_kind,
+            arguments.target_kind,
+            arguments.num_attention_heads,
+            arguments.vocab,
         )
-    if not is_from_d2l:
-        with reading_model(source):
-            is_stock = arguments.source_kind == "bert"
-            model, unused = bert_checkpoints.read_bert(source) if is_stock else (conversion.read_ours(source), [])
-            tokenizer = read_tokenizer(source, model.config)
-    with new_folder(Path(arguments.target)) as folder, explained(f"{source}: not converted", "", ValueError):
-        if is_from_d2l:
-            vocabulary = arguments.vocab or next(Path(source).glob("vocab.json"), None)
-            tokens = vocabulary and d2l_checkpoints.read_vocabulary(vocabulary)
-            model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), heads, tokens)
-            tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
-        if arguments.target_kind == "d2l":
-            d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
-        elif arguments.target_kind == "bert":
-            model = bert_checkpoints.to_bert(model)
-            conversion.save_model(model, folder)
-        else:
-            model = model if is_from_d2l else bert_checkpoints.from_bert(model)
-            conversion.save_with_code(model, folder)
-        if tokenizer and arguments.target_kind != "d2l":
-            save_tokenizer(tokenizer, folder)
-        if "bert" in (arguments.source_kind, arguments.target_kind):
-            bert_checkpoints.copy_sentence_transformer(source, folder)
         if arguments.target_kind == "bert":
-            carry_card(source, folder, Path(arguments.target).resolve().name)
-    name = "d2l BERTModel" if arguments.target_kind == "d2l" else type(model).__name__
-    print(f"{arguments.target}: a {name} of {model.num_parameters():,} parameters")
-    if not is_from_d2l and unused:
-        print(f"left out, as a {name} has no such weights: {', '.join(unused)}")
-    if not tokenizer:
-        print(f"{source} brings no tokenizer, so {arguments.target} has none")
+            carry_card(source, folder, target.resolve().name)
+    print(f"{target}: {said}")
 
 
 @command(
@@ -397,7 +342,7 @@ def export_command(arguments) -> None:
     from d2l_bert.training.evaluation.exported import export
 
     config, target = options_of(arguments), Path(arguments.target)
-    with new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
+    with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
         if page:  # first, as it may not be there
             copy_runtime(page, config.runtime)
         print(export(arguments.source, target, config))
@@ -420,7 +365,7 @@ def demo_command(arguments) -> None:
     from d2l_bert.demo import make_demo
 
     page = make_demo(arguments.model)
-    with explained(f"port {arguments.port}: cannot be used", "give another --port", OSError, OverflowError):
+    with messages.explained(f"port {arguments.port}: cannot be used", "give another --port", OSError, OverflowError):
         page.launch(server_name="127.0.0.1", server_port=arguments.port, share=False)
 
 

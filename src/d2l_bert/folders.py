@@ -32,8 +32,8 @@ def content_hash(file: Path) -> str:
 
 
 def hidden(path: Path) -> Path:
-    """The hidden name under which a file or folder is written or deleted, so that `path` is always whole."""
-    return path.with_name(f".{path.name}.part")
+    """The hidden folder in which a file or folder is written or deleted, so that `path` is always whole."""
+    return path.with_name(f".{path.name[:100]}.part")
 
 
 @contextlib.contextmanager
@@ -49,13 +49,11 @@ def atomic_folder(final: Path, way_out: str) -> Iterator[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    with writing(final, way_out):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _emptied(hidden(final)) as partial:
-            yield partial
-            _sync_all(partial)
-            partial.rename(final)
-            sync(final.parent)
+    with writing(final, way_out), _emptied(hidden(final)) as partial:
+        yield partial
+        _sync_all(partial)
+        partial.rename(final)
+        sync(final.parent)
 
 
 def new_folder(folder: Path):
@@ -79,7 +77,7 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
     An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
     changes nothing in `folder`.
     """
-    with _emptied(folder / ".model.part") as partial:
+    with _emptied(hidden(folder / "model")) as partial:
         yield partial
         _sync_all(partial)
         delete_synced(folder / last)
@@ -95,7 +93,7 @@ def _emptied(partial):
     """Give the block a new hidden folder, in place of one that a killed process left, and delete it afterwards."""
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -117,15 +115,12 @@ def delete_synced(path: Path) -> None:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """
-    Give the block a temporary path with the suffix of `path` to write to, and rename the file to `path` when the block
-    ends: a reader finds the old file or the new one, never a part. A block that raises leaves `path` as it was.
+    Give the block a path in a hidden folder to write to, and move the file to `path` when the block ends: a reader
+    finds the old file or the new one, never a part. A block that raises leaves `path` as it was.
     """
-    partial = path.with_name(f".{path.stem[:100]}.part{path.suffix}")  # libraries choose the format by the suffix
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _emptied(hidden(path)) as folder:
+        yield folder / path.name
+        (folder / path.name).replace(path)
 
 
 @contextlib.contextmanager
@@ -143,12 +138,14 @@ def new_file(path: Path) -> Iterator[Path]:
 
 def check_new_file(path: Path) -> None:
     """Raise `UserError` if a file of this name exists, its folder does not, or no file can be made there."""
-    cases = {
-        "exists already; name another file, or delete this one": path.is_symlink() or path.exists(),
-        f"there is no folder {path.parent}; make the folder, or name another file": not path.parent.is_dir(),
-        f"the folder {path.parent} cannot be written; name another file": not os.access(path.parent, os.W_OK),
-    }
-    refuse_first(cases, f"{path}: ")
+    refuse_first(
+        {
+            "exists already; name another file, or delete this one": path.is_symlink() or path.exists(),
+            f"there is no folder {path.parent}; make the folder, or name another file": not path.parent.is_dir(),
+            f"the folder {path.parent} cannot be written; name another file": not os.access(path.parent, os.W_OK),
+        },
+        f"{path}: ",
+    )
 
 
 def base_name(path: str | Path) -> str:
@@ -229,8 +226,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 # The cache of prepared text
 
 
-SILENT_SECONDS = 1.0  # a process that waits longer than this for a lock logs that it waits
-
 ANOTHER_CACHE = ", or set HF_HOME to another folder"
 
 
@@ -271,7 +266,7 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
-            held = lock.acquire(timeout=SILENT_SECONDS)
+            held = lock.acquire(timeout=1.0)  # a process that waits no longer than this second is silent
         except Timeout:
             logger.info(f"waiting for another process that is {label} (cache {path.parent})")
             held = lock.acquire()
@@ -281,21 +276,6 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
                     write(partial)
 
 
-def cached_json(path: Path, label: str, compute: Callable[[], object]):
-    """
-    What `compute` returns, as JSON keeps it; computed once, and then read from a folder of the cache.
-
-    Args:
-        path, label: as in `write_once`.
-
-    Raises:
-        UserError: the cache cannot be written, or is damaged.
-    """
-    write_once(path, label, lambda partial: (partial / "content.json").write_text(json.dumps(compute())))
-    with reading_cache(path):
-        return json.loads((path / "content.json").read_text())
-
-
 def reading_cache(folder: Path) -> contextlib.AbstractContextManager:
     """
     Turns exceptions of a damaged file into a `UserError` that names the folder of the cache.
@@ -303,5 +283,4 @@ def reading_cache(folder: Path) -> contextlib.AbstractContextManager:
     NumPy and PyArrow raise exceptions of many classes for a damaged file. The block should hold only the call that
     reads: a bug inside the block would be reported as a damaged file.
     """
-    kinds = (OSError, ValueError, LookupError, TypeError, EOFError)  # of NumPy, PyArrow and json
-    return explained(f"cache {folder}: damaged", "delete this folder and run again", *kinds)
+    return explained(f"cache {folder}: damaged", "delete this folder and run again", *READ_ERRORS, TypeError, EOFError)

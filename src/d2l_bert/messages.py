@@ -16,11 +16,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 logger = logging.getLogger(__name__)
 
-# The parent of all loggers of this package: each module's logger has the module's name (`d2l_bert.training.pretrain`).
-PACKAGE = "d2l_bert"
-
 # The logger for the report at the end of a run. A command shows the report on stdout, all other messages on stderr.
-report = logging.getLogger(f"{PACKAGE}.report")
+report = logging.getLogger("d2l_bert.report")
 
 # The way out that ends most messages about a run that failed.
 GO_ON = "go on with --resume_from_checkpoint latest"
@@ -49,10 +46,11 @@ def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
 
 
 # The causes of an OSError that lie outside of this package: space, permissions, memory or the network.
-NO_SPACE = {"ENOSPC", "EDQUOT", "EFBIG"}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ENVIRONMENT_ERRORS = NO_SPACE | {
-    *("EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENOMEM", "EMFILE", "ENFILE", "ENAMETOOLONG", "ELOOP"),
-    *("EPIPE", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "EHOSTUNREACH", "ETIMEDOUT"),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOMEM),
+    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EPIPE, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT),
 }
 
 
@@ -75,7 +73,7 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
         if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
             raise
         number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
-        first = "free some space" if errno.errorcode.get(number) in NO_SPACE else "make it writable"
+        first = "free some space" if number in NO_SPACE else "make it writable"
         reason = os.strerror(number) if number else error
         raise UserError(f"{place}: cannot be written ({reason}); {first}{way_out}") from None
 
@@ -142,8 +140,10 @@ def launched_rank() -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on the GPU or the CPU. PyTorch raises several kinds."""
     is_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    words = "not enough memory|can't allocate memory|out of memory"
-    return is_of_memory or (isinstance(error, RuntimeError) and re.search(words, str(error)) is not None)
+    return is_of_memory or (
+        isinstance(error, RuntimeError)
+        and re.search("not enough memory|can't allocate memory|out of memory", str(error)) is not None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,14 +210,13 @@ def messages_shown() -> Iterator[None]:
 
     Only commands use this. A program that calls the package configures `logging` itself.
     """
-    messages = logging.getLogger(PACKAGE)
-    with contextlib.ExitStack() as undo:
-        for logger, stream in ((messages, sys.stderr), (report, sys.stdout)):
+    messages = logging.getLogger("d2l_bert")  # the parent of all loggers of this package
+    # tqdm's handlers give a message its own line above a progress bar. They write to stderr unless told otherwise.
+    with contextlib.ExitStack() as undo, logging_redirect_tqdm([messages, report]):
+        for logger in (messages, report):
             undo.callback(setattr, logger, "propagate", logger.propagate)
             undo.callback(logger.setLevel, logger.level)
-            undo.callback(logger.removeHandler, handler := logging.StreamHandler(stream))
-            logger.addHandler(handler)
             logger.setLevel(logging.ERROR if launched_rank() else logging.INFO)  # rank 0 speaks for all
             logger.propagate = False
-        undo.enter_context(logging_redirect_tqdm([messages]))  # a message gets its own line above a progress bar
+        report.handlers[-1].setStream(sys.stdout)
         yield

@@ -1,8 +1,9 @@
-"""How a dataclass declares its fields as command-line options, with their ranges; checks each value by itself."""
+"""How a dataclass declares its fields as command-line options: their flags, their ranges, checks of each value."""
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -61,8 +62,9 @@ def option_of(config: type, name: str, **changes):
         changes: what differs in the other arguments of `option`, such as `help`.
     """
     field = config.__dataclass_fields__[name]
-    metadata = {**field.metadata, **changes}
-    return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
+    return dataclasses.field(
+        default=field.default, default_factory=field.default_factory, metadata={**field.metadata, **changes}
+    )
 
 
 class Options:
@@ -78,12 +80,11 @@ class Options:
         self.check_values()
         for field in dataclasses.fields(self):
             default = [] if field.default is dataclasses.MISSING else field.default
-            other, *values = field.metadata.get("needs") or [None]
-            if other is None or getattr(self, field.name) == default:
-                continue
-            if getattr(self, other) not in values if values else not getattr(self, other):
-                wanted = " ".join([other, " or ".join(values)]).rstrip()
-                raise UserError(f"{field.name} is for {wanted}; give that too, or leave it out")
+            if field.metadata.get("needs") and getattr(self, field.name) != default:
+                other, *values = field.metadata["needs"]
+                if getattr(self, other) not in values if values else not getattr(self, other):
+                    wanted = " ".join([other, " or ".join(values)]).rstrip()
+                    raise UserError(f"{field.name} is for {wanted}; give that too, or leave it out")
         refuse_first(self.contradictions())
 
     def contradictions(self) -> dict[str, object]:
@@ -113,9 +114,8 @@ def flag(name: str, value: object) -> list[str]:
     """An option as words of a command line; no words for None, which is always the default."""
     if value is None:
         return []
-    if isinstance(value, list):
-        return [f"--{name}", *(value or ["none"])]
-    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    values = (value or ["none"]) if isinstance(value, list) else [value]
+    return [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
 
 
 def cores() -> int:
@@ -162,8 +162,11 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
         unwritable = "\0" if is_path else "\0\ud800-\udfff"
         if isinstance(string, str) and (not string.strip() or re.search(f"[{unwritable}]", string)):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
-    if within and isinstance(value, (int, float)) and not _is_within(value, within):
-        return f"must be a number in {within}, got {value}"
+    if within and isinstance(value, (int, float)):
+        least, most = map(float, within[1:-1].split(","))
+        at_open_end = (value == least and within[0] == "(") or (value == most and within[-1] == ")")
+        if at_open_end or not least <= value <= most:
+            return f"must be a number in {within}, got {value}"
     return ""
 
 
@@ -179,9 +182,47 @@ def value_of(kind: type, text: str, within: str | None = None, is_path: bool = F
     return value
 
 
-def _is_within(value, interval):
-    """Whether a number lies in an interval such as `[0, 1)`."""
-    least, most = map(float, interval[1:-1].split(","))
-    return (value > least or (value == least and interval[0] == "[")) and (
-        value < most or (value == most and interval[-1] == "]")
-    )
+# ---------------------------------------------------------------------------------------------------------------------
+# The flags
+
+
+def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: bool) -> None:
+    """
+    Add a flag for each option but `recipe`, in the option's group; its help shows the value.
+
+    Args:
+        config: an object of a dataclass of options.
+        shows_all: whether the help shows all options, not only the common ones.
+    """
+    kinds = typing.get_type_hints(type(config))
+    fields = [field for field in dataclasses.fields(config) if field.name not in ("recipe", "model")]
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(f.metadata["group"] for f in fields)}
+    for field in fields:
+        about, value = field.metadata, getattr(config, field.name)
+        help = about["help"] if about["common"] or shows_all else None
+        add_option(groups[about["group"]], field.name, kinds[field.name], value, help, about["metavar"])
+
+
+def add_option(group, name: str, kind: type, default: object, help: str | None, metavar: str | None = None) -> None:
+    """
+    Add the flag `--name` to an argument group.
+
+    Args:
+        kind: the type of the field, such as `int | None`.
+        default: the field's value, shown in the help. A flag that is not given is left out of the parsed arguments.
+        help: what the option does; None to leave it out of the help.
+    """
+    members = [member for member in members_of(kind) if member is not types.NoneType]
+    names = {bool: "true|false", int: "N", float: "X", str: "NAME"}
+    how = {
+        "metavar": metavar or "|".join(names.get(member) or "|".join(typing.get_args(member)) for member in members),
+        "type": functools.partial(value_of, str if list[str] in members else kind, is_path=metavar == "PATH"),
+    }
+    if bool in members:
+        how |= {"nargs": "?", "const": True}
+    elif list[str] in members:
+        how |= {"nargs": "+", "action": "extend"}
+    shown = " ".join(default) if isinstance(default, list) else str(default).lower() if default is not None else ""
+    line = f"{help} ({shown})".strip() if shown else help
+    help = argparse.SUPPRESS if help is None else line.replace("%", "%%")
+    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **how)

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from transformers import Pipeline
+from transformers import TextClassificationPipeline
 
-from d2l_bert.messages import UserError
+from d2l_bert.messages import UserError, refuse_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def unit(task: PairTask | None) -> str:
     return "pairs" if task else "sequences"
 
 
-class NextSentencePredictionPipeline(Pipeline):
+class NextSentencePredictionPipeline(TextClassificationPipeline):
     """
     Next sentence prediction (section 15.8.5.2), registered with Transformers by `import d2l_bert`.
 
@@ -96,22 +96,17 @@ class NextSentencePredictionPipeline(Pipeline):
             more tokens than the model has positions.
     """
 
-    _load_processor = False
-    _load_image_processor = False
-    _load_feature_extractor = False
-    _load_tokenizer = True
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        labels = self.model.config.id2label
+        if set(labels) != {0, 1} or labels[0] == "LABEL_0":  # a stock BERT has no names for its two labels
+            self.model.config.id2label = dict(enumerate(PAIR_TASKS["nsp"].labels))
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def check_model_type(self, supported_models):
+        """Refuse a model without the head; the `supported_models` are those of text classification."""
         name = type(self.model).__name__
         if not name.endswith("ForNextSentencePrediction"):
             raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
-        labels = self.model.config.id2label
-        is_named = set(labels) == {0, 1} and labels[0] != "LABEL_0"  # a stock BERT has no names for its two labels
-        self.labels = [labels[0], labels[1]] if is_named else list(PAIR_TASKS["nsp"].labels)
-
-    def _sanitize_parameters(self, **of_tokenizer):
-        return of_tokenizer, {}, {}
 
     def preprocess(self, inputs, truncation=False, max_length=None):
         texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
@@ -124,14 +119,6 @@ class NextSentencePredictionPipeline(Pipeline):
         if length > limit:
             raise UserError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
         return encoded
-
-    def _forward(self, model_inputs):
-        return self.model(**model_inputs)
-
-    def postprocess(self, model_outputs):
-        probabilities = model_outputs.logits[0].float().softmax(-1)
-        best = int(probabilities.argmax())
-        return {"label": self.labels[best], "score": float(probabilities[best])}
 
 
 class PretrainingLoss:
@@ -179,13 +166,14 @@ class PretrainingLoss:
             UserError: a batch has no `labels` or no `next_sentence_label`.
         """
         batches, num_items = self.original_get_batch_samples(epoch_iterator, num_batches, device)
-        for batch in batches:
-            for name in ("labels", "next_sentence_label"):
-                if name not in batch:
-                    raise UserError(
-                        f"PretrainingLoss needs {name} in every batch, and a batch has only {', '.join(batch)}; add "
-                        f"{name} in the data collator"
-                    )
+        refuse_first(
+            {
+                f"PretrainingLoss needs {name} in every batch, and a batch has only {', '.join(batch)}; add {name} in "
+                f"the data collator": name not in batch
+                for batch in batches
+                for name in ("labels", "next_sentence_label")
+            }
+        )
         pairs = sum((batch["next_sentence_label"] != -100).sum() for batch in batches)
         if self.trainer.args.average_tokens_across_devices and self.trainer.args.world_size > 1:
             pairs = self.trainer.accelerator.gather(torch.as_tensor(pairs, device=device)).sum()

@@ -16,7 +16,7 @@ import torch
 
 from d2l_bert.messages import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.token_store import TokenizedCorpus, find
+from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
 from d2l_bert.training.data.order import EpochPairs
@@ -105,14 +105,12 @@ class BatchMaker:
     def __call__(
         self,
         pairs: np.ndarray,
-        keys: np.ndarray,
         mlm_probability: float | None = None,
         rows: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """
         Args:
-            pairs: an array of `pairs.PAIR`.
-            keys: a key of random numbers for each pair (n,), so that a pair's masks do not depend on other pairs.
+            pairs: an array of `pairs.PAIR`. A pair's masks follow from its key, and do not depend on other pairs.
             mlm_probability: the share of tokens to predict; None for that of the run's last step.
             rows: the indices of the pairs in each packed row, which need not take all pairs; None if each is a row.
 
@@ -122,19 +120,18 @@ class BatchMaker:
             (B, T) and `cls_positions` (B, S), and their `next_sentence_label` is (B, S).
         """
         if rows is not None:
-            order = list(itertools.chain(*rows))
-            pairs, keys = pairs[order], keys[order]
-        ids, token_arguments, chosen = self._unpacked(pairs, keys, mlm_probability or self.mlm_probability)
+            pairs = pairs[list(itertools.chain(*rows))]
+        ids, token_arguments, chosen = self._unpacked(pairs, mlm_probability or self.mlm_probability)
         if rows is None:
             # The row of each pair, and the first column of the pair in the row.
             row, starts = np.arange(len(pairs)), np.zeros(len(pairs), dtype=np.int64)
-            row_arguments = {"next_sentence_label": pairs["next_sentence_label"].astype(np.int64)}
+            row_arguments = {"next_sentence_label": pairs["next_sentence_label"].copy()}
         else:
             row, starts, token_arguments, row_arguments = self._packed(pairs, token_arguments, list(map(len, rows)))
         predicted = np.bincount(row, chosen.sum(1)).astype(int)  # the number of masked positions in each row
         pair, column = chosen.nonzero()
         # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
-        slots, slot = (len(predicted), max(1, predicted.max())), (row[pair], _concatenated_ranges(predicted))
+        slots, slot = (len(predicted), max(1, predicted.max())), (row[pair], ranges(0, predicted))
         slot_arguments = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
         slot_arguments["masked_positions"][slot], slot_arguments["labels"][slot] = starts[pair] + column, ids[chosen]
         if not self.has_labels:
@@ -145,18 +142,17 @@ class BatchMaker:
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A micro-batch without labels, with a loss of 0: for a process that has fewer rows than other processes."""
-        ids = torch.tensor([[self.cls, self.sep, self.sep]])
-        no_label = torch.full((1, 1), -100)
-        batch = {
-            "input_ids": ids,
-            "token_type_ids": torch.zeros_like(ids),
-            "attention_mask": torch.ones_like(ids),
+        label = {"next_sentence_label": torch.tensor([-100])} if self.has_labels else {}
+        return {
+            "input_ids": torch.tensor([[self.cls, self.sep, self.sep]]),
+            "token_type_ids": torch.zeros((1, 3), dtype=torch.int64),
+            "attention_mask": torch.ones((1, 3), dtype=torch.int64),
             "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
-            "labels": no_label,
+            "labels": torch.tensor([[-100]]),
+            **label,
         }
-        return {**batch, "next_sentence_label": no_label[0]} if self.has_labels else batch
 
-    def _unpacked(self, pairs, keys, share):
+    def _unpacked(self, pairs, share):
         """
         One row for each pair: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] if B is empty.
 
@@ -178,7 +174,7 @@ class BatchMaker:
         ids[ordinary] = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.run.masking, self.is_continuation)
         shares = (self.run.mask_replace_prob, self.run.random_replace_prob)
-        masked, chosen = masking.mask_tokens(ids, ordinary & (ids != self.unknown), keys, *rules, *shares)
+        masked, chosen = masking.mask_tokens(ids, ordinary & (ids != self.unknown), pairs["key"], *rules, *shares)
         token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
         return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen
 
@@ -194,7 +190,7 @@ class BatchMaker:
             The row of each pair (n,); the pair's first column in the row (n,); the model's arguments for each token
             (B, T); the model's arguments for each sequence (B, S).
         """
-        row, sequence = np.repeat(np.arange(len(in_rows)), in_rows), _concatenated_ranges(in_rows)
+        row, sequence = np.repeat(np.arange(len(in_rows)), in_rows), ranges(0, np.array(in_rows))
         real = token_arguments["attention_mask"] == 1
         ends = np.cumsum(lengths := real.sum(1))
         row_ends = ends[np.cumsum(in_rows) - 1]
@@ -217,16 +213,9 @@ class BatchMaker:
         return min(padded(lengths.max()), self.max_seq_length)
 
 
-def _concatenated_ranges(counts):
-    """`np.arange(count)` for each count, concatenated."""
-    counts = np.asarray(counts)
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def batches(
     make_batch: BatchMaker,
     pairs: np.ndarray,
-    keys: np.ndarray,
     most_tokens: int,
     ranks: Ranks = ALONE,
     packed: bool = False,
@@ -238,7 +227,7 @@ def batches(
     All processes get the same number of micro-batches; a process with too few rows gets empty ones.
 
     Args:
-        pairs, keys, mlm_probability: as in `BatchMaker.__call__`.
+        pairs, mlm_probability: as in `BatchMaker.__call__`.
         most_tokens: the most tokens in a micro-batch, padding included.
         packed: whether several pairs share a row.
     """
@@ -251,9 +240,9 @@ def batches(
         if not micro_batch:
             yield make_batch.empty()
         elif packed:
-            yield make_batch(pairs, keys, mlm_probability, [rows[row] for row in micro_batch])
+            yield make_batch(pairs, mlm_probability, [rows[row] for row in micro_batch])
         else:
-            yield make_batch(pairs[micro_batch], keys[micro_batch], mlm_probability)
+            yield make_batch(pairs[micro_batch], mlm_probability)
 
 
 def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -262,13 +251,10 @@ def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     and with padding, and the sum of the squared lengths of the sequences.
     """
     real = batch["attention_mask"]
-    if "sequence_ids" in batch:
-        ids = batch["sequence_ids"]
-        lengths = torch.stack([(ids == number).sum(1) for number in range(1, int(ids.max()) + 1)])
-    else:
-        lengths = real.sum(1)
+    place = batch.get("position_ids", torch.arange(real.shape[1]))  # of a token in its sequence
+    squared_lengths = (real * (2 * place + 1)).sum()  # n^2 is the sum of the first n odd numbers
     masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
-    counts = [masked_tokens, count_examples(batch), real.sum(), computed, (lengths**2).sum()]
+    counts = [masked_tokens, count_examples(batch), real.sum(), computed, squared_lengths]
     return torch.stack([count.float() for count in counts])
 
 
@@ -287,42 +273,23 @@ def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (in_row * (batch["labels"] != -100).any(1)).sum()
 
 
-def epoch_pairs(run, corpus: TokenizedCorpus, length: int, name: str, seed: int | None = None) -> EpochPairs:
-    """
-    The pairs of a run, of at most `length` tokens.
-
-    Args:
-        seed: of held-out pairs, which are read once whatever the weights of the sources; None for the run's.
-    """
-    assert run.objective != "auto", "with_objective decides"
-    pairing = {"pairing": run.pairing, "max_seq_length": length, "objective": run.objective}
-    if run.pairing == "segments":
-        pairing["short_seq_prob"] = run.short_seq_prob
-    if seed is not None:
-        return EpochPairs(corpus, pairing, seed, name=name)
-    return EpochPairs(corpus, pairing, run.seed, [float(weight) for weight in run.source_weights], name)
-
-
-def first_with_target(
-    make_batch: BatchMaker, parts: Iterable[tuple[np.ndarray, np.ndarray]], name: str
-) -> dict[str, torch.Tensor]:
+def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name: str) -> dict[str, torch.Tensor]:
     """
     A batch of the first pair that has a token to predict, alone.
 
     Args:
-        parts: arrays of pairs, and the keys of their masks (`EpochPairs.parts`).
+        parts: arrays of pairs (`EpochPairs.parts`).
         name: the name of the text.
 
     Raises:
         UserError: every token of all pairs is `[UNK]`.
     """
-    for pairs, keys in parts:
+    for pairs in parts:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            some = slice(first, first + PAIRS_AT_ONCE)
-            found = (make_batch(pairs[some], keys[some])["labels"] != -100).any(1).nonzero()
+            some = pairs[first : first + PAIRS_AT_ONCE]
+            found = np.flatnonzero((make_batch(some)["labels"] != -100).any(1))
             if len(found):
-                one = slice(first + int(found[0]), first + int(found[0]) + 1)
-                return make_batch(pairs[one], keys[one])
+                return make_batch(some[found[:1]])
     raise UserError(
         f"{name}: every token is [UNK] to the tokenizer, and [UNK] is never predicted; take a tokenizer that "
         f"was trained on such text"
@@ -342,8 +309,8 @@ def with_objective(run, text):
     if run.objective == "none":
         return run
     of_pairs = dataclasses.replace(run, objective="nsp" if run.objective == "auto" else run.objective)
-    pairs = epoch_pairs(of_pairs, text.train, run.max_seq_length, text.corpus_name)
-    rows, _ = next(pairs.parts(0), (np.zeros(0, dtype=PAIR), None))
+    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
+    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
     has_label, short = rows["next_sentence_label"] != NO_LABEL, PAIR_TASKS[of_pairs.objective].short
     share = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
     if not len(rows) or (share >= FEWEST_PAIRS and has_label.any()):

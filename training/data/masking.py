@@ -16,11 +16,6 @@ _SPAN_LENGTHS_UP_TO = np.cumsum(_SPAN_LENGTHS) / _SPAN_LENGTHS.sum()
 _COUNT, _UNITS, _FATES, _TOKENS = 0, 1, 2**18, 2**19
 
 
-def share_at(step: int, first: float, last: float, max_steps: int) -> float:
-    """`mlm_probability` at a step, counted from 0: it goes on a straight line from `first` to `last` over the run."""
-    return first + (last - first) * step / max(max_steps - 1, 1)
-
-
 def mask_tokens(
     tokens: np.ndarray,
     candidates: np.ndarray,

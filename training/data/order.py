@@ -2,19 +2,18 @@
 
 The corpus is cut into stretches of 16,384 tokens. An epoch is a random order of the stretches, read in windows of
 1,024; the pairs of a window are shuffled. The pairs are a pure function of (corpus, options, seed, epoch, window):
-every process that makes batches lays out the windows that it needs (`pairs.lay_out`), some 700,000 pairs a second, and
-no pair is stored on disk.
+every process of a run lays out the windows that it needs (`pairs.lay_out`), some 700,000 pairs a second. No pair is
+stored on disk.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
-from d2l_bert.training.data.pairs import Pieces, lay_out
+from d2l_bert.training.data.pairs import lay_out
 
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
@@ -26,7 +25,7 @@ DATA_ORDER = 6
 # are cut.
 STRETCH_TOKENS = 2**14
 
-# A window has 16.8 million tokens: 131,000 pairs of 128 tokens in 4 MB, laid out in 0.2 s.
+# A window has 16.8 million tokens: 131,000 pairs of 128 tokens in 6 MB, laid out in 0.2 s.
 WINDOW_STRETCHES = 1024
 
 # With weights, a source has at least this many stretches: an epoch takes a whole number of stretches of each source.
@@ -42,34 +41,8 @@ MOST_EMPTY_WINDOWS = 20
 _PAIRS, _MASKS, _VISITS, _ORDER = 1, 2, 3, 4
 
 
-class Cursor(NamedTuple):
-    """Where a run stands in its pairs: the epoch, the window in the epoch, and the next pair in the window."""
-
-    epoch: int = 0
-    window: int = 0
-    pair: int = 0
-
-
-START = Cursor()
-
-
-def source_passes(tokens: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """
-    How many times an epoch goes through each source (sources,); may be a fraction.
-
-    An epoch has as many tokens as all sources together.
-
-    Args:
-        tokens: the number of training tokens of each source (sources,).
-        weights: each source's share of an epoch's tokens, up to a common factor (sources,).
-
-    Raises:
-        UserError: a source without text has a weight above 0.
-    """
-    shares = np.asarray(weights) / np.sum(weights)
-    if (shares[tokens == 0] > 0).any():
-        raise UserError(f"source_weights: source {int(np.flatnonzero((tokens == 0) & (shares > 0))[0]) + 1} is empty")
-    return shares * tokens.sum() / np.maximum(tokens, 1)
+# Where a run stands in its pairs, its cursor: the epoch, the window in the epoch, and the next pair in the window.
+START = (0, 0, 0)
 
 
 class EpochPairs:
@@ -80,46 +53,42 @@ class EpochPairs:
 
     Args:
         corpus: the text to make pairs of.
-        pairing: the keyword arguments of `pairs.lay_out`.
-        seed: the seed of all random numbers.
-        weights: each source's share of an epoch's tokens, up to a common factor; without weights an epoch takes every
-            document once.
+        run: its options say how pairs are made (`objective`, `pairing`, `short_seq_prob`), their random numbers
+            (`seed`), and each source's share of an epoch's tokens, up to a common factor (`source_weights`). Without
+            weights an epoch takes every document once.
+        length: the most tokens in a pair, special tokens included.
         name: the name of the text, for error messages.
 
     Raises:
-        UserError: as in `source_passes`, or there are more or fewer weights than sources.
+        UserError: there are more or fewer weights than sources, or a source without text has a weight above 0.
     """
 
-    def __init__(
-        self,
-        corpus: TokenizedCorpus,
-        pairing: dict,
-        seed: int,
-        weights: Sequence[float] = (),
-        name: str = "the corpus",
-    ):
-        self.corpus, self.pairing, self.seed, self.name = corpus, pairing, seed, name
-        if weights and len(weights) != len(corpus.source_ends):
+    def __init__(self, corpus: TokenizedCorpus, run, length: int, name: str = "the corpus"):
+        assert run.objective != "auto", "with_objective decides"
+        self.corpus, self.run, self.length, self.name = corpus, run, length, name
+        weights = np.array(run.source_weights or [1], dtype=float)
+        source_ends = corpus.source_ends if run.source_weights else [len(corpus)]  # in documents
+        if len(weights) != len(source_ends):
             raise UserError(
-                f"source_weights: {len(weights)} weights for {len(corpus.source_ends)} sources; give one for each"
+                f"source_weights: {len(weights)} weights for {len(source_ends)} sources; give one for each"
             )
-        ends = np.append(0, corpus.source_ends if weights else [len(corpus)])  # in documents
-        self.tokens = np.diff(corpus.first_tokens(ends))  # of each source
-        self.passes = source_passes(self.tokens, weights) if weights else np.ones(1)
-        least = WEIGHTED_STRETCHES if weights else 1
-        self.sources = [
-            _Source(corpus, first, end, min(STRETCH_TOKENS, -(-tokens // least)))
-            for first, end, tokens in zip(ends[:-1], ends[1:], self.tokens.tolist(), strict=True)
-        ]
+        self.borders = corpus.first_tokens(np.append(0, source_ends))  # the sources begin and end at these tokens
+        self.tokens = np.diff(self.borders)
+        is_missing = (self.tokens == 0) & (weights > 0)
+        if is_missing.any():
+            raise UserError(f"source_weights: source {int(is_missing.argmax()) + 1} is empty")
+        # How many times an epoch goes through each source, which may be a fraction; an epoch has as many tokens as all
+        # sources together.
+        self.passes = weights / weights.sum() * self.tokens.sum() / np.maximum(self.tokens, 1)
+        least = WEIGHTED_STRETCHES if run.source_weights else 1
+        self.stretch_tokens = np.clip(-(-self.tokens // least), 1, STRETCH_TOKENS)
+        self.stretches = -(-self.tokens // self.stretch_tokens)
         self._open = None, None  # the window that was used last: its epoch and number, and its pairs
-
-    def __getstate__(self):  # another process lays out its own windows
-        return {**vars(self), "_open": (None, None)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Which stretches an epoch takes
 
-    def _visits_of_sources(self, epoch):
+    def _visits(self, epoch):
         """
         For each source, the numbers of its first visit in an epoch and of its first visit after it (2, sources).
 
@@ -128,50 +97,69 @@ class EpochPairs:
         takes the next visits of each source: with 0.5 passes a stretch is visited in every second epoch, with 1.5
         passes once or twice in an epoch.
         """
-        visits = self.passes * [source.stretches for source in self.sources]
-        return np.array([[round(number * of_source) for of_source in visits] for number in (epoch, epoch + 1)])
+        return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretches)).astype(np.int64)
 
     def windows(self, epoch: int) -> int:
         """The number of windows in an epoch, at least one."""
-        firsts, ends = self._visits_of_sources(epoch)
+        firsts, ends = self._visits(epoch)
         return max(1, -(-int((ends - firsts).sum()) // WINDOW_STRETCHES))
 
-    def pieces(self, epoch: int, window: int) -> Pieces:
-        """The documents of a window, and the sentences of each."""
-        firsts, ends = self._visits_of_sources(epoch)
+    def pieces(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sentences of a window, in pieces of one document each: the first, and that after the last (pieces,)."""
+        firsts, ends = self._visits(epoch)
         # The stretches that this epoch takes from the first source, from the first two, and so on.
         visits_up_to = np.cumsum(ends - firsts)
-        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, int(visits_up_to[-1])))
-        visits = random_order(places, int(visits_up_to[-1]), (self.seed, _ORDER, epoch))
+        count = int(visits_up_to[-1])
+        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, count))
+        visits = random_order(places, count, (self.run.seed, _ORDER, epoch))
         sources = np.searchsorted(visits_up_to, visits, side="right")
-        visits += firsts[sources] - np.append(0, visits_up_to[:-1])[sources]  # numbers through all turns of a source
-        pieces = [np.zeros((2, 0), dtype=np.int64)]
-        for number in np.unique(sources).tolist():
-            source = self.sources[number]
-            turns, in_turn = np.divmod(visits[sources == number], source.stretches)
-            for turn in np.unique(turns).tolist():
-                order = (self.seed, _VISITS, number, turn)
-                pieces.append(source.pieces(random_order(in_turn[turns == turn], source.stretches, order)))
-        return Pieces(*np.concatenate(pieces, axis=1))
+        # The turn of each visit, and its place in the turn, from its number through all turns of its source.
+        turns, places = np.divmod(visits + (ends - visits_up_to)[sources], self.stretches[sources])
+        spans = [np.zeros((2, 0), dtype=np.int64)]
+        for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
+            seed, of_turn = (self.run.seed, _VISITS, source, turn), (sources == source) & (turns == turn)
+            stretches = random_order(places[of_turn], int(self.stretches[source]), seed)
+            spans.append(self._first_sentences(source, np.stack([stretches, stretches + 1])))
+        spans = np.concatenate(spans, axis=1)
+        firsts, ends = spans[:, spans[0] < spans[1]]
+        starts = self.corpus.document_starts
+        first_documents, last_documents = find(starts, firsts), find(starts, ends - 1)
+        documents, counts = ranges(first_documents, last_documents + 1), last_documents - first_documents + 1
+        firsts, ends = np.repeat(firsts, counts), np.repeat(ends, counts)
+        return np.maximum(starts[documents], firsts), np.minimum(starts[documents + 1], ends)
+
+    def _first_sentences(self, source, stretches):
+        """
+        The first sentence of each of these stretches of a source; of the one after the last, the end of the source.
+
+        A border between two stretches is moved forward to the start of the next document; in a document that goes on
+        to the next border, to the start of the next sentence.
+        """
+        size, starts = self.stretch_tokens[source], self.corpus.sentence_starts
+        tokens = self.borders[source] + stretches * size
+        sentences = np.searchsorted(starts, np.minimum(tokens, self.borders[source + 1]))
+        documents = np.searchsorted(self.corpus.document_starts, sentences)
+        following = self.corpus.document_starts[documents]
+        return np.where(starts[following] < tokens + size, following, sentences)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs
 
     def window(self, epoch: int, number: int) -> np.ndarray:
-        """The pairs of one window, shuffled: an array of `pairs.PAIR`."""
+        """The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`."""
         if self._open[0] != (epoch, number):
-            rng = np.random.default_rng((self.seed, _PAIRS, epoch, number))
-            pairs = lay_out(self.corpus, self.pieces(epoch, number), rng, **self.pairing)
-            self._open = (epoch, number), pairs[rng.permutation(len(pairs))]
+            rng, run = np.random.default_rng((self.run.seed, _PAIRS, epoch, number)), self.run
+            options = {"pairing": run.pairing, "objective": run.objective, "short_seq_prob": run.short_seq_prob}
+            pieces = self.pieces(epoch, number)
+            pairs = lay_out(self.corpus, *pieces, rng, max_seq_length=self.length, **options)
+            pairs = pairs[rng.permutation(len(pairs))]
+            pairs["key"] = random_keys((run.seed, _MASKS, epoch, number), np.arange(len(pairs)))
+            self._open = (epoch, number), pairs
         return self._open[1]
 
-    def keys(self, epoch: int, window: int, first: int, end: int) -> np.ndarray:
-        """The keys of the random masks of the pairs from `first` to `end` - 1 of a window (n,)."""
-        return random_keys((self.seed, _MASKS, epoch, window), np.arange(first, end))
-
-    def parts(self, epoch: int, most: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def parts(self, epoch: int, most: int | None = None) -> Iterator[np.ndarray]:
         """
-        Yield the pairs of an epoch and the keys of their masks, one window at a time.
+        Yield the pairs of an epoch, one window at a time.
 
         Args:
             most: the most pairs in all; None for all.
@@ -180,36 +168,30 @@ class EpochPairs:
         for window in range(self.windows(epoch)):
             pairs = self.window(epoch, window)[:remaining]
             if len(pairs):
-                yield pairs, self.keys(epoch, window, 0, len(pairs))
+                yield pairs
             remaining -= len(pairs)
             if not remaining:
                 return
 
-    def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, np.ndarray, Cursor]:
+    def take(self, cursor: tuple[int, int, int], count: int) -> tuple[np.ndarray, tuple[int, int, int]]:
         """
-        The next `count` pairs, through as many windows and epochs as it takes.
-
-        Returns:
-            The pairs, the keys of their masks, and the cursor behind the last pair.
+        The next `count` pairs, through as many windows and epochs as it takes, and the cursor behind the last pair.
 
         Raises:
             UserError: no pair can be made of the text.
         """
-        (epoch, window, first), pairs, keys, empty = cursor, [], [], 0
-        while count:
-            of_window = self.window(epoch, window)
-            end = min(first + count, len(of_window))
-            pairs.append(of_window[first:end])
-            keys.append(self.keys(epoch, window, first, end))
-            count -= end - first
-            if count:
-                empty = 0 if len(of_window) else empty + 1
-                if empty == MOST_EMPTY_WINDOWS:
-                    raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
-                epoch, window = (epoch + 1, 0) if window + 1 == self.windows(epoch) else (epoch, window + 1)
-                end = 0
-            first = end
-        return np.concatenate(pairs), np.concatenate(keys), Cursor(epoch, window, first)
+        (epoch, window, first), found, empty = cursor, [], 0
+        while True:
+            pairs = self.window(epoch, window)
+            found.append(pairs[first : first + count])
+            count -= len(found[-1])
+            if not count:
+                return np.concatenate(found), (epoch, window, first + len(found[-1]))
+            empty = 0 if len(pairs) else empty + 1
+            if empty == MOST_EMPTY_WINDOWS:
+                raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
+            is_last = window + 1 == self.windows(epoch)
+            epoch, window, first = (epoch + 1, 0, 0) if is_last else (epoch, window + 1, 0)
 
     def pairs_in_an_epoch(self) -> float:
         """
@@ -219,55 +201,12 @@ class EpochPairs:
         Raises:
             UserError: no pair can be made of the text.
         """
-        epoch, window, _ = self.take(START, 1)[2]
-        pairs, pieces = self.window(epoch, window), self.pieces(epoch, window)
+        epoch, window, _ = self.take(START, 1)[1]
+        pairs, (firsts, ends) = self.window(epoch, window), self.pieces(epoch, window)
         if self.windows(epoch) == 1:
             return float(len(pairs))
-        first_tokens, ends = (self.corpus.sentence_starts[of] for of in (pieces.firsts, pieces.ends))
-        return len(pairs) / float((ends - first_tokens).sum()) * float((self.tokens * self.passes).sum())
-
-
-class _Source:
-    """
-    One source, cut into stretches of about `stretch_tokens` tokens.
-
-    A border between two stretches is moved forward to the start of the next document; in a document that is longer
-    than a stretch, to the start of the next sentence.
-    """
-
-    def __init__(self, corpus, first, end, stretch_tokens):
-        self.corpus = corpus
-        self.first_sentence, self.end_sentence = corpus.document_starts[[first, end]].tolist()
-        self.first_token, self.end_token = corpus.first_tokens([first, end]).tolist()
-        self.stretch_tokens = max(1, stretch_tokens)
-        self.stretches = -(-(self.end_token - self.first_token) // self.stretch_tokens)
-
-    def pieces(self, stretches):
-        """The first sentence of each document in the stretches with these numbers (n,), and the one after its last."""
-        firsts, ends = self._borders(stretches), self._borders(stretches + 1)
-        firsts, ends = firsts[firsts < ends], ends[firsts < ends]
-        first_documents = find(self.corpus.document_starts, firsts)
-        last_documents = find(self.corpus.document_starts, ends - 1)
-        counts = last_documents - first_documents + 1
-        documents = ranges(first_documents, last_documents + 1)
-        starts = np.maximum(self.corpus.document_starts[documents], np.repeat(firsts, counts))
-        return np.stack([starts, np.minimum(self.corpus.document_starts[documents + 1], np.repeat(ends, counts))])
-
-    def _borders(self, stretches):
-        """The first sentence of each of these stretches (n,)."""
-        sentence_starts, document_starts = self.corpus.sentence_starts, self.corpus.document_starts
-        tokens = self.first_token + stretches * self.stretch_tokens
-        inside = np.minimum(tokens, self.end_token - 1)
-        sentences = find(sentence_starts, inside)
-        sentences += sentence_starts[sentences] < inside  # the first sentence that starts at `inside` or later
-        documents = find(document_starts, np.minimum(sentences, self.end_sentence - 1))
-        following = document_starts[documents + 1]
-        # Move the border to the next document if that document begins before the next border.
-        is_near = sentence_starts[following] < tokens + self.stretch_tokens
-        begins_document = document_starts[documents] == sentences
-        borders = np.where(is_near & ~begins_document, following, sentences)
-        borders = np.where(tokens >= self.end_token, self.end_sentence, np.minimum(borders, self.end_sentence))
-        return np.where(stretches == 0, self.first_sentence, borders)
+        starts = self.corpus.sentence_starts
+        return len(pairs) / float((starts[ends] - starts[firsts]).sum()) * float((self.tokens * self.passes).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,21 +11,17 @@ Where a pair begins depends on the pair before: a loop makes the first pairs of 
 ones, and so on.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 
 from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 
 
-Objective = Literal["nsp", "sop", "none"]
-Pairing = Literal["segments", "sentences"]
-
 # One pair: segment A has the tokens from a_start to a_end - 1, segment B those from b_start to b_end - 1. Tokens are
-# numbered through the corpus. The label is Hugging Face's. A single segment has an empty B.
+# numbered through the corpus. The label is Hugging Face's. A single segment has an empty B. The key is that of the
+# pair's masks (`order.random_keys`): 0 until the pair has its place in an epoch.
+# All fields have 8 bytes: NumPy reads unaligned ones more slowly.
 PAIR = np.dtype(
-    [("a_start", "i8"), ("a_end", "i8"), ("b_start", "i8"), ("b_end", "i8"), ("next_sentence_label", "i1")]
+    [(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "next_sentence_label")] + [("key", "u8")]
 )
 IS_NEXT, IS_OF_ANOTHER_PAIR = 0, 1
 IN_ORDER, SWAPPED = 0, 1
@@ -44,27 +40,15 @@ COMPARED_TOKENS = 16
 HASH_FACTORS = np.random.default_rng(0).integers(-(2**62), 2**62, COMPARED_TOKENS)
 
 
-@dataclass
-class Pieces:
-    """
-    Sentences to lay out: piece i has the sentences from `firsts[i]` to `ends[i]` - 1.
-
-    All fields are arrays (pieces,). Sentences are numbered through the corpus. A piece is a document, or a part of a
-    long document.
-    """
-
-    firsts: np.ndarray
-    ends: np.ndarray
-
-
 def lay_out(
     corpus,
-    pieces: Pieces,
+    firsts: np.ndarray,
+    ends: np.ndarray,
     rng: np.random.Generator,
     *,
     max_seq_length: int,
-    pairing: Pairing = "segments",
-    objective: Objective = "nsp",
+    pairing: str = "segments",
+    objective: str = "nsp",
     short_seq_prob: float = 0.1,
 ) -> np.ndarray:
     """
@@ -91,7 +75,8 @@ def lay_out(
 
     Args:
         corpus: has the arrays `sentence_starts` and `ids` (`TokenizedCorpus`).
-        pieces: the sentences to lay out.
+        firsts, ends: piece i has the sentences from `firsts[i]` to `ends[i]` - 1, at least one (pieces,). A piece is a
+            document, or a part of a long document. Sentences are numbered through the corpus.
         rng: the generator of all random numbers.
         max_seq_length: the most tokens in a pair, special tokens included.
         short_seq_prob: for `segments`, the share of pairs with a random shorter length, so that the model learns from
@@ -100,61 +85,47 @@ def lay_out(
     Returns:
         An array of `PAIR`, not in random order.
     """
-    sentences = _Sentences.of(corpus, pieces)
+    # From here on the sentences of all pieces are numbered from 0: the first one of each piece, then their number.
+    bounds = np.append(0, np.cumsum(ends - firsts))
+    numbers = ranges(firsts, ends)
+    starts, ends = corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1]  # of the sentences, in tokens
     in_a_segment, in_a_pair = max_seq_length - SPECIALS_IN_A_SEGMENT, max_seq_length - SPECIALS_IN_A_PAIR
     if objective == "none":
         if pairing == "segments":
-            return _segments_of_documents(sentences, in_a_segment, short_seq_prob, rng)
-        return _segments_of_sentences(sentences.starts, sentences.ends, in_a_segment)
-    is_alone = np.diff(sentences.bounds) == 1
-    alone = sentences.bounds[:-1][is_alone]
+            pieces = starts[bounds[:-1]], ends[bounds[1:] - 1]
+            return _segments_of_documents(*pieces, in_a_segment, short_seq_prob, rng)
+        return _segments_of_sentences(starts, ends, in_a_segment)
     if pairing == "segments":
-        firsts, splits, ends = _gather(sentences, in_a_pair, short_seq_prob, rng)
+        a_firsts, b_firsts, b_ends = _gather(ends - starts, bounds, in_a_pair, short_seq_prob, rng)
     else:
-        firsts, splits, ends = _match(sentences, rng)
+        a_firsts, b_firsts, b_ends = _match(bounds, rng)
     # The first token of each segment, and the token after its last (2, pairs).
-    a = np.stack([sentences.starts[firsts], sentences.ends[splits - 1]])
-    b = np.stack([sentences.starts[splits], sentences.ends[ends - 1]])
+    a = np.stack([starts[a_firsts], ends[b_firsts - 1]])
+    b = np.stack([starts[b_firsts], ends[b_ends - 1]])
     if objective == "nsp":
         a, b, labels = _exchange(a, b, in_a_pair, corpus.ids, rng)
     else:
         a, b, labels = _swap(a, b, in_a_pair, rng)
-    singles = _segments_of_sentences(sentences.starts[alone], sentences.ends[alone], in_a_segment)
+    alone = bounds[:-1][np.diff(bounds) == 1]
+    singles = _segments_of_sentences(starts[alone], ends[alone], in_a_segment)
     return np.concatenate([_as_pairs(*a, *b, labels), singles])
 
 
-@dataclass
-class _Sentences:
-    """The sentences of some pieces, concatenated and numbered from 0."""
-
-    starts: np.ndarray  # the first token of each sentence (s,)
-    ends: np.ndarray  # the token after the last token of each sentence (s,)
-    bounds: np.ndarray  # the first sentence of each piece, then the number of all sentences (pieces + 1,)
-
-    @classmethod
-    def of(cls, corpus, pieces):
-        has_sentences = pieces.ends > pieces.firsts
-        firsts, piece_ends = pieces.firsts[has_sentences], pieces.ends[has_sentences]
-        bounds = np.append(0, np.cumsum(piece_ends - firsts))
-        numbers = ranges(firsts, piece_ends)
-        return cls(corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1], bounds)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Which sentences make a pair: A has those from `firsts` to `splits` - 1, B those from `splits` to `ends` - 1
+# Which sentences make a pair: the first of A, the first of B, and the one after the last of B (pairs,)
 
 
-def _gather(sentences, capacity, short_seq_prob, rng):
+def _gather(lengths, bounds, capacity, short_seq_prob, rng):
     """
-    `firsts`, `splits` and `ends` (pairs,) for the pairing `segments`.
+    The sentences of each pair for the pairing `segments`; `lengths` are those of all sentences, in tokens.
 
     Half of the pieces are gathered from their end. The sentence that fills a pair is long more often than others: so
     it is as often in A as in B, and the lengths do not tell the order of the two.
     """
-    start, stop = sentences.bounds[:-1], sentences.bounds[1:]
-    numbers, counts, is_backward = np.arange(stop[-1:].sum()), stop - start, rng.random(len(start)) < 0.5
+    start, stop = bounds[:-1], bounds[1:]
+    numbers, counts, is_backward = np.arange(bounds[-1]), stop - start, rng.random(len(start)) < 0.5
     mirrored = np.where(np.repeat(is_backward, counts), np.repeat(start + stop - 1, counts) - numbers, numbers)
-    lengths = (sentences.ends - sentences.starts)[mirrored]
+    lengths = lengths[mirrored]
     tokens_up_to, found = np.cumsum(lengths), [np.zeros((5, 0), dtype=np.int64)]
     of_piece = np.stack([start, stop, is_backward])[:, counts > 1]
     first = of_piece[0]
@@ -172,14 +143,14 @@ def _gather(sentences, capacity, short_seq_prob, rng):
     return np.where(is_backward, mirror - np.stack(spans[::-1]), spans)
 
 
-def _match(sentences, rng):
-    """`firsts`, `splits` and `ends` (pairs,) for the pairing `sentences`."""
-    counts = np.diff(sentences.bounds)
+def _match(bounds, rng):
+    """The sentences of each pair for the pairing `sentences`."""
+    counts = np.diff(bounds)
     # In half of the documents the second sentence joins the first, so that other sentences are pairs in every epoch.
     skipped = np.where(counts > 2, rng.integers(0, 2, len(counts)), 0)
     pairs = (counts - skipped) // 2
-    number = np.arange(pairs.sum()) - np.repeat(np.cumsum(pairs) - pairs, pairs)  # of each pair in its document
-    starts, ends = (np.repeat(bound, pairs) for bound in (sentences.bounds[:-1], sentences.bounds[1:]))
+    number = ranges(0, pairs)  # of each pair in its document
+    starts, ends = np.repeat(bounds[:-1], pairs), np.repeat(bounds[1:], pairs)
     firsts = starts + 2 * number + np.repeat(skipped, pairs)
     is_last = number == np.repeat(pairs, pairs) - 1
     return np.where(number == 0, starts, firsts), firsts + 1, np.where(is_last, ends, firsts + 2)
@@ -277,9 +248,8 @@ def _swap(a, b, capacity, rng):
 # Single segments
 
 
-def _segments_of_documents(sentences, capacity, short_seq_prob, rng):
+def _segments_of_documents(start, end, capacity, short_seq_prob, rng):
     """Cut each piece into segments of `capacity` tokens; some segments have a random shorter length."""
-    start, end = sentences.starts[sentences.bounds[:-1]], sentences.ends[sentences.bounds[1:] - 1]
     is_first, found = end - start > capacity, [np.zeros((2, 0), dtype=np.int64)]
     while len(start):
         is_short, shorter = rng.random((2, len(start)))
@@ -295,16 +265,15 @@ def _segments_of_documents(sentences, capacity, short_seq_prob, rng):
 def _segments_of_sentences(starts, ends, capacity):
     """Make each sentence a segment; a sentence of more than `capacity` tokens is cut into several."""
     counts = -(-(ends - starts) // capacity)  # the number of segments of each sentence
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each segment in its sentence
-    firsts = np.repeat(starts, counts) + number * capacity
+    firsts = np.repeat(starts, counts) + ranges(0, counts) * capacity
     ends = np.minimum(firsts + capacity, np.repeat(ends, counts))
     return _as_pairs(firsts, ends, ends, ends, NO_LABEL)
 
 
 def _as_pairs(a_starts, a_ends, b_starts, b_ends, labels):
-    """An array of `PAIR`, from its columns."""
+    """An array of `PAIR`, from its columns; the keys are 0."""
     pairs = np.zeros(len(a_starts), dtype=PAIR)
-    for name, column in zip(PAIR.names, (a_starts, a_ends, b_starts, b_ends, labels), strict=True):
+    for name, column in zip(PAIR.names, (a_starts, a_ends, b_starts, b_ends, labels), strict=False):
         pairs[name] = column
     return pairs
 
@@ -328,27 +297,20 @@ def one_segment_accuracy(corpus: TokenizedCorpus, pairs: np.ndarray, entries: in
     pairs = np.sort(pairs[pairs["next_sentence_label"] != NO_LABEL], order="a_start")
     if len(pairs) < 2:
         return 0.5
-    halves, accuracies = np.array_split(pairs, 2), []
+    labels, numbers, accuracies = pairs["next_sentence_label"], np.arange(len(pairs)), []
     for side in "ab":
-        values = max(entries, int((pairs[f"{side}_end"] - pairs[f"{side}_start"]).max()) + 1)  # of a kind of feature
-        right = 0
-        for fitted, tried in (halves, halves[::-1]):
-            pair, features = _features(corpus, fitted, side, values)
-            labels = fitted["next_sentence_label"].astype(np.int64)[pair]
-            counts = np.bincount(labels * 4 * values + features, minlength=8 * values) + 1.0
-            shares = counts.reshape(2, 4, values)
+        starts, ends = pairs[f"{side}_start"], pairs[f"{side}_end"]
+        # Four kinds of features, and the pair of each feature. The features of kind k begin at k * `values`.
+        kinds = (corpus.ids[ranges(starts, ends)], corpus.ids[starts], corpus.ids[ends - 1], ends - starts)
+        pair = np.concatenate([np.repeat(numbers, ends - starts), numbers, numbers, numbers])
+        values = max(entries, int((ends - starts).max()) + 1)
+        features = np.concatenate([kind.astype(np.int64) + number * values for number, kind in enumerate(kinds)])
+        is_second_half, scores = pair >= (len(pairs) + 1) // 2, np.zeros(len(pairs))
+        for is_fitted in (is_second_half, ~is_second_half):
+            counted = labels[pair[is_fitted]] * 4 * values + features[is_fitted]
+            shares = np.bincount(counted, minlength=8 * values).reshape(2, 4, values) + 1.0
             shares = np.log(shares / shares.sum(2, keepdims=True))
-            pair, features = _features(corpus, tried, side, values)
-            scores = np.bincount(pair, (shares[1] - shares[0]).ravel()[features])
-            right += int(((scores > 0) == tried["next_sentence_label"]).sum())
-        accuracies.append(right / len(pairs))
+            evidence = (shares[1] - shares[0]).ravel()[features[~is_fitted]]
+            scores += np.bincount(pair[~is_fitted], evidence, minlength=len(pairs))
+        accuracies.append(float(((scores > 0) == labels).mean()))
     return max(accuracies)
-
-
-def _features(corpus, pairs, side, values):
-    """The pair of each feature of the segments, and the feature's number: below `4 * values`, for four kinds."""
-    starts, ends = pairs[f"{side}_start"], pairs[f"{side}_end"]
-    pair = np.arange(len(pairs))
-    kinds = (corpus.ids[ranges(starts, ends)], corpus.ids[starts], corpus.ids[ends - 1], ends - starts)
-    numbers = [kind.astype(np.int64) + number * values for number, kind in enumerate(kinds)]
-    return np.concatenate([np.repeat(pair, ends - starts), pair, pair, pair]), np.concatenate(numbers)

@@ -22,6 +22,7 @@ from d2l_bert.modeling.export import (
     task_of,
     write_onnx,
 )
+from d2l_bert.modeling.loading import read_tokenizer
 from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.tokenization.sources import PYTHON_DOCS
 from d2l_bert.tokenization.wordpiece import save_tokenizer
@@ -30,7 +31,6 @@ from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths
 from d2l_bert.training.evaluation.text import evaluate_text, read_text
-from d2l_bert.training.initialize import read_tokenizer
 
 
 OWN_RULES = (

@@ -23,9 +23,9 @@ from d2l_bert.folders import read_json
 from d2l_bert.messages import UserError, reading_model
 from d2l_bert.model_cards.card import RUN_FILE
 from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.modeling.loading import load_pretrained, read_parts
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.training.initialize import load_pretrained, read_parts
 
 
 # The types of models that are pretrained with a head for pairs beside the MLM head; and the names

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from d2l_bert.folders import cache_folder
 from d2l_bert.messages import UserError, explained, progress_bar, refuse_first
-from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.config import SourceConfig
@@ -187,7 +186,7 @@ def evaluate_text(
         logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
         task = None
         held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
-    pairs = sum(len(pairs) for pairs, _ in held_out.parts())
+    pairs = sum(map(len, held_out.parts()))
     if not pairs:
         raise UserError(f"{text.name}: no segment in this text; give more text")
     with explained(model.name, "", UserError):
@@ -218,11 +217,8 @@ def _rows(model, text, tokens, config, task, max_seq_length, accelerator):
     )
     if not config.held_out:
         run.max_eval_pairs = config.max_eval_pairs
-    # All logits of a batch are in memory at a time.
-    logits = LOGITS_AT_ONCE / model.model.config.vocab_size / run.mlm_probabilities()[1]
-    most_tokens = max(max_seq_length, min(config.batch_tokens, int(logits)))
     ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-    return HeldOutPairs(tokens, model.tokenizer, run, most_tokens, text.name, ranks)
+    return HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, text.name, ranks)
 
 
 def _tokens(model, text, config, accelerator):

@@ -16,12 +16,12 @@ from d2l_bert.folders import locked_folder
 from d2l_bert.messages import GO_ON, refuse_first, writing
 from d2l_bert.model_cards.card import METRICS_FILE, RUN_FILE
 from d2l_bert.options import flag
-from d2l_bert.training.checkpoint import check_output_folder
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.data import Data
 from d2l_bert.training.finetuning.kind import Kind
 from d2l_bert.training.finetuning.start import Start
 from d2l_bert.training.finetuning.trainer import rows_per_step, warmup
+from d2l_bert.training.run_folder import check_output_folder
 
 
 logger = logging.getLogger(__name__)

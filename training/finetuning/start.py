@@ -15,9 +15,9 @@ from d2l_bert.messages import UserError, reading_model
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.modeling.loading import hash_of_model, read_parts
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.initialize import hash_of_model, read_parts
 
 
 logger = logging.getLogger(__name__)

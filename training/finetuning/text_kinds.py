@@ -8,7 +8,6 @@ import numpy as np
 
 from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics
-from d2l_bert.training.finetuning.config import NamedTask
 from d2l_bert.training.finetuning.kind import (
     Features,
     Kind,
@@ -25,6 +24,7 @@ from d2l_bert.training.finetuning.kind import (
 )
 from d2l_bert.training.finetuning.pictures import draw_confusion, draw_counts, draw_scatter
 from d2l_bert.training.finetuning.tables import Row
+from d2l_bert.training.finetuning.tasks import NamedTask
 
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from d2l_bert import folders
 from d2l_bert.messages import UserError, counted, refuse_first, shortened
 from d2l_bert.modeling.conversion import longest_input
-from d2l_bert.training.initialize import load_encoder
+from d2l_bert.modeling.loading import load_encoder
 from d2l_bert.training.vectors.config import DEFAULT_PICTURE, AttentionConfig
 
 
@@ -186,7 +186,7 @@ def word_in_text(name: str, model, tokenizer, word: str, text: str) -> WordInTex
     return WordInText(pieces, vectors, f"{text[: found.start()]}[{found.group()}]{text[found.end() :]}")
 
 
-def compare_word(name: str, word: str, first: str, second: str) -> str:
+def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     """
     How far apart the vectors of a word are in two texts, layer by layer (the book's "crane", section 15.10).
 
@@ -197,8 +197,9 @@ def compare_word(name: str, word: str, first: str, second: str) -> str:
         A table: for each layer the cosine similarity, and the cosine distance, which is 1 minus the similarity.
 
     Raises:
-        UserError: the model is refused, the word is not in both texts, or a text is too long.
+        UserError: there is no second text, the model is refused, the word is not in both texts, or a text is too long.
     """
+    refuse_first({f"word {word!r} is compared in two texts; give TEXT_B too": second is None})
     model, tokenizer = load_encoder(name)
     words = [word_in_text(name, model, tokenizer, word, text) for text in (first, second)]
     lines = [f"{word!r} in two texts, by its vectors in {name}"]

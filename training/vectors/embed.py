@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import torch
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, with_progress
+from d2l_bert.messages import UserError, counted, shortened, with_progress
 from d2l_bert.modeling.conversion import longest_input
+from d2l_bert.modeling.loading import load_encoder
 from d2l_bert.tokenization import sources, tables
 from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.rules import count_words
-from d2l_bert.training.initialize import load_encoder
 from d2l_bert.training.vectors.config import EmbedConfig
 
 
@@ -280,6 +280,16 @@ class Embedded:
     lines: int
     size: int
     nearest: list[tuple[float, int, str]]
+
+    def shown(self, output: str | None) -> str:
+        """What was written to a file, and the nearest lines, for people."""
+        written = f"{output}: {self.lines:,} vectors of {self.size:,} numbers, one for each line"
+        width = max((len(f"{number:,}") for _, number, _ in self.nearest), default=0)
+        nearest = (
+            f"  {cosine:7.4f}  line {number:>{width},}  {shortened(text, 160)}"
+            for cosine, number, text in self.nearest
+        )
+        return "\n".join([*([written] if output else []), *nearest])
 
 
 def embed(name: str, file: str, config: EmbedConfig) -> Embedded:

@@ -1,0 +1,71 @@
+"""Converts checkpoints: those of d2l and stock BERT to d2l-bert models, and these to stock BERT and d2l's."""
+
+from pathlib import Path
+
+from d2l_bert.messages import explained, reading_model, refuse_first
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+
+from . import bert_checkpoints, conversion, d2l_checkpoints
+from .loading import read_tokenizer
+
+
+def convert(
+    source: str,
+    folder: Path,
+    source_kind: str | None,
+    target_kind: str | None,
+    num_attention_heads: int | None = None,
+    vocabulary: str | None = None,
+) -> str:
+    """
+    Write a checkpoint as another kind of checkpoint, with its tokenizer if it has one.
+
+    Args:
+        source: a folder, a file of d2l's, or an id on the Hub.
+        folder: an empty folder.
+        source_kind, target_kind: `d2l` or `bert`, one of the two; None stands for a d2l-bert model.
+        num_attention_heads: of a d2l model, whose checkpoint does not say it.
+        vocabulary: the file of a d2l model's `Vocab`; the default is the vocab.json beside the checkpoint.
+
+    Returns:
+        What was written, for people.
+
+    Raises:
+        UserError: the source cannot be read, or the other side cannot express the model; an argument that belongs to
+            a d2l model is missing, or there for another one.
+    """
+    is_from_d2l, is_to_d2l, unused = source_kind == "d2l", target_kind == "d2l", []
+    needed = "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
+    refuse_first({needed: is_from_d2l != bool(num_attention_heads) or (vocabulary and not is_from_d2l)})
+    if not is_from_d2l:
+        with reading_model(source):
+            if source_kind == "bert":
+                model, unused = bert_checkpoints.read_bert(source)
+            else:
+                model = conversion.read_ours(source)
+            tokenizer = read_tokenizer(source, model.config)
+    with explained(f"{source}: not converted", "", ValueError):
+        if is_from_d2l:
+            file = vocabulary or next(Path(source).glob("vocab.json"), None)
+            tokens = file and d2l_checkpoints.read_vocabulary(file)
+            model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), num_attention_heads, tokens)
+            tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
+        if tokenizer and not is_to_d2l:
+            save_tokenizer(tokenizer, folder)
+        if "bert" in (source_kind, target_kind):
+            bert_checkpoints.copy_sentence_transformer(source, folder)
+        if is_to_d2l:
+            d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
+        elif target_kind == "bert":
+            model = bert_checkpoints.to_bert(model)
+            conversion.save_model(model, folder)
+        else:
+            model = model if is_from_d2l else bert_checkpoints.from_bert(model)
+            conversion.save_with_code(model, folder)
+    name = "d2l BERTModel" if is_to_d2l else type(model).__name__
+    lines = [f"a {name} of {model.num_parameters():,} parameters"]
+    if unused:
+        lines.append(f"left out, as a {name} has no such weights: {', '.join(unused)}")
+    if not tokenizer:
+        lines.append("the source brings no tokenizer, so there is none")
+    return "\n".join(lines)
