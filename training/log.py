@@ -138,9 +138,7 @@ class RunLog:
         self.peak = float(accelerator.gather(torch.tensor(peak, device=accelerator.device)).sum())
         self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
         self.rows = on_main(self._open, state.get("rows", 0))
-        used_memory(
-            accelerator.device
-        )  # resets the peak, so that the first row does not include the memory of the setup
+        used_memory(accelerator.device)  # resets the peak: the first row is without the memory of the setup
         self.clock_start = time.monotonic()
         self.bar = tqdm(
             total=self.max_steps,
