@@ -31,8 +31,8 @@ RUN = (
     *("--save_words", "2k", "5k", "20k", "--validation_fraction=0.25", "--license=mit", *SMALL),
 )
 
-# After the step that a kill waits for, each step takes so many seconds longer: if the signal comes late, because the
-# machine is busy, the run has still not ended.
+# Once a run has reached the step at which it is to be killed, each further step is slowed by this many seconds, so
+# that a signal that comes late on a busy machine still finds the run alive.
 SLOW_SECONDS = 0.4
 
 # Float32 sums in another order differ in their last bits, and AdamW passes that on to the weights. Measured after 80
@@ -188,7 +188,7 @@ def run_without_kills(words, folder, said, count=1):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run leaves
+# The files of a run
 
 
 def data_seen(folder) -> dict[int, dict]:
