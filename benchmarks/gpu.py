@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.peers import CONTESTANTS, ContestantProcess, Ours, read_step
+from benchmarks.peers import CONTESTANTS, ContestantProcess, Ours
 from benchmarks.turns import BASE, Task, heading, positive
 from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.__main__ import main as d2l_bert
@@ -228,16 +228,8 @@ def speed(arguments, **case):
 def profile(arguments, **case):
     """The kernels that take most of a step, and the share of its time in which none runs."""
     process, file, row = measure(arguments, **case)
-    batches = process.contestant.batches(read_step(file))
-    with torch.profiler.profile() as recorded:
-        process.contestant.step(batches, 1e-4)
-        process.synchronize()
-    kernels, taken = [], "self_cpu_time_total" if arguments.dry else "self_device_time_total"
-    for event in recorded.key_averages():
-        if arguments.dry or event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.append((getattr(event, taken) / 1e3, event.key[:80]))
-    busy = sum(ms for ms, _ in kernels)
-    top = {name: round(ms / busy, 4) for ms, name in sorted(kernels, reverse=True)[:15]}
+    busy, top = process.profile(file)
+    top = {name: round(share, 4) for name, share, _ in top}
     yield {"idle_share": round(1 - busy / row["ms_a_step"], 3), "kernel_ms": round(busy, 1), "top": top}
 
 

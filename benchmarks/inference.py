@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from benchmarks.turns import BASE, heading, positive, summary
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, PretrainConfig
-from d2l_bert.modeling.bert_checkpoints import to_bert
+from d2l_bert.modeling.conversion import to_bert
 from d2l_bert.tokenization.prepare import prepare
 
 
@@ -83,7 +83,7 @@ def measure(size, arguments):
 def make_models(config, arguments):
     """Our model and stock BERT, with the same random weights."""
     torch.manual_seed(0)
-    ours = D2lBertForMaskedLM(config)
+    ours = D2lBertForMaskedLM(config).eval()
     models = {"ours": ours, "stock": to_bert(ours)}
     dtype = getattr(torch, arguments.dtype)
     return {name: model.to(arguments.device, dtype).eval() for name, model in models.items()}

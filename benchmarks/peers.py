@@ -255,6 +255,25 @@ class ContestantProcess:
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else process_memory("VmHWM")
         return before, peak - before
 
+    def profile(self, file, most=15):
+        """
+        Train on one step under PyTorch's profiler.
+
+        Returns:
+            The milliseconds in all operations (on a GPU: kernels); and of those that take most their name, their share
+            of that time, and how often they run.
+        """
+        batches, device = self.contestant.batches(read_step(file)), torch.autograd.DeviceType
+        with torch.profiler.profile() as recorded:
+            self.contestant.step(batches, 1e-4)
+            self.synchronize()
+        on_gpu = self.device == "cuda"
+        kind, key = (device.CUDA, "self_device_time_total") if on_gpu else (device.CPU, "self_cpu_time_total")
+        events = [(getattr(each, key) / 1e3, each) for each in recorded.key_averages() if each.device_type == kind]
+        total = sum(ms for ms, _ in events)
+        events.sort(key=lambda event: -event[0])
+        return total, [(each.key[:80], ms / total, each.count) for ms, each in events[:most]]
+
     @torch.no_grad()
     def evaluate(self, file):
         """Loss and correct predictions on held-out pairs, summed in float32 in the order of `COUNTS`."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -16,8 +17,7 @@ from pathlib import Path
 from d2l_bert.folders import content_hash, read_json, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
-from d2l_bert.model_cards.figures import DEVIATIONS, deviations, finetuned_entries, formatted, reported_metrics
-from d2l_bert.model_cards.outgoing import without_paths
+from d2l_bert.model_cards.figures import FINETUNED_SD, FROM_SCRATCH, formatted, reported_metrics
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
 
@@ -39,6 +39,11 @@ RELEASES = (
 )  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
 
 CPUINFO = Path("/proc/cpuinfo")
+
+# Two models' figures agree if they differ by at most this many standard deviations of one model. The difference of two
+# models has sqrt(2) standard deviations, so this is four of the difference: chance alone exceeds that in 1.6 % of the
+# cases if the deviation was measured on five models, and in 5.7 % if on three.
+DEVIATIONS = 4 * math.sqrt(2)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,8 +104,7 @@ def release(
     (folder / CARD_FILE).write_text(render_card(folder, name), encoding="utf-8")
     place = root / name
     if record:
-        write_json(place / RUN_FILE, without_paths(read_json(folder / RUN_FILE)))
-        for file in ("config.json", METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
+        for file in ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
             shutil.copyfile(folder / file, place / file)
     if not (place / RELEASE_FILE).exists():
         print(f"{name}: made in {folder}; there is no record to compare with")
@@ -112,7 +116,9 @@ def read_recipe(name: str, root: Path = RELEASES) -> dict:
     """
     The recipe of a release, with the entries of its `release.toml`:
 
-    - `about`: a sentence or two for the top of the card;
+    - `about`: a sentence or two for the top of the card; `prompts`, the texts of metrics.json that the card shows, the
+      least surprising first; and `comparison`, a table of other models with `columns`, `figures` (the key and the unit
+      of each column), `models` (rows) and a `note` on what differs, with the sources;
     - `device` (`cpu` or `cuda`), `threads` and `seed` of the run;
     - `deviations`: standard deviations between models of other seeds, by the keys of metrics.json; and `source`, which
       says what they were measured on;
@@ -287,6 +293,39 @@ def _inputs(release):
     recipe = release["recipe"]
     texts = [release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])]
     return [*(recipe[name] for name in ("pretrain", "device", "threads", "seed")), texts]
+
+
+def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
+    """
+    The entries of a model's metrics.json for the models that were fine-tuned from it for a task.
+
+    The figure is the task's metric on the test rows, or on the validation rows if there are no labelled test rows.
+
+    Args:
+        tuned, from_scratch: the contents of metrics.json of `d2l-bert finetune`, from the model's weights and from
+            fresh ones.
+    """
+    split = "test" if "test" in tuned["mean"] else "validation"
+    name = tuned["best_metric"]
+    key = f"finetune/{task}/{split}_{name}"
+    entries = {f"finetune/{task}/seeds": len(tuned["seeds"])}
+    for ending, metrics in (("", tuned), (FROM_SCRATCH, from_scratch)):
+        entries[f"{key}{ending}"] = metrics["mean"][split][name]
+        entries[f"{key}{ending}{FINETUNED_SD}"] = metrics["sd"][split][name]
+    return entries
+
+
+def deviations(release: dict, metrics: dict) -> dict[str, float]:
+    """
+    The standard deviations of a model's figures between models of other seeds, by their keys in metrics.json.
+
+    Args:
+        release: the content of release.json; its recipe has them for what was pretrained.
+        metrics: the content of metrics.json; it has them for what was fine-tuned, over the seeds of the fine-tuning.
+    """
+    known = {metric.key: metrics.get(f"{metric.key}{FINETUNED_SD}") for metric in reported_metrics(metrics)}
+    known = {key: release["recipe"]["deviations"].get(key, sd) for key, sd in known.items()}
+    return {key: sd for key, sd in known.items() if sd is not None}
 
 
 def compare(folder: Path, place: Path) -> int:

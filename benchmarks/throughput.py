@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument(
         "--stock", nargs="+", metavar="compiled|eager/sdpa|eager/PAIRS", help="stock BERT's settings to try"
     )
+    parser.add_argument("--profile", action="store_true", help="where the time of our step goes")
     arguments = parser.parse_args()
     exit_on_signals()
     arguments.steps = arguments.steps or (1 if arguments.device == "cpu" else 10)
@@ -86,6 +87,8 @@ def main() -> None:
         print("d2l is left out: name the Python of an environment that has it with --d2l_python")
     if not arguments.contestants:
         parser.error("no contestant is left")
+    if arguments.profile and "ours" not in arguments.contestants:
+        parser.error("--profile is of ours; add ours to --contestants")
     pairings = {"small": ["sentences"], "base": ["segments", "sentences"]}
     tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
     for size, pairing in tasks:
@@ -149,6 +152,7 @@ def compare(task, arguments, folder):
             print(f"  {name}: {contestant.description}")
         taken, peaks = take_turns(contestants, dict.fromkeys(contestants, steps), arguments)
         memory = {name: contestant.call("memory", steps[0].file) for name, contestant in contestants.items()}
+        profiled = contestants["ours"].call("profile", steps[0].file) if arguments.profile else None
     print(f"  peak of matrix products in bf16: {summary([peak / 1e9 for peak in peaks])} GFLOP/s", flush=True)
     print(f"  {'':6}{'ms a step':>24}{'pairs/s':>28}{'tokens/s':>32}{'MFU':>8}{'memory, MiB':>20}")
     for name, turns in taken.items():
@@ -161,6 +165,11 @@ def compare(task, arguments, folder):
         if name != "ours" and "ours" in taken:
             ratios = [theirs / ours for (_, theirs), (_, ours) in zip(taken[name], taken["ours"], strict=True)]
             print(f"  ours is {summary(ratios, 2)} times as fast as {name}, turn by turn")
+    if profiled:
+        milliseconds, operations = profiled
+        print(f"  the operations of a step of ours, {milliseconds:.0f} ms under the profiler:")
+        for name, share, count in operations:
+            print(f"  {share:>8.1%}  {count:>6} x  {name}")
     sys.stdout.flush()
 
 
