@@ -21,17 +21,14 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
             task).
         pair_task: whether the model has a pooler and a head for pairs.
     """
-    hidden, vocabulary = config.hidden_size, config.vocab_size
+    hidden, tokens = config.hidden_size, counts.tokens
     tokens_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # by a head: masked tokens, and [CLS]
-    keys_and_values = 2 * hidden**2  # multiplications for a token
-    query_work = 2 * hidden**2 + 2 * hidden * config.intermediate_size  # for a query: query, output, feed-forward
-    attention = 2 * hidden * counts.squared_lengths  # Q K^T and the probabilities times V, over all heads
-
-    def block(queries):
-        share = queries / max(1, counts.tokens)
-        return keys_and_values * counts.tokens + query_work * queries + share * attention
-
-    encoder = (config.num_hidden_layers - 1) * block(counts.tokens) + block(tokens_read)
-    mlm = (hidden**2 + hidden * vocabulary) * counts.masked_tokens
+    # Over all blocks. In the last one only the tokens that a head reads have a query.
+    keys, queries = config.num_hidden_layers * tokens, (config.num_hidden_layers - 1) * tokens + tokens_read
+    # Multiplications: of keys and values; of queries, attention's output and the feed-forward network; and
+    # Q K^T and the probabilities times V, over all heads.
+    products = 2 * hidden**2 * keys + (2 * hidden**2 + 2 * hidden * config.intermediate_size) * queries
+    attention = 2 * hidden * counts.squared_lengths * queries / max(1, tokens)
+    mlm = (hidden**2 + hidden * config.vocab_size) * counts.masked_tokens
     pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
-    return 3.0 * 2 * (encoder + mlm + pairs)
+    return 3.0 * 2 * (products + attention + mlm + pairs)

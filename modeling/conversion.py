@@ -1,47 +1,27 @@
-"""Reads and compares models, ours and stock ones; checks and renames weights; how long a model's inputs may be."""
+"""Loads models; converts stock BERT to a d2l-bert model and back, and compares them; saves; the longest input.
+
+Stock BERT normalises its embeddings. A model that the other side cannot express is refused, never approximated.
+"""
 
 import contextlib
-import functools
+import copy
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+import transformers
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, BertConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, logging
+
+from d2l_bert.messages import UserError, refuse_first
 
 from . import modeling_d2l_bert
-from .configuration_d2l_bert import D2lBertConfig
-from .modeling_d2l_bert import D2lBertModel, D2lBertPreTrainedModel
-
-
-SAVE_AGAIN = "save the model again with save_pretrained, or copy its files again"
-
-
-def read_ours(name: str) -> D2lBertPreTrainedModel:
-    """
-    A d2l-bert model, as an object of the class that was saved.
-
-    Args:
-        name: a folder or an id on the Hub.
-
-    Raises:
-        ValueError: the model is of another kind, or weights are missing.
-        OSError: there is no such model.
-    """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    model_class = getattr(modeling_d2l_bert, (config.architectures or ["D2lBertForPreTraining"])[0], None)
-    if not isinstance(config, D2lBertConfig) or model_class is None:
-        raise ValueError(
-            f"it is a {config.model_type} model of class {config.architectures}, not a d2l-bert one; give one, "
-            f"or convert a stock BERT with --from bert"
-        )
-    model, missing, _ = load_and_compare(model_class, name)
-    if model_class is D2lBertModel and lacks(model, missing, "pooler"):
-        model, missing, _ = load_and_compare(model_class, name, add_pooling_layer=False)
-    if missing:
-        raise ValueError(f"the model has no weights for {sorted(missing)[0]}; {SAVE_AGAIN}")
-    return model
+from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
 
 
 @contextlib.contextmanager
@@ -55,12 +35,12 @@ def without_log_messages() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
+def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
     """
-    Load a model with `from_pretrained`, without log messages.
+    Load a model with `from_pretrained`, without log messages, in evaluation mode.
 
     Args:
-        name: a folder or an id on the Hub.
+        name: a folder or an id on the Hub; None if `options` hold a `config` and a `state_dict`.
         options: arguments of `from_pretrained`.
 
     Returns:
@@ -68,7 +48,7 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
         the model lacks.
 
     Raises:
-        ValueError: a weight does not have the shape that the configuration gives, or is not finite.
+        UserError: a weight does not have the shape that the configuration gives, or is not finite.
     """
     try:
         with without_log_messages():
@@ -76,7 +56,7 @@ def load_and_compare(model_class, name: str, **options) -> tuple[PreTrainedModel
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(
+        raise UserError(
             "a weight does not have the shape that config.json gives; put back the config.json that was saved with "
             "the weights"
         ) from None
@@ -89,92 +69,249 @@ def check_finite(model: PreTrainedModel) -> None:
     Refuse a model with a weight that is NaN or infinite: nothing that it computes means anything.
 
     Raises:
-        ValueError: such a weight is there.
+        UserError: such a weight is there.
     """
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise ValueError(f"its weights are not finite ({name} holds NaN or infinity); give an earlier checkpoint")
-
-
-def lacks(model: PreTrainedModel, missing: set[str], module: str) -> bool:
-    """
-    Whether a checkpoint lacks a whole module of a model, such as `mlm`; not of one that the model lacks, too.
-
-    Args:
-        missing: the names of the weights that the checkpoint lacks.
-    """
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(f"{module}.")}
-    # A tied decoder is never missing, as the checkpoint has the token embedding.
-    tied = {name for name in names if name.endswith("decoder.weight")} if is_tied(model) else set()
-    return bool(names) and names - tied <= missing
-
-
-def is_tied(model):
-    """Whether the decoder and the token embedding share their matrix; for a model without decoder, as configured."""
-    decoder = model.get_output_embeddings()
-    if decoder is None:
-        return model.config.tie_word_embeddings
-    return decoder.weight is model.get_input_embeddings().weight
+    refuse_first(
+        {
+            f"its weights are not finite ({name} holds NaN or infinity); give an earlier checkpoint": (
+                not weight.isfinite().all()
+            )
+            for name, weight in model.named_parameters()
+        }
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names
+# Names of weights and outputs of models
 
 
-def module_names(table, layers):
+def renamed(state: dict[str, object], table: tuple[tuple[str, str], ...], back: bool = False) -> dict[str, object]:
     """
-    The names of the other model's modules by the names of our modules.
+    A state dict with the names of another kind of model.
 
     Args:
-        table: pairs of names, ours first; `{n}` stands for the number of a block.
-        layers: the number of blocks.
+        state: values by the names of weights.
+        table: parts of names, ours and theirs. Each is replaced in all names, in the order of the table.
+        back: whether theirs become ours.
     """
-    return {
-        ours.format(n=n): theirs.format(n=n)
-        for ours, theirs in table
-        for n in (range(layers) if "{n}" in ours else [""])
-    }
-
-
-def renamed(model, names):
-    """
-    The state dict of `model` with its modules renamed; a prefix `bert.` stays.
-
-    Args:
-        names: new names by old names, without the prefix `bert.`.
-
-    Raises:
-        ValueError: the model has a weight in a module that is not in `names`.
-    """
-    state = {}
-    for name, value in model.state_dict().items():
-        prefix = "bert." if name.startswith("bert.") else ""
-        module, parameter = name.removeprefix(prefix).rsplit(".", 1)
-        if module in names:
-            state[f"{prefix}{names[module]}.{parameter}"] = value
-        elif name != "cls.predictions.bias":  # a second name of the decoder's bias
-            raise ValueError(
-                f"{name}: d2l-bert has no weight of this name; remove the weight, and save the model again"
-            )
+    for ours, theirs in table:
+        old, new = (theirs, ours) if back else (ours, theirs)
+        state = {name.replace(old, new): value for name, value in state.items()}
     return state
 
 
-def filled(model, state):
+def example_inputs(model: nn.Module, rows: int = 8) -> dict[str, torch.Tensor]:
     """
-    Load `state` into `model`, and return the model in the precision of `state` and in evaluation mode.
+    Random token ids in two segments (rows, at most 48), always the same; each row ends in some padding. For multiple
+    choice they are the choices of one row (1, rows, at most 48).
+    """
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    length = min(48, config.max_position_embeddings)
+    ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
+    places, ends = torch.arange(length), torch.randint(1, length + 1, (rows, 1), generator=generator)
+    segments = (places >= ends // 2).long() * (config.type_vocab_size > 1)
+    inputs = {"input_ids": ids, "attention_mask": (places < ends).long(), "token_type_ids": segments}
+    of_choices = {name: tensor[None] for name, tensor in inputs.items()}
+    return of_choices if type(model).__name__.endswith("ForMultipleChoice") else inputs
+
+
+@torch.no_grad()
+def largest_difference(model: nn.Module, other) -> float:
+    """The largest difference of the outputs of `other` from the model's, for `example_inputs`, padding left out."""
+    inputs, differences = example_inputs(model), []
+    outputs, is_real = model(**inputs), inputs["attention_mask"].bool()
+    for name, output in other(**inputs).items():
+        difference = (outputs[name] - output).abs()
+        is_of_tokens = difference.shape[:2] == is_real.shape
+        differences.append(float((difference[is_real] if is_of_tokens else difference).max()))
+    return max(differences)
+
+
+def check_same_outputs(model: PreTrainedModel, converted: PreTrainedModel) -> None:
+    """
+    Refuse a conversion that changes what a model computes: in float64, where no difference is one of rounding.
 
     Raises:
-        ValueError: `state` lacks a weight of the model, or has one that the model lacks; or a weight in `state` does
-            not have the model's shape, or is not finite.
+        UserError: the outputs for `example_inputs` differ.
     """
-    model.to(functools.reduce(torch.promote_types, {value.dtype for value in state.values()}))
-    try:
-        model.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the weights do not fit together ({reason:.300}); save all weights of one model") from None
-    check_finite(model)
-    return model.eval()
+    difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())
+    way_out = "use the model as it is"
+    refuse_first({f"the outputs of the converted model differ by {difference:.1e}; {way_out}": not difference < 1e-6})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stock BERT
+
+
+# Parts of the names of weights in d2l-bert and in stock BERT, for `renamed`; all other parts are the same in both.
+BERT_NAMES = (
+    (".attention.query.", ".attention.self.query."),
+    (".attention.key.", ".attention.self.key."),
+    (".attention.value.", ".attention.self.value."),
+    (".attention.output.", ".attention.output.dense."),
+    (".addnorm1.LayerNorm.", ".attention.output.LayerNorm."),
+    (".ffn.dense1.", ".intermediate.dense."),
+    (".ffn.dense2.", ".output.dense."),
+    (".addnorm2.LayerNorm.", ".output.LayerNorm."),
+    ("mlm.decoder.", "cls.predictions.decoder."),
+    ("mlm.decoder.bias", "cls.predictions.bias"),  # its second name, which a stock BERT without ties does not read
+    ("mlm.", "cls.predictions.transform."),
+    ("nsp.output.", "cls.seq_relationship."),
+)
+# Fields of a configuration that both sides have, with the same meaning.
+SHARED_FIELDS = (
+    *(name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"),
+    *("id2label", "label2id", "problem_type"),
+)
+# Classes, with the most heads first, and arguments. A stock checkpoint whose config.json names one of these classes
+# may have the weights of any other: it is loaded as the first of which it lacks no weight.
+PRETRAINED = (
+    ("BertForPreTraining", {}),
+    ("BertForMaskedLM", {}),
+    ("BertForNextSentencePrediction", {}),
+    ("BertModel", {}),
+    ("BertModel", {"add_pooling_layer": False}),
+)
+SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+def read_model(
+    name: str, kinds: tuple[type, ...] = (D2lBertConfig, BertConfig)
+) -> tuple[modeling_d2l_bert.D2lBertPreTrainedModel, list[str]]:
+    """
+    A d2l-bert model, or a stock BERT as one, with all heads that its checkpoint has.
+
+    Args:
+        name: a folder or an id on the Hub, with `model.safetensors` or `pytorch_model.bin`. Only tensors are read from
+            `pytorch_model.bin`; no pickled code is run.
+        kinds: the classes of configuration that the model may have.
+
+    Returns:
+        The model, and the names of weights in the checkpoint that it does not use.
+
+    Raises:
+        ValueError: the model is of another kind, weights are missing, or d2l-bert cannot express it.
+        OSError: there is no such model, or it has no weights in PyTorch's formats.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    wanted = " or ".join(kind.model_type for kind in kinds)
+    refuse_first({f"it is a {config.model_type} model; give a {wanted} one": not isinstance(config, kinds)})
+    saved = (config.architectures or [""])[0].removeprefix("D2l")
+    candidates = [each for each in PRETRAINED if each[0] == saved] or [(saved, {})]
+    library, prefix = modeling_d2l_bert, "D2l"
+    if isinstance(config, BertConfig):
+        our_config(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
+        library, prefix = transformers, ""
+        if saved in dict(PRETRAINED) or not hasattr(modeling_d2l_bert, f"D2l{saved}"):
+            candidates = PRETRAINED
+    for kind, options in candidates:
+        model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, **options)
+        if missing == {"cls.predictions.decoder.bias"}:  # as Transformers 4 saves a BERT that is not tied
+            model.cls.predictions.decoder.bias = model.cls.predictions.bias
+        if missing < {"cls.predictions.decoder.bias", "cls.predictions.bias"}:  # one of two names of a weight, or none
+            break
+    else:
+        raise UserError(f"the model has no weights for {min(missing)}; save the model again with save_pretrained")
+    refuse_first(
+        {
+            f"the checkpoint has a weight {weight}, which does not exist in the model of config.json; put back the "
+            f"config.json that was saved with the weights": re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", weight)
+            for weight in sorted(unused)
+        }
+    )
+    return from_bert(model) if library is transformers else model, sorted(unused)
+
+
+def our_config(config: BertConfig) -> D2lBertConfig:
+    """
+    The configuration of a stock BERT as that of a d2l-bert model.
+
+    Raises:
+        ValueError: d2l-bert cannot express the architecture, or a value is out of range.
+    """
+    positions = getattr(config, "position_embedding_type", None) or "absolute"
+    way_out = "which d2l-bert cannot express; give another BERT"
+    refuse_first(
+        {
+            f"this BERT is a decoder (is_decoder, add_cross_attention), {way_out}": (
+                config.is_decoder or config.add_cross_attention
+            ),
+            f"this BERT has {positions} position embeddings, not absolute ones, {way_out}": positions != "absolute",
+            f"this BERT has hidden_act {config.hidden_act}, not {' or '.join(ACTIVATIONS)}, {way_out}": (
+                config.hidden_act not in ACTIVATIONS
+            ),
+        }
+    )
+    return D2lBertConfig(**{name: getattr(config, name) for name in SHARED_FIELDS}, embedding_layer_norm=True)
+
+
+def from_bert(bert: PreTrainedModel) -> modeling_d2l_bert.D2lBertPreTrainedModel:
+    """
+    The d2l-bert model with the head and the weights of a stock BERT, bit for bit.
+
+    Raises:
+        ValueError: d2l-bert cannot express this BERT, or computes something else.
+    """
+    our_class = getattr(modeling_d2l_bert, f"D2l{type(bert).__name__}")
+    return _converted(bert, our_class, our_config(bert.config), back=True)
+
+
+def to_bert(model: modeling_d2l_bert.D2lBertPreTrainedModel) -> PreTrainedModel:
+    """
+    The stock BERT with the head and the weights of a d2l-bert model, bit for bit. It loads without d2l-bert.
+
+    Raises:
+        ValueError: stock BERT cannot express this model, or computes something else.
+    """
+    refuse_first(
+        {
+            "stock BERT cannot express this model: stock BERT normalises the sum of the embeddings, and this model "
+            "does not (embedding_layer_norm is false); write its ONNX files alone: d2l-bert export --onnx_only": (
+                not model.config.embedding_layer_norm
+            )
+        }
+    )
+    config = BertConfig(**{name: getattr(model.config, name) for name in SHARED_FIELDS})
+    return _converted(model, getattr(transformers, type(model).__name__.removeprefix("D2l")), config, back=False)
+
+
+def _converted(model, other_class, config, back):
+    """The model of the other class with the weights of a model in evaluation mode; `back`: from stock BERT to ours."""
+    if decoder := model.get_output_embeddings():
+        config.tie_word_embeddings = decoder.weight is model.get_input_embeddings().weight
+    # Here the layer is named `scorer`, or other heads would load it, whose shape differs, as their `classifier`.
+    is_choice = other_class.__name__.endswith("ForMultipleChoice")
+    table = (*BERT_NAMES, ("scorer.", "classifier.")) if is_choice else BERT_NAMES
+    state = renamed(model.state_dict(), table, back)
+    if "cls.predictions.decoder.bias" in state:
+        # A copy: `save_pretrained` leaves out one of two weights that share their memory.
+        state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"].clone()
+    options = {"add_pooling_layer": False} if getattr(model, "pooler", ...) is None else {}
+    converted, *_ = load_and_compare(other_class, None, config=config, state_dict=state, dtype=model.dtype, **options)
+    check_same_outputs(model, converted)
+    return converted
+
+
+def copy_sentence_transformer(name: str, folder: Path) -> None:
+    """
+    Copy what turns an encoder into a sentence-transformers model, if it is one: the settings of lengths and prompts,
+    and the folders of the modules behind the encoder, such as pooling and dense layers.
+
+    Args:
+        name: the model to copy from, a folder or an id on the Hub.
+        folder: the folder to copy to.
+    """
+    listed = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
+    if listed is None:
+        return
+    paths = [module["path"] for module in json.loads(Path(listed).read_text(encoding="utf-8")) if module["path"]]
+    wanted = [*SENTENCE_TRANSFORMER_FILES, *(f"{path}/*" for path in paths)]
+    place = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=wanted))
+    for path in (*SENTENCE_TRANSFORMER_FILES, *paths):
+        if (place / path).is_dir():  # a module without settings has no folder
+            shutil.copytree(place / path, folder / path)
+        elif (place / path).exists():
+            shutil.copyfile(place / path, folder / path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

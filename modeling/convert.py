@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+from transformers import BertConfig
+
 from d2l_bert.messages import explained, reading_model, refuse_first
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
-from . import bert_checkpoints, conversion, d2l_checkpoints
+from . import conversion, d2l_checkpoints
+from .configuration_d2l_bert import D2lBertConfig
 from .loading import read_tokenizer
 
 
@@ -31,18 +34,17 @@ def convert(
         What was written, for people.
 
     Raises:
-        UserError: the source cannot be read, or the other side cannot express the model; an argument that belongs to
-            a d2l model is missing, or there for another one.
+        UserError: the source cannot be read, the other side cannot express the model, or the outputs of the two
+            differ; an argument that belongs to a d2l model is missing, or there for another one.
     """
-    is_from_d2l, is_to_d2l, unused = source_kind == "d2l", target_kind == "d2l", []
+    is_from_d2l = source_kind == "d2l"
     needed = "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
     refuse_first({needed: is_from_d2l != bool(num_attention_heads) or (vocabulary and not is_from_d2l)})
+    unused = []
     if not is_from_d2l:
         with reading_model(source):
-            if source_kind == "bert":
-                model, unused = bert_checkpoints.read_bert(source)
-            else:
-                model = conversion.read_ours(source)
+            kinds = (BertConfig,) if source_kind == "bert" else (D2lBertConfig,)
+            model, unused = conversion.read_model(source, kinds)
             tokenizer = read_tokenizer(source, model.config)
     with explained(f"{source}: not converted", "", ValueError):
         if is_from_d2l:
@@ -50,19 +52,18 @@ def convert(
             tokens = file and d2l_checkpoints.read_vocabulary(file)
             model = d2l_checkpoints.from_d2l(d2l_checkpoints.read_d2l(source), num_attention_heads, tokens)
             tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
-        if tokenizer and not is_to_d2l:
-            save_tokenizer(tokenizer, folder)
-        if "bert" in (source_kind, target_kind):
-            bert_checkpoints.copy_sentence_transformer(source, folder)
-        if is_to_d2l:
+        if target_kind == "d2l":
             d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
         elif target_kind == "bert":
-            model = bert_checkpoints.to_bert(model)
+            model = conversion.to_bert(model)
             conversion.save_model(model, folder)
         else:
-            model = model if is_from_d2l else bert_checkpoints.from_bert(model)
             conversion.save_with_code(model, folder)
-    name = "d2l BERTModel" if is_to_d2l else type(model).__name__
+        if tokenizer and target_kind != "d2l":
+            save_tokenizer(tokenizer, folder)
+        if "bert" in (source_kind, target_kind):
+            conversion.copy_sentence_transformer(source, folder)
+    name = "d2l BERTModel" if target_kind == "d2l" else type(model).__name__
     lines = [f"a {name} of {model.num_parameters():,} parameters"]
     if unused:
         lines.append(f"left out, as a {name} has no such weights: {', '.join(unused)}")

@@ -5,38 +5,38 @@ cannot express is refused, never approximated.
 """
 
 import json
-import re
-import warnings
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from d2l_bert.messages import READ_ERRORS, explained, refuse_first
+from d2l_bert.tokenization.wordpiece import pieces
+
 from .configuration_d2l_bert import D2lBertConfig
-from .conversion import filled, module_names
+from .conversion import check_finite, renamed
 from .modeling_d2l_bert import D2lBertForPreTraining
 
 
-# Names of modules in d2l-bert and in the book's model; {n} is the number of a block.
+# Parts of the names of weights in d2l-bert and in the book's model, for `renamed`; others are the same in both.
 D2L_NAMES = (
-    ("bert.embeddings.word_embeddings", "encoder.token_embedding"),
-    ("bert.embeddings.token_type_embeddings", "encoder.segment_embedding"),
-    ("bert.encoder.layer.{n}.attention.query", "encoder.blks.{n}.attention.W_q"),
-    ("bert.encoder.layer.{n}.attention.key", "encoder.blks.{n}.attention.W_k"),
-    ("bert.encoder.layer.{n}.attention.value", "encoder.blks.{n}.attention.W_v"),
-    ("bert.encoder.layer.{n}.attention.output", "encoder.blks.{n}.attention.W_o"),
-    ("bert.encoder.layer.{n}.addnorm1.LayerNorm", "encoder.blks.{n}.addnorm1.ln"),
-    ("bert.encoder.layer.{n}.ffn.dense1", "encoder.blks.{n}.ffn.dense1"),
-    ("bert.encoder.layer.{n}.ffn.dense2", "encoder.blks.{n}.ffn.dense2"),
-    ("bert.encoder.layer.{n}.addnorm2.LayerNorm", "encoder.blks.{n}.addnorm2.ln"),
-    ("bert.pooler.dense", "hidden.0"),
-    ("mlm.dense", "mlm.mlp.0"),
-    ("mlm.LayerNorm", "mlm.mlp.2"),
-    ("mlm.decoder", "mlm.mlp.3"),
-    ("nsp.output", "nsp.output"),
+    ("bert.embeddings.word_embeddings.", "encoder.token_embedding."),
+    ("bert.embeddings.token_type_embeddings.", "encoder.segment_embedding."),
+    ("bert.embeddings.position_embeddings.weight", "encoder.pos_embedding"),
+    ("bert.encoder.layer.", "encoder.blks."),
+    (".attention.query.", ".attention.W_q."),
+    (".attention.key.", ".attention.W_k."),
+    (".attention.value.", ".attention.W_v."),
+    (".attention.output.", ".attention.W_o."),
+    (".addnorm1.LayerNorm.", ".addnorm1.ln."),
+    (".addnorm2.LayerNorm.", ".addnorm2.ln."),
+    ("bert.pooler.dense.", "hidden.0."),
+    ("mlm.dense.", "mlm.mlp.0."),
+    ("mlm.LayerNorm.", "mlm.mlp.2."),
+    ("mlm.decoder.", "mlm.mlp.3."),
 )
-OUR_POSITIONS, D2L_POSITIONS = "bert.embeddings.position_embeddings.weight", "encoder.pos_embedding"
+POSITIONS = "encoder.pos_embedding"  # (1, T, H) there, (T, H) here
 
 D2L_SPECIAL_TOKENS = {
     "pad_token": "<pad>",
@@ -54,30 +54,24 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
     Args:
         path: the file, or a folder with a file `pretrained.params`, as in the download of the book's BERT.
 
+    Returns:
+        The weights by their names in the `BERTModel`, which may have been wrapped in `DataParallel`.
+
     Raises:
-        ValueError: there is no such file, or the file is not a state dict.
+        UserError: there is no such file, or the file is not a state dict.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / "pretrained.params"
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; give the file of the d2l state dict, or its folder")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns of unusual pickle protocols
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if all(isinstance(value, torch.Tensor) for value in state.values()):
-            return state
-    except Exception:  # pickled code, a truncated file and MXNet's format raise different exceptions
-        pass
-    raise ValueError(
-        "it is not a PyTorch state dict of tensors; run the net on one batch, and save it with "
-        "torch.save(net.state_dict(), path). Whole pickled models, MXNet and TensorFlow weights cannot be read"
-    )
+    path = Path(path, "pretrained.params") if Path(path).is_dir() else Path(path)
+    refuse_first({f"there is no file {path}; give the file of the d2l state dict": not path.is_file()})
+    # Pickled code, a truncated file, whole models and MXNet's format raise different exceptions.
+    way_out = "run the net on one batch, and save it with torch.save(net.state_dict(), path)"
+    with explained("it is not a PyTorch state dict of tensors", way_out, Exception):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        refuse_first({"other objects": not all(isinstance(value, torch.Tensor) for value in state.values())})
+        return {str(name).removeprefix("module."): value for name, value in state.items()}
 
 
 def from_d2l(
-    state_dict: dict[str, torch.Tensor], num_attention_heads: int, tokens: list[str] | None = None
+    state: dict[str, torch.Tensor], num_attention_heads: int, tokens: list[str] | None = None
 ) -> D2lBertForPreTraining:
     """
     Convert the book's `BERTModel` (section 15.8.6) to a d2l-bert model.
@@ -86,52 +80,53 @@ def from_d2l(
     follows A in the book, and that B does not follow A in Hugging Face's BERT.
 
     Args:
-        state_dict: of the `BERTModel` of d2l 1.0, or of an older edition with the same names. The model may have been
-            wrapped in `DataParallel`. The attention may have no biases, as in older editions; they become 0.
+        state: of the `BERTModel` of d2l 1.0, or of an older edition with the same names. The attention may have no
+            biases, as in older editions; they become 0.
         num_attention_heads: the heads of the model, the only number that the weights do not show.
         tokens: the model's vocabulary in the order of the ids; `<pad>` gives the `pad_token_id`.
 
     Raises:
-        ValueError: a name is missing or unknown, a shape does not fit, a lazy layer has no weights yet, or the
-            vocabulary belongs to another model.
+        ValueError: a weight is missing, unknown, not finite or of another shape, a lazy layer has no weights yet, the
+            vocabulary belongs to another model, or a size of the model is out of range.
     """
-    state = {str(name).removeprefix("module."): value for name, value in state_dict.items()}
-    blocks = [int(found[1]) for name in state if (found := re.match(r"encoder\.blks\.(\d+)\.", name))]
-    names = _names_of_weights(max(blocks, default=-1) + 1)
-    without_bias = {name for name in names if re.search(r"attention\.W_.\.bias$", name)}
-    if without_bias & state.keys():
-        without_bias = set()
-    try:
-        different = sorted((names.keys() ^ state.keys()) - without_bias)
-        if different:
-            raise ValueError(f"{different[0]} is only in one of both")
-        vocab_size, hidden_size = state["encoder.token_embedding.weight"].shape
-        intermediate_size, _ = state["encoder.blks.0.ffn.dense1.weight"].shape
-        type_vocab_size, _ = state["encoder.segment_embedding.weight"].shape
-        _, max_length, _ = state[D2L_POSITIONS].shape
-    except (KeyError, ValueError, RuntimeError) as error:  # RuntimeError: a lazy layer without weights
-        raise ValueError(
-            f"its weights are not those of a d2l BERTModel ({error}); give the state dict of one that has seen a batch"
-        ) from None
-    if tokens is not None and len(tokens) != vocab_size:
-        raise ValueError(
-            f"the vocabulary has {len(tokens)} tokens and the model has {vocab_size}; give the vocabulary that the "
-            f"model was trained with"
+    way_out = "give the state dict of a net that has seen a batch"
+    # KeyError: a weight is missing; RuntimeError: a lazy layer has no shape yet, or weights do not fit the model
+    with explained("its weights are not those of a d2l BERTModel", way_out, LookupError, RuntimeError):
+        embedding = state["encoder.token_embedding.weight"]
+        refuse_first(
+            {
+                f"the vocabulary has {len(tokens or [])} tokens and the model has {embedding.shape[0]}; give the "
+                f"vocabulary that the model was trained with": tokens and len(tokens) != embedding.shape[0]
+            }
         )
-    config = D2lBertConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=len(set(blocks)),
-        num_attention_heads=num_attention_heads,
-        intermediate_size=intermediate_size,
-        max_position_embeddings=max_length,
-        type_vocab_size=type_vocab_size,
-        pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
-    )
-    state |= {name: torch.zeros(hidden_size) for name in without_bias}
-    state[D2L_POSITIONS] = state[D2L_POSITIONS].squeeze(0)
-    ours = {names[name]: value for name, value in state.items()}
-    return filled(D2lBertForPreTraining(config), _with_nsp_flipped(ours))
+        config = D2lBertConfig(
+            vocab_size=embedding.shape[0],
+            hidden_size=embedding.shape[1],
+            num_hidden_layers=sum(name.endswith("attention.W_q.weight") for name in state),
+            num_attention_heads=num_attention_heads,
+            intermediate_size=state["encoder.blks.0.ffn.dense1.weight"].shape[0],
+            max_position_embeddings=state[POSITIONS].shape[1],
+            type_vocab_size=state["encoder.segment_embedding.weight"].shape[0],
+            pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
+        )
+        if not any(name.endswith("attention.W_q.bias") for name in state):
+            weights = {name: value for name, value in state.items() if ".attention.W_" in name}
+            state = state | {
+                name.replace("weight", "bias"): value.new_zeros(len(value)) for name, value in weights.items()
+            }
+        model = D2lBertForPreTraining(config).to(embedding.dtype).eval()
+        ours = _with_nsp_exchanged(state | {POSITIONS: state[POSITIONS].squeeze(0)})
+        model.load_state_dict(renamed(ours, D2L_NAMES, back=True))
+        check_finite(model)
+        refuse_first(
+            {
+                f"{name} would not come back as it was; save all weights in one precision": (
+                    not torch.equal(value, state[name])
+                )
+                for name, value in _theirs(model).items()
+            }
+        )
+    return model
 
 
 def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
@@ -139,26 +134,32 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
     The state dict of the book's `BERTModel` that computes the same as `model`: the inverse of `from_d2l`.
 
     Raises:
-        ValueError: the book's `BERTModel` cannot express this model, for the reason in the message.
+        UserError: the book's `BERTModel` cannot express this model, for the reason in the message.
     """
     config = model.config
-    reasons = {
+    cases = {
         "this model lacks the MLM head or the NSP head": not isinstance(model, D2lBertForPreTraining),
         f"hidden_act is {config.hidden_act}, in the book relu": config.hidden_act != "relu",
         "this model normalises the embeddings, the book does not": config.embedding_layer_norm,
         f"layer_norm_eps is {config.layer_norm_eps}, in the book 1e-05": config.layer_norm_eps != 1e-5,
         f"this model has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(
-                f"d2l's BERTModel cannot express this model: {reason}; train a model with --recipe d2l, or convert "
-                f"this model --to bert"
-            )
-    state = _with_nsp_flipped(model.state_dict())
-    # Cloned, so that a tied matrix becomes two matrices.
-    theirs = {name: state[ours].clone() for name, ours in _names_of_weights(config.num_hidden_layers).items()}
-    return {**theirs, D2L_POSITIONS: theirs[D2L_POSITIONS].unsqueeze(0)}
+    way_out = "; train a model with --recipe d2l"
+    refuse_first({f"d2l's BERTModel cannot express this model: {reason}{way_out}": no for reason, no in cases.items()})
+    state = _theirs(model)
+    from_d2l(state, config.num_attention_heads)  # refuses if the weights do not come back
+    return state
+
+
+def _theirs(model):
+    """The weights of a model under the names of the book's model, and in its shapes."""
+    state = renamed(_with_nsp_exchanged(model.state_dict()), D2L_NAMES)
+    return state | {POSITIONS: state[POSITIONS].unsqueeze(0)}
+
+
+def _with_nsp_exchanged(state):
+    """A state dict with the two labels of the NSP head exchanged, whose names are the same in both models."""
+    return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
 
 
 def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
@@ -170,21 +171,21 @@ def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
             under d2l's names; None to leave out `vocab.json`.
 
     Raises:
-        ValueError: d2l cannot express the model, or an ordinary token has the name of one of d2l's special tokens.
+        UserError: d2l cannot express the model, or an ordinary token has the name of one of d2l's special tokens.
     """
     torch.save(to_d2l(model), folder / "pretrained.params")
-    if tokenizer is not None:
-        ids = tokenizer.get_vocab()
-        new_names = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
-        tokens = [new_names.get(token, token) for token in sorted(ids, key=ids.get)]
-        if len(set(tokens)) < len(tokens):
-            raise ValueError(
-                f"the vocabulary has an ordinary token with the name of a special token of d2l "
-                f"({', '.join(new_names.values())}); rename the token in tokenizer.json, or convert the model "
-                f"--to bert"
-            )
-        tokens += [f"<unused-{index}>" for index in range(len(tokens), model.config.vocab_size)]
-        (folder / "vocab.json").write_text(json.dumps(tokens))
+    if tokenizer is None:
+        return
+    new_names = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
+    tokens = [new_names.get(token, token) for token in pieces(tokenizer)]
+    refuse_first(
+        {
+            f"the vocabulary has an ordinary token with the name of a special token of d2l "
+            f"({', '.join(new_names.values())}); rename the token in tokenizer.json": len(set(tokens)) < len(tokens)
+        }
+    )
+    tokens += [f"<unused-{index}>" for index in range(len(tokens), model.config.vocab_size)]
+    (folder / "vocab.json").write_text(json.dumps(tokens))
 
 
 def read_vocabulary(path: str | Path) -> list[str]:
@@ -195,22 +196,15 @@ def read_vocabulary(path: str | Path) -> list[str]:
         path: a .json file with `idx_to_token` (a list), or a text file with one token per line.
 
     Raises:
-        ValueError: there is no such file, or the file is not a vocabulary.
+        UserError: there is no such file, or the file is not a vocabulary.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        tokens = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
-        json.dumps(tokens, ensure_ascii=False).encode()  # raises if a token has half of a character (a surrogate)
-        if isinstance(tokens, list) and all(token.strip() for token in tokens) and len(set(tokens)) == len(tokens):
-            return tokens
-        reason = "a token is empty, or stands there twice"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = error
-    raise ValueError(
-        f"{path}: no list of tokens in the order of their ids, as JSON or a line each ({reason}); save the Vocab's "
-        f"idx_to_token with json.dump"
-    )
+    what = f"{path}: no list of tokens in the order of their ids, as JSON or a line each"
+    with explained(what, "save the Vocab's idx_to_token with json.dump", *READ_ERRORS, TypeError, AttributeError):
+        text = Path(path).read_text(encoding="utf-8-sig")
+        tokens = json.loads(text) if Path(path).suffix == ".json" else text.removesuffix("\n").split("\n")
+        is_list = isinstance(tokens, list) and all(token.strip() for token in tokens)
+        refuse_first({"a token is empty, or stands there twice": not is_list or len(set(tokens)) < len(tokens)})
+        return tokens
 
 
 def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast:
@@ -224,14 +218,11 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
         max_length: longest sequence, in tokens.
 
     Raises:
-        ValueError: one of the five special tokens is missing.
+        UserError: one of the five special tokens is missing.
     """
-    for token in D2L_SPECIAL_TOKENS.values():
-        if token not in tokens:
-            raise ValueError(
-                f"the vocabulary has no {token}, which the tokenizer needs; convert without a vocabulary to get the "
-                f"weights alone"
-            )
+    missing = sorted({*D2L_SPECIAL_TOKENS.values()} - {*tokens})
+    way_out = "convert without a vocabulary to get the weights alone"
+    refuse_first({f"the vocabulary has no {', '.join(missing)}, which the tokenizer needs; {way_out}": missing})
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     if all(token == token.lower() for token in tokens):
@@ -248,17 +239,3 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **D2L_SPECIAL_TOKENS,
     )
-
-
-def _with_nsp_flipped(state):
-    """A state dict with the two labels of the NSP head exchanged."""
-    return {name: value.flip(0) if name.startswith("nsp.") else value for name, value in state.items()}
-
-
-def _names_of_weights(layers):
-    """The names of our weights by those of the book's model, for a number of blocks."""
-    names = {D2L_POSITIONS: OUR_POSITIONS}
-    for ours, theirs in module_names(D2L_NAMES, layers).items():
-        for parameter in ("weight",) if theirs.endswith("embedding") else ("weight", "bias"):
-            names[f"{theirs}.{parameter}"] = f"{ours}.{parameter}"
-    return names

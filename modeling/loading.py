@@ -19,10 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
 
-from d2l_bert.folders import content_hash, short_hash
-from d2l_bert.messages import UserError, reading_model, refuse_first
+from d2l_bert.folders import content_hash, read_json, short_hash
+from d2l_bert.messages import reading_model, refuse_first
 from d2l_bert.tokenization.wordpiece import (
     CONTINUATION,
     SPECIAL_TOKENS,
@@ -51,18 +50,19 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    cases = {
-        f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT": (
-            config.is_encoder_decoder or getattr(config, "is_decoder", False)
-        ),
-        f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT": (
-            type(config) not in auto_class._model_mapping.keys()
-        ),
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT": (
+                config.is_encoder_decoder or getattr(config, "is_decoder", False)
+            ),
+            f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT": (
+                type(config) not in auto_class._model_mapping.keys()
+            ),
+        }
+    )
     tokenizer = read_tokenizer(name, config)
-    if tokenizer is None or not tokenizer.is_fast or tokenizer.pad_token_id is None:
-        raise UserError("it has no tokenizer.json, or its tokenizer has no padding token; give another model")
+    is_lacking = tokenizer is None or not tokenizer.is_fast or tokenizer.pad_token_id is None
+    refuse_first({"it has no tokenizer.json, or its tokenizer has no padding token; give another model": is_lacking})
     return config, tokenizer
 
 
@@ -84,16 +84,17 @@ def load_pretrained(
         UserError: the model or its tokenizer cannot be loaded, weights are missing or not finite, or the tokenizer has
             more tokens than the model.
     """
-    transformers_logging.disable_progress_bar()
     with reading_model(name):
         config, tokenizer = read_parts(auto_class, name)
         model, missing, _ = load_and_compare(auto_class, name, dtype=torch.float32, trust_remote_code=False, **options)
-        if lacking := sorted(weight for weight in missing if not may_lack(weight)):
-            raise UserError(
-                f"it was saved as {(config.architectures or ['a model without a head'])[0]}, without weights for "
-                f"{lacking[0]}; give a model that was trained with this head, or save it there again with "
-                f"save_pretrained"
-            )
+        saved = (config.architectures or ["a model without a head"])[0]
+        refuse_first(
+            {
+                f"it was saved as {saved}, without weights for {weight}; give a model that was trained with this "
+                f"head": not may_lack(weight)
+                for weight in sorted(missing)
+            }
+        )
     return model.eval(), tokenizer, missing
 
 
@@ -103,12 +104,18 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     return model, tokenizer
 
 
+def read_record(name: str) -> dict:
+    """The `run_config.json` beside a model, a folder or an id on the Hub; empty if there is none."""
+    path = cached_file(name, "run_config.json", _raise_exceptions_for_missing_entries=False)
+    return read_json(Path(path)) if path else {}
+
+
 def hash_of_model(folder: str | Path) -> str:
     """A hash of the files of a model's or a tokenizer's folder that decide what it computes, or of one such file."""
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
     of_folder = (file for pattern in patterns for file in Path(folder).glob(pattern))
-    files = [Path(folder)] if Path(folder).is_file() else sorted(of_folder)
-    return short_hash([(file.name, content_hash(file)) for file in files])
+    files = [Path(folder)] if Path(folder).is_file() else of_folder
+    return short_hash([(file.name, content_hash(file)) for file in sorted(files)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,11 +151,8 @@ def read_tokenizer(name: str, config):
     if not has_tokenizer(name):
         return None
     tokenizer = stock_tokenizer(name)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}; put back the model's own, "
-            f"or take it out"
-        )
+    tokens = f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
+    refuse_first({f"{tokens}; put back the model's own": len(tokenizer) > config.vocab_size})
     return tokenizer
 
 
@@ -172,16 +176,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     with reading_model(name, "tokenizer "):
         file = _bare_file(Path(name))
-        if file is None and not has_tokenizer(name):
-            raise UserError("it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one that does")
+        has_one = file is not None or has_tokenizer(name)
+        refuse_first({"it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one": not has_one})
         tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
         is_bert = isinstance(tokenizer, BertTokenizer)
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-        if not (is_bert or type(tokenizer) is PreTrainedTokenizerFast) or type(model).__name__ != "WordPiece":
-            kind = f"{type(tokenizer).__name__} of {type(model).__name__}" if model else type(tokenizer).__name__
-            raise UserError(
-                f"it is a {kind}, and must be a BertTokenizer, or a PreTrainedTokenizerFast of WordPiece; give another"
-            )
+        refuse_first(
+            {
+                f"it is a {type(tokenizer).__name__} of {type(model).__name__}, and must be a BertTokenizer, or a "
+                f"PreTrainedTokenizerFast of WordPiece; give another": (
+                    type(model).__name__ != "WordPiece" or not (is_bert or type(tokenizer) is PreTrainedTokenizerFast)
+                )
+            }
+        )
         missing = [
             role for role in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{role}_token_id") is None
         ]
@@ -213,35 +220,32 @@ def _bare_file(path):
 
 
 def _read_file(file):
-    return _read_rules(file) if file.suffix == ".json" else _read_vocabulary(file)
-
-
-def _read_vocabulary(file):
-    """A `BertTokenizer` with the entries of BERT's vocab.txt; in lower case if no entry has a capital letter."""
-    pieces = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    twice = next((piece for piece, count in Counter(pieces).items() if count > 1), None)
-    missing = [token for token in SPECIAL_TOKENS if token not in pieces]
+    """
+    The tokenizer of BERT's vocab.txt, in lower case if no entry has a capital letter; or of a tokenizer.json, a
+    `BertTokenizer` if that has the same rules.
+    """
+    is_text = file.suffix != ".json"
+    backend = None if is_text else Tokenizer.from_file(str(file))
+    entries = file.read_text(encoding="utf-8").removesuffix("\n").split("\n") if is_text else [*backend.get_vocab()]
+    missing = [token for token in SPECIAL_TOKENS if token not in entries]
+    (most, times), *_ = Counter(entries).most_common(1)
     refuse_first(
         {
-            f"it has no {', '.join(missing)}: it is not BERT's vocabulary, an entry a line; give another": missing,
-            f"the entry {twice!r} stands there twice; give each entry once": twice is not None,
+            f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another": missing,
+            f"the entry {most!r} stands there twice; give each entry once": times > 1,
         }
     )
-    has_capitals = any(piece != piece.lower() for piece in pieces if not re.fullmatch(r"\[.+\]", piece))
-    logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}")
-    has_marks = any(unicodedata.category(letter) == "Mn" for letter in unicodedata.normalize("NFD", "".join(pieces)))
-    return BertTokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)},
-        do_lower_case=not has_capitals,
-        strip_accents=False if has_marks else None,
-    )
-
-
-def _read_rules(file):
-    """The tokenizer of a tokenizer.json: a `BertTokenizer` if that has the same rules."""
-    backend = Tokenizer.from_file(str(file))
-    if missing := [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]:
-        raise UserError(f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another")
+    if is_text:
+        has_capitals = any(entry != entry.lower() for entry in entries if not re.fullmatch(r"\[.+\]", entry))
+        logger.info(
+            f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}"
+        )
+        has_marks = any(unicodedata.category(each) == "Mn" for each in unicodedata.normalize("NFD", "".join(entries)))
+        return BertTokenizer(
+            vocab={entry: index for index, entry in enumerate(entries)},
+            do_lower_case=not has_capitals,
+            strip_accents=False if has_marks else None,
+        )
     bert = BertTokenizer(
         vocab=backend.get_vocab(with_added_tokens=False),
         do_lower_case=getattr(backend.normalizer, "lowercase", False),

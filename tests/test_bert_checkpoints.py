@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import HEADS
 from conversions import stock
+from huggingface_hub import HfApi
 
 import d2l_bert
-from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
-from d2l_bert.modeling.bert_checkpoints import from_bert, read_bert
+from d2l_bert.modeling.conversion import read_model
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,8 +25,7 @@ def assert_same_outputs(first, second, shape=(2, 9)):
         expected, outputs = (model(ids, mask, segments, output_hidden_states=True) for model in (first, second))
     for name in expected.keys() - {"hidden_states"}:
         torch.testing.assert_close(outputs[name], expected[name], atol=1e-5, rtol=0)
-    for one, other in zip(expected.hidden_states, outputs.hidden_states, strict=True):
-        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
+    torch.testing.assert_close(outputs.hidden_states, expected.hidden_states, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -53,31 +53,26 @@ def test_every_head_of_stock_bert_survives_both_conversions_bit_for_bit(head, op
 
 
 @pytest.mark.parametrize(
-    ("head", "drop", "becomes"),
+    ("drop", "becomes"),
     [
-        ("ForPreTraining", "nothing", "ForPreTraining"),
-        ("ForPreTraining", "cls.seq_relationship", "ForMaskedLM"),
-        ("ForPreTraining", "cls.predictions", "ForNextSentencePrediction"),
-        ("ForPreTraining", "cls.", "Model"),
+        ("nothing", "ForPreTraining"),
+        ("cls.seq_relationship", "ForMaskedLM"),
+        ("cls.predictions", "ForNextSentencePrediction"),
+        ("cls.", "Model"),
     ],
 )
-def test_a_converted_checkpoint_has_the_heads_of_its_weights_whatever_its_configuration_says(
-    head, drop, becomes, tmp_path
-):
-    bert = stock(head)
+def test_a_converted_checkpoint_has_the_heads_of_its_weights_whatever_its_configuration_says(drop, becomes, tmp_path):
+    bert = stock("ForPreTraining")
     state = {name: value for name, value in bert.state_dict().items() if not name.startswith(drop)}
     # As in the configuration of google-bert/bert-base-uncased, whose weights have both heads.
     bert.config.architectures = ["BertForMaskedLM"]
     bert.config.save_pretrained(tmp_path)
     torch.save({**state, "bert.embeddings.position_ids": torch.arange(32)[None]}, tmp_path / "pytorch_model.bin")
-    model, unplaced = read_bert(str(tmp_path))
-    assert type(model).__name__ == f"Bert{becomes}"
-    ours = from_bert(model)
+    ours, unused = read_model(str(tmp_path))
     assert type(ours).__name__ == f"D2lBert{becomes}"
-    assert [name for name in unplaced if "pooler" not in name] == []
-    for name, value in model.state_dict().items():
-        if name in state:
-            assert torch.equal(value, state[name])
+    assert [name for name in unused if "pooler" not in name] == []
+    expected = getattr(transformers, f"Bert{becomes}").from_pretrained(tmp_path)
+    assert_same_outputs(expected, ours)
 
 
 def test_the_decoder_bias_is_found_under_either_name(tmp_path):
@@ -87,8 +82,7 @@ def test_the_decoder_bias_is_found_under_either_name(tmp_path):
         folder = tmp_path / lost
         bert.config.save_pretrained(folder)
         torch.save({n: v for n, v in bert.state_dict().items() if n != lost}, folder / "pytorch_model.bin")
-        ours = from_bert(read_bert(str(folder))[0])
-        assert type(ours) is D2lBertForPreTraining
+        ours, _ = read_model(str(folder))
         assert_same_outputs(bert, ours)
 
 
@@ -96,7 +90,7 @@ def test_shards_old_layer_norm_names_and_half_precision_are_read(tmp_path):
     bert = stock("ForPreTraining").half()
     bert.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    ours = from_bert(read_bert(str(tmp_path / "shards"))[0])
+    ours, _ = read_model(str(tmp_path / "shards"))
     assert ours.dtype == torch.float16
     old = {
         n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v
@@ -104,22 +98,36 @@ def test_shards_old_layer_norm_names_and_half_precision_are_read(tmp_path):
     }
     bert.config.save_pretrained(tmp_path / "old")
     torch.save(old, tmp_path / "old" / "pytorch_model.bin")
-    again = from_bert(read_bert(str(tmp_path / "old"))[0])
+    again, _ = read_model(str(tmp_path / "old"))
     assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())
 
 
-def test_the_pooling_files_of_a_sentence_transformer_are_copied(tmp_path):
+def test_a_head_that_lacks_weights_is_left_out_and_the_others_are_named(tmp_path, capsys):
+    bert = stock("ForPreTraining")
+    bert.config.save_pretrained(tmp_path / "bert")
+    state = {name: value for name, value in bert.state_dict().items() if "transform.dense" not in name}
+    torch.save(state, tmp_path / "bert" / "pytorch_model.bin")
+    assert main(["convert", str(tmp_path / "bert"), str(tmp_path / "ours"), "--from", "bert"]) == 0
+    said = capsys.readouterr().out
+    assert "a D2lBertForNextSentencePrediction" in said and "cls.predictions.transform.LayerNorm.weight" in said
+
+
+def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from_the_hub(here, tmp_path):
     source = tmp_path / "encoder"
     stock("Model").save_pretrained(source)
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "T"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "P"},
-    ]
-    (source / "modules.json").write_text(json.dumps(modules))
-    (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
-    for start, end, way in (("encoder", "ours", "--from"), ("ours", "back", "--to")):
-        assert main(["convert", str(tmp_path / start), str(tmp_path / end), way, "bert"]) == 0
-        for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+    paths = ["", "1_Pooling", "2_Dense", "3_Normalize"]  # the last has no settings, and no folder
+    (source / "modules.json").write_text(json.dumps([{"path": path, "type": "T"} for path in paths]))
+    files = ["modules.json", "sentence_bert_config.json", "1_Pooling/config.json"]
+    files += ["2_Dense/config.json", "2_Dense/model.safetensors"]
+    for name in files[1:]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"of {name}")
+    client = HfApi(endpoint=here.endpoint)
+    client.create_repo("someone/encoder")
+    client.upload_folder(repo_id="someone/encoder", folder_path=source)
+    ours = str(tmp_path / "ours")
+    ways = {ours: (str(source), "--from"), str(tmp_path / "back"): (ours, "--to")}
+    for end, (start, way) in (ways | {str(tmp_path / "from-hub"): ("someone/encoder", "--from")}).items():
+        assert main(["convert", start, end, way, "bert"]) == 0
+        for name in files:
             assert (tmp_path / end / name).read_text() == (source / name).read_text()

@@ -1,45 +1,22 @@
 """`export`: writes a model as stock BERT and ONNX, compares the files with it, measures what int8 costs and gains."""
 
-import statistics
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from d2l_bert.folders import new_folder
-from d2l_bert.messages import explained, reading_model, refuse_first
+from d2l_bert import folders, messages
 from d2l_bert.model_cards.card import carry_card
-from d2l_bert.modeling import bert_checkpoints, conversion
-from d2l_bert.modeling.export import (
-    FLOAT,
-    INT8,
-    OnnxModel,
-    example_inputs,
-    largest_difference,
-    read_for_task,
-    task_of,
-    write_onnx,
-)
-from d2l_bert.modeling.loading import read_tokenizer
-from d2l_bert.tokenization.account import unknown_share
-from d2l_bert.tokenization.sources import PYTHON_DOCS
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.evaluation.config import EvaluateConfig, ExportConfig
-from d2l_bert.training.evaluation.masked_models import MaskedModel, check_lengths
-from d2l_bert.training.evaluation.text import evaluate_text, read_text
+from d2l_bert.modeling import conversion, loading
+from d2l_bert.modeling.export import FLOAT, INT8, OnnxModel, read_for_task, write_onnx
+from d2l_bert.tokenization import prepare, wordpiece
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.training.evaluation.config import ExportConfig
 
 
-OWN_RULES = (
-    "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
-    "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
-)
-SEGMENTS, CHARACTERS = 500, 100_000  # of the text, for a loss and for classes
-ONE_CLASS = (None, "single_label_classification")  # values of `problem_type`
-DEFAULT_LENGTH = 128  # tokens in a row, unless the model has fewer positions
+FIGURES = {"fill-mask": "MLM loss on single sentences", "text-classification": "share of answers as in float32"}
+CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sentence; sentences at once
 
 
 def export(source: str, target: Path, config: ExportConfig) -> str:
@@ -59,111 +36,99 @@ def export(source: str, target: Path, config: ExportConfig) -> str:
             head, stock BERT cannot express it, or the text to measure on cannot be read.
     """
     config.check()
-    packages = ("onnx", "onnxruntime", "onnxscript")
-    refuse_first({f"export needs {name}: pip install 'd2l-bert[onnx]'": find_spec(name) is None for name in packages})
-    with reading_model(source):
-        model, saved, task = read_for_task(source, config.task)
-        tokenizer = read_tokenizer(source, model.config)
-    is_whole = task_of(saved) == task
-    with new_folder(target) as folder, explained(f"{source}: not exported", "", ValueError):
-        if tokenizer is None:
-            raise ValueError("the model has no tokenizer; put its tokenizer.json beside it")
-        save_tokenizer(tokenizer, folder)
-        differences = {}
+    with messages.reading_model(source):
+        model, kept, task = read_for_task(source, config.task)
+        tokenizer = loading.read_tokenizer(source, model.config)
+        messages.refuse_first({"it has no tokenizer; put its tokenizer.json beside it": tokenizer is None})
+    with (
+        folders.new_folder(target) as folder,
+        messages.explained("export needs ONNX", "pip install 'd2l-bert[onnx]'", ImportError),
+        messages.explained(f"{source}: not exported", "", ValueError),
+    ):
+        wordpiece.save_tokenizer(tokenizer, folder)
+        pairs = {}
         if config.onnx_only:
             (folder / "config.json").write_text(model.config.to_json_string())
         else:
-            stock = bert_checkpoints.to_bert(saved if is_whole else model)
-            conversion.save_model(stock, folder)
-            bert_checkpoints.copy_sentence_transformer(source, folder)
-            differences["model.safetensors"] = largest_difference(saved if is_whole else model, stock)
-        write_onnx(model, task, folder)
-        in_onnx = {name: OnnxModel(folder / name, model.config) for name in (FLOAT, INT8)}
-        differences |= {name: largest_difference(model, file) for name, file in in_onnx.items()}
+            pairs["model.safetensors"] = (kept, conversion.to_bert(kept))
+            conversion.save_model(pairs["model.safetensors"][1], folder)
+            conversion.copy_sentence_transformer(source, folder)
+        write_onnx(model, folder)
+        pairs |= {name: (model, OnnxModel(folder / name, model.config)) for name in (FLOAT, INT8)}
         files = {
-            name: {"bytes": (folder / name).stat().st_size, "difference": difference}
-            for name, difference in differences.items()
+            name: {"bytes": (folder / name).stat().st_size, "difference": conversion.largest_difference(*pair)}
+            for name, pair in pairs.items()
         }
-        cost = cost_of_int8(list(in_onnx.values()), folder, task, config.corpus)
+        cost = cost_of_int8(pairs[FLOAT][1], pairs[INT8][1], tokenizer, task, config.corpus)
         if not config.onnx_only:
-            carry_card(source, folder, target.resolve().name, is_whole, {"task": task, "files": files, "int8": cost})
+            figures = {"task": task, "files": files, "int8": cost}
+            carry_card(source, folder, target.resolve().name, kept is not model, figures)
     lines = [
         f"{target}: {type(model).__name__} of {model.num_parameters():,} parameters, for {task}",
         *(
             f"  {name:<26} {file['bytes']:>13,} bytes  outputs differ by at most {file['difference']:.1e}"
             for name, file in files.items()
         ),
+        "  what int8 costs is not measured: that needs --corpus, and a head that fills masks or chooses one class"
+        if cost is None
+        else f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
+        f"{cost['speed']:.2f} times as fast",
     ]
-    if cost:
-        lines.append(
-            f"  int8 beside float32, on {cost['text']} ({cost['unknown_share']:.1%} of its characters in [UNK]): "
-            f"{cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), {cost['speed']:.2f} times as fast"
-        )
     if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
-        lines.append(OWN_RULES)
+        lines.append(
+            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
+            "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
+        )
     return "\n".join(lines)
 
 
-@torch.no_grad()
-def cost_of_int8(files: list[OnnxModel], folder: Path, task: str, corpus: list[str]) -> dict | None:
+def cost_of_int8(
+    in_float: OnnxModel, in_int8: OnnxModel, tokenizer: PreTrainedTokenizerBase, task: str, corpus: list[str]
+) -> dict | None:
     """
-    Compare two ONNX files, in float32 and in int8, on a text: by the MLM loss, or by the classes that they choose.
+    Compare two ONNX files on the sentences of a text: by the MLM loss with 15 % of the tokens masked, or by the
+    classes that they choose.
 
     Args:
-        folder: where their tokenizer is.
         task: one of `modeling.export.TASKS`.
-        corpus: files and folders of text, or `python-docs`, of which the part is taken that `pretrain` holds out.
+        corpus: files and folders of text; none to measure nothing.
 
     Returns:
-        `text`, its name; `unknown_share`, the share of its characters in `[UNK]`; `figure`, what is compared, and its
-        values `float32` and `int8`; `speed`, the seconds of float32 divided by those of int8, the median of paired
-        runs. None for a task that neither fills masks nor chooses one class for a text.
+        `text`, its name; `figure`, what is compared, and its values `float32` and `int8`; `speed`, the seconds of
+        float32 divided by those of int8. None without a text, and for a task that neither fills masks nor chooses one
+        class for a text.
 
     Raises:
         UserError: the text cannot be read, or there is too little of it.
     """
-    config, is_paired = files[0].config, task == "next-sentence-prediction"
-    is_one_class = is_paired or (task == "text-classification" and config.problem_type in ONE_CLASS)
-    if task != "fill-mask" and not is_one_class:
+    config = in_float.config
+    if not corpus or task not in FIGURES or config.problem_type in ("regression", "multi_label_classification"):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    options = EvaluateConfig(corpus=corpus, held_out=corpus == [PYTHON_DOCS], max_eval_pairs=SEGMENTS)
-    text = read_text(options, PretrainConfig())
-    if task == "fill-mask":
-        models = [MaskedModel(folder.name, file, tokenizer, False, {}) for file in files]
-        length, accelerator = check_lengths(models, None, DEFAULT_LENGTH), make_accelerator("no")
-        losses = [evaluate_text(model, text, options, length, accelerator)["mlm_loss"] for model in models]
-        figure = {"figure": "MLM loss", "float32": losses[0], "int8": losses[1]}
-    else:
-        same = _same_classes(files, _batches(text, tokenizer, config, is_paired))
-        figure = {"figure": "share of answers as in float32", "float32": 1.0, "int8": same}
-    share = unknown_share(tokenizer, text.sample())
-    return {"text": text.name, "unknown_share": share, **figure, "speed": _speed(*files)}
-
-
-def _batches(text, tokenizer, config, is_paired):
-    """Rows of sentences of a text; for a task on pairs, of one sentence and the next."""
-    length = min(DEFAULT_LENGTH, config.max_position_embeddings)
-    sentences = list(text.sample(CHARACTERS))
-    columns = [sentences[:-1], sentences[1:]] if is_paired else [sentences]
-    for first in range(0, len(columns[0]), 32):
-        rows = [column[first : first + 32] for column in columns]
-        yield tokenizer(*rows, truncation=True, max_length=length, padding=True, return_tensors="pt")
-
-
-def _same_classes(files, batches):
-    """The share of rows for which both files choose the same class."""
-    same = [torch.eq(*(file(**batch).logits.argmax(-1) for file in files)) for batch in batches]
-    return float(torch.cat(same).double().mean())
-
-
-def _speed(*files):
-    inputs, ratios = example_inputs(files[0], rows=8, length=DEFAULT_LENGTH), []
-    for _ in range(9):
-        seconds = []
-        for file in files:
+    name, store = prepare.read_sources(prepare.open_sources(corpus, [], "", TextConfig(), None), None)
+    sentences = list(store.part().sample(CHARACTERS))
+    messages.refuse_first({f"{name}: holds no sentence; give more text": not sentences})
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=task == "fill-mask", seed=0)
+    settings = {"truncation": True, "max_length": min(LENGTH, config.max_position_embeddings)}
+    found, seconds = ([], []), [0.0, 0.0]
+    for first in range(0, len(sentences), ROWS):
+        batch = collate([tokenizer(sentence, **settings) for sentence in sentences[first : first + ROWS]])
+        for number, file in enumerate((in_float, in_int8)):  # in turns: other programs then slow both alike
             start = time.perf_counter()
-            file(**inputs)
-            seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[0] / seconds[1])
-    return statistics.median(ratios[1:])
+            logits = file(**batch).logits
+            seconds[number] += time.perf_counter() - start
+            is_masked = batch["labels"] != -100
+            found[number].append(
+                torch.nn.functional.cross_entropy(logits[is_masked], batch["labels"][is_masked], reduction="none")
+                if task == "fill-mask"
+                else logits.argmax(-1)
+            )
+    scores = [torch.cat(of_file) for of_file in found]
+    if task != "fill-mask":
+        scores = [(of_file == scores[0]).float() for of_file in scores]
+    return {
+        "text": name,
+        "figure": FIGURES[task],
+        "float32": float(scores[0].mean()),
+        "int8": float(scores[1].mean()),
+        "speed": seconds[0] / seconds[1],
+    }
