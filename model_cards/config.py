@@ -38,20 +38,6 @@ class PublishConfig(Options):
     )
     create_pr: bool = option(False, "send the model as a pull request; not together with public", HUB, common=True)
     commit_message: str | None = option(None, "message of the commit", HUB, metavar="TEXT", common=True)
-    collection: str | None = option(
-        None,
-        "collection to add the model to: a slug, or the title of a collection of the same owner",
-        HUB,
-        metavar="TITLE",
-        common=True,
-    )
-    space: str | None = option(
-        None,
-        "also send the page of d2l-bert demo for this model, as a Space of this name",
-        HUB,
-        metavar="REPO_ID",
-        common=True,
-    )
     changed_code: bool = option(
         False, "publish the folder's code although it differs from the installed package's", HUB, common=True
     )
@@ -64,9 +50,6 @@ class PublishConfig(Options):
         return {
             "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr": (
                 self.public and self.create_pr
-            ),
-            "a Space shows a model of the main branch; leave space out, or publish without revision and create_pr": (
-                self.space and (self.revision or self.create_pr)
             ),
         }
 

@@ -4,27 +4,14 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
-
-from d2l_bert.folders import read_json, write_json
+from d2l_bert import folders
 from d2l_bert.messages import refuse_first, writing
-from d2l_bert.model_cards.card import CARD_FILE, METRICS_FILE, RUN_FILE, eval_results, read_card, render_card
-from d2l_bert.model_cards.figures import (
-    evaluated_metrics,
-    evaluation_section,
-    replaced,
-)
-from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.model_cards import card as cards
+from d2l_bert.model_cards.figures import BLIMP, BLIMP_PHENOMENON, evaluated_metrics
 
 
-# The section of `figures.evaluation_section` in a card.
+# What EVALUATION.md renders; every card that is written has it, with or without figures.
 SECTION = r"<!-- figures of d2l-bert evaluate -->.*?<!-- end of the figures of d2l-bert evaluate -->"
-
-# In a card that has no figures of an evaluation yet, their section goes before the first of these headings.
-HEADINGS_AFTER = (
-    *("## Machine and speed", "## Bias, risks and limitations"),
-    *("## Make it again", "## Reproduce it", "## Citation"),
-)
 
 
 def check_updatable(name: str) -> None:
@@ -35,56 +22,72 @@ def check_updatable(name: str) -> None:
         name: the folder of a model; an id on the Hub is refused.
 
     Raises:
-        UserError: there is no such folder, it cannot be written, or its metrics.json or card cannot be read.
+        UserError: there is no such folder, it cannot be written, its metrics.json or card cannot be read, or it has no
+            card and is of another kind of model than those that d2l-bert has a card for.
     """
     folder = Path(name)
+    kind, has_card = folders.read_json(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
     cases = {
         "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
         "cannot be written; leave update_card out, or allow writing there": not os.access(folder, os.W_OK),
+        f"has no {cards.CARD_FILE}, and d2l-bert has none for a {kind} model; write one, or leave update_card out": (
+            not has_card and kind not in ("d2l-bert", "bert")
+        ),
     }
     refuse_first(cases, f"update_card: {name} ")
-    read_json(folder / METRICS_FILE)
-    if (folder / CARD_FILE).exists():
-        read_card(folder)
+    folders.read_json(folder / cards.METRICS_FILE)
+    cards.read_card(folder)
 
 
 def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: dict | None) -> None:
     """
     Write figures into metrics.json and README.md. They replace earlier ones on the same text, or of BLiMP.
 
-    Of an existing card, only the section of these figures and the metadata's `model-index` change. A folder without a
-    card gets one: a d2l-bert model's from its own files, any other model's with these figures alone.
+    Of an existing card, only the section of these figures and the metadata's `model-index` change. The folder of a
+    d2l-bert model or a stock BERT without a card gets one.
 
     Args:
-        text, figures, blimp: as in `figures.replaced`.
+        text: the name of the text; None without one.
+        figures: the figures on the text, by their names; None without one.
+        blimp: the results on BLiMP (`blimp_results` of `d2l-bert evaluate`, with `score`); None without them.
 
     Raises:
         UserError: the card cannot be read, or the folder cannot be written.
     """
-    before, path = read_json(folder / METRICS_FILE), folder / CARD_FILE
-    metrics = replaced(before, text, figures, blimp)
-    is_ours = read_json(folder / "config.json").get("model_type") == D2lBertConfig.model_type
+    before = folders.read_json(folder / cards.METRICS_FILE)
+    metrics = _replaced(before, text, figures, blimp)
+    names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
+    section = cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics).strip()
     with writing(folder):
-        write_json(folder / METRICS_FILE, metrics)
-        if path.is_file() or not is_ours:
-            metadata = ModelCardData(library_name="transformers", pipeline_tag="fill-mask")
-            new = f"---\n{metadata}\n---\n# {folder.resolve().name}\n"
-            card = read_card(folder) if path.is_file() else ModelCard(new)
-            names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
-            found = eval_results(metrics, read_json(folder / RUN_FILE).get("data", {}))
-            kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-            card.data.eval_results = kept + [result for result in found if result.metric_name in names]
-            card.data.model_name = card.data.model_name or folder.resolve().name
-            section = evaluation_section(metrics)
-            body, replaced_one = re.subn(SECTION, lambda _: section, card.text, count=1, flags=re.DOTALL)
-            if not replaced_one:
-                headings = [f"\n{heading}\n" for heading in HEADINGS_AFTER]
-                place = min([body.index(heading) for heading in headings if heading in body], default=len(body))
-                body = f"{body[:place].rstrip()}\n\n{section}\n{body[place:]}"
-            card.text = body
-            content = card.content
-        else:
-            content = render_card(folder)
-        partial = path.with_name(f".{path.name}.part")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
+        folders.write_json(folder / cards.METRICS_FILE, metrics)
+        card = cards.read_card(folder)
+        found = cards.eval_results(metrics, folders.read_json(folder / cards.RUN_FILE), None)
+        kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
+        card.data.eval_results = kept + [result for result in found if result.metric_name in names]
+        card.data.model_name = card.data.model_name or folder.resolve().name
+        body, count = re.subn(SECTION, lambda _: section, card.text, count=1, flags=re.DOTALL)
+        card.text = body if count else f"{body.rstrip()}\n\n{section}\n"
+        with folders.atomic_file(folder / cards.CARD_FILE) as partial:
+            partial.write_text(card.content, encoding="utf-8")
+
+
+def _replaced(metrics, text, figures, blimp):
+    """The content of metrics.json with the figures of an evaluation in place of earlier ones of the same."""
+    kept = {
+        key: value
+        for key, value in metrics.items()
+        if not (figures is not None and key.startswith(f"eval/{text}/") and "/" not in key[len(f"eval/{text}/") :])
+        and not (blimp is not None and key.startswith("eval_blimp_"))
+    }
+    if figures is not None:
+        kept |= {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+    if blimp is not None:
+        kept |= {
+            BLIMP: blimp["accuracy"],
+            "eval_blimp_standard_error": blimp["standard_error"],
+            "eval_blimp_paradigms": blimp["paradigm_count"],
+            "eval_blimp_pairs": blimp["pairs"],
+            "eval_blimp_score": blimp["score"],
+            **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
+        }
+    return kept

@@ -10,9 +10,6 @@ import numpy as np
 from d2l_bert.pair_tasks import pair_task
 
 
-STAGE_LABEL_POINTS = 7  # font size of the labels at changes of sequence length or batch size
-
-
 def plot_curves(rows: list[dict], path: Path) -> None:
     """
     Draw the rows of a training log into a PNG: a panel for each loss, and a panel for the held-out accuracies.
@@ -57,7 +54,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         for step, label in stages.items():
             panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
             place = {"rotation": 90, "va": "top", "ha": "right", "transform": panel.get_xaxis_transform()}
-            panel.text(step, 0.98, label, fontsize=STAGE_LABEL_POINTS, color="0.3", **place)
+            panel.text(step, 0.98, label, fontsize=7, color="0.3", **place)
         panel.legend(facecolor="white", edgecolor="none")  # opaque, so that the dashed lines do not cross the text
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)

@@ -1,5 +1,6 @@
 """Sends the checkpoints of a running training to the Hub in the background; at the end `publish` sends the model."""
 
+import contextlib
 import logging
 import queue
 import shlex
@@ -12,18 +13,7 @@ from huggingface_hub import HfApi
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
-from d2l_bert.model_cards.card import CARD_FILE, RUN_FILE, STAGED, render_card
-from d2l_bert.model_cards.config import PublishConfig, check_license
-from d2l_bert.model_cards.outgoing import outgoing, published_files
-from d2l_bert.model_cards.publish import (
-    AGAIN,
-    check_repo_id,
-    full_repo_id,
-    hub_errors,
-    publish,
-    send,
-    warn_of_earlier_commits,
-)
+from d2l_bert.model_cards import card, checks, config, publish
 
 
 logger = logging.getLogger(__name__)
@@ -43,17 +33,15 @@ def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) 
     Raises:
         UserError: the model could not be published.
     """
-    check_repo_id(repo_id)
+    publish.check_repo_id(repo_id)
     if license is None:
         raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
-    check_license(license)
-    with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
-        api = HfApi()
-        repo_id = full_repo_id(api, repo_id)
-        if not private:
-            warn_of_earlier_commits(api, repo_id)
-        if not dry_run:
-            api.create_repo(repo_id, private=True, exist_ok=True)
+    config.check_license(license)
+    with publish.hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
+        if dry_run:
+            HfApi().whoami()
+        else:
+            publish.make_repository(HfApi(), repo_id, not private)
 
 
 class Pusher:
@@ -77,7 +65,8 @@ class Pusher:
         self.folder, self.record = folder, record
         self.repo_id, self.strategy, self.public = repo_id, strategy, public
         self.waiting = queue.Queue()
-        self.thread = None
+        # A daemon, so that a run that stops does not wait for uploads.
+        threading.Thread(target=self._work, daemon=True).start()
 
     def saved(self, checkpoint: Path, step: int) -> None:
         """Send the checkpoint that was written after `step` optimizer steps, as the strategy says; returns at once."""
@@ -111,39 +100,32 @@ class Pusher:
 
         `entries` are added to the record of the run.
         """
-        try:
-            staged = tempfile.TemporaryDirectory(prefix=STAGED, dir=self.folder)
-            for path in published_files(checkpoint):
-                shutil.copyfile(path, Path(staged.name, path.name))
-            folders.write_json(Path(staged.name, RUN_FILE), {**self.record, **entries})
-            card = render_card(Path(staged.name), self.folder.resolve().name)
-            Path(staged.name, CARD_FILE).write_text(card, encoding="utf-8")
-        except Exception as error:  # the run continues after any error
-            self._not_sent(checkpoint.name, error)
-            return
-        self.waiting.put((staged, branch, checkpoint.name))
-        if self.thread is None:  # a daemon, so that a run that stops does not wait for uploads
-            self.thread = threading.Thread(target=self._work, daemon=True)
-            self.thread.start()
+        with self._only_warned(checkpoint.name):
+            staged = tempfile.TemporaryDirectory(prefix=card.STAGED, dir=self.folder)
+            copy = Path(staged.name)
+            for path in checks.published_files(checkpoint).values():
+                shutil.copyfile(path, copy / path.name)
+            folders.write_json(copy / card.RUN_FILE, {**self.record, **entries})
+            content = card.render_card(copy, self.folder.resolve().name)
+            (copy / card.CARD_FILE).write_text(content, encoding="utf-8")
+            self.waiting.put((staged, branch, checkpoint.name))
 
     def _work(self):
         """The background thread: send the waiting checkpoints, until None arrives."""
-        while task := self.waiting.get():
-            staged, branch, name = task
-            try:
-                config = PublishConfig(revision=branch, commit_message=name)
-                files, _ = outgoing(Path(staged.name), config)
-                send(files, None, self.folder.resolve().name, self.repo_id, config)
-            except Exception as error:  # the run continues after any error
-                self._not_sent(name, error)
-            finally:
-                staged.cleanup()
-                self.waiting.task_done()
+        for staged, branch, name in iter(self.waiting.get, None):
+            with self._only_warned(name), staged as folder:
+                checks.check_paths(Path(folder))
+                publish.send(Path(folder), self.repo_id, config.PublishConfig(revision=branch, commit_message=name))
+            self.waiting.task_done()
 
-    def _not_sent(self, name, error):
-        """Log why a checkpoint was not sent; for a bug of this package, with the traceback."""
-        is_bug = not isinstance(error, (UserError, OSError))
-        logger.warning(f"{self.repo_id}: {name} was not sent: {error}", exc_info=error if is_bug else None)
+    @contextlib.contextmanager
+    def _only_warned(self, name):
+        """Log why a checkpoint was not sent, whatever the reason: the run continues. Of a bug with the traceback."""
+        try:
+            yield
+        except Exception as error:
+            is_bug = not isinstance(error, (UserError, OSError))
+            logger.warning(f"{self.repo_id}: {name} was not sent: {error}", exc_info=error if is_bug else None)
 
     def finish(self) -> str:
         """
@@ -157,12 +139,12 @@ class Pusher:
         """
         self.waiting.join()
         self.waiting.put(None)  # ends the thread
-        public = " --public" if self.public else ""
-        command = f"d2l-bert publish {shlex.quote(str(self.folder))} {self.repo_id}{public}"
+        public = ["--public"] if self.public else []
+        command = shlex.join(["d2l-bert", "publish", str(self.folder), self.repo_id, *public])
         try:
-            return publish(self.folder, self.repo_id, PublishConfig(public=self.public))
+            return publish.publish(self.folder, self.repo_id, config.PublishConfig(public=self.public))
         except UserError as error:
-            reason = str(error).removesuffix(f"; {AGAIN}")
+            reason = str(error).removesuffix(f"; {publish.AGAIN}")
             raise UserError(f"{reason}; the model is complete in {self.folder}: {command}") from None
         except (KeyboardInterrupt, SystemExit):
             logger.warning(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")

@@ -1,4 +1,4 @@
-"""The paths that the local Hub serves: users, repositories, files, commits, collections."""
+"""The paths that the local Hub serves: users, repositories, files, commits."""
 
 import base64
 import hashlib
@@ -9,15 +9,12 @@ from urllib.parse import unquote
 
 from hub_answers import Answer, Refusal
 from hub_cards import listed, read_card
-from hub_store import GITATTRIBUTES, Blob, Repository, is_large, now
+from hub_store import GITATTRIBUTES, Blob, Repository, is_large
 
 
 ROUTES = []
 PARTS = {
-    "kind": "model|dataset|space",
-    "prefix": "(?:datasets/|spaces/)?",
     "repo": "[^/]+(?:/[^/]+)?",
-    "slug": "[^/]+/[^/]+",
     "path": ".+",
 }
 
@@ -44,8 +41,7 @@ def serve(hub, call) -> Answer:
             continue
         parts = {name: unquote(part) for name, part in match.groupdict().items()}
         if "repo" in parts:
-            kind = parts.pop("kind", None) or parts.pop("prefix").rstrip("s/") or "model"
-            parts["repo"] = hub.visible(call, kind, parts["repo"])
+            parts["repo"] = hub.visible(call, parts["repo"])
             if owner:
                 call.must_own(parts["repo"].owner, "write")
         answer = function(hub, call, **parts)
@@ -62,21 +58,21 @@ def whoami(hub, call):
 @route("POST", "/api/repos/create")
 def create_repository(hub, call):
     asked = call.json()
-    kind, namespace = asked.get("type") or "model", asked.get("organization") or call.known()
-    call.must_own(namespace, f"create a {kind}")
-    if kind not in ("model", "dataset", "space"):
-        raise Refusal(501, f"This Hub has no {kind}s")
-    repository = Repository(kind, f"{namespace}/{asked['name']}", _private(asked, False))
-    url = f"{hub.endpoint}/{repository.place}"
-    if (kind, repository.id) in hub.repositories:
-        raise Refusal(409, f"You already created this {kind} repo", url=url)
-    hub.repositories[kind, repository.id] = repository
+    namespace = asked.get("organization") or call.known()
+    call.must_own(namespace, "create a model")
+    if asked.get("type", "model") != "model":
+        raise Refusal(501, f"This Hub has no {asked['type']}s")
+    repository = Repository(f"{namespace}/{asked['name']}", _private(asked, False))
+    url = f"{hub.endpoint}/{repository.id}"
+    if repository.id in hub.repositories:
+        raise Refusal(409, "You already created this model repo", url=url)
+    hub.repositories[repository.id] = repository
     first = {".gitattributes": Blob(GITATTRIBUTES.encode())}
     repository.add_commit("refs/heads/main", None, first, namespace, "initial commit")
     return {"url": url, "name": repository.id, "id": uuid.uuid4().hex[:24]}
 
 
-@route("PUT", "/api/{kind}s/{repo}/settings", owner=True)
+@route("PUT", "/api/models/{repo}/settings", owner=True)
 def settings(hub, call, repo):
     repo.private = _private(call.json(), repo.private)
     return {"private": repo.private}
@@ -89,12 +85,12 @@ def _private(asked, otherwise):
     return otherwise if asked.get("private") is None else asked["private"]
 
 
-@route("POST", "/api/{kind}s/{repo}/branch/{name}", owner=True)
+@route("POST", "/api/models/{repo}/branch/{name}", owner=True)
 def create_branch(hub, call, repo, name):
     _create_ref(repo, f"refs/heads/{name}", call.json().get("startingPoint", "main"))
 
 
-@route("POST", "/api/{kind}s/{repo}/tag/{rev}", owner=True)
+@route("POST", "/api/models/{repo}/tag/{rev}", owner=True)
 def create_tag(hub, call, repo, rev):
     _create_ref(repo, f"refs/tags/{call.json()['tag']}", rev)
 
@@ -107,8 +103,8 @@ def _create_ref(repo, ref, revision):
 
 
 # Reading a repository
-@route("GET", "/api/{kind}s/{repo}/revision/{rev}")
-@route("GET", "/api/{kind}s/{repo}")
+@route("GET", "/api/models/{repo}/revision/{rev}")
+@route("GET", "/api/models/{repo}")
 def information(hub, call, repo, rev="main"):
     commit = repo.at(rev)
     card = read_card(commit.files.get("README.md", Blob(b"")).data.decode(errors="replace"))[0]
@@ -130,8 +126,8 @@ def information(hub, call, repo, rev="main"):
     }
 
 
-@route("GET", "/api/{kind}s/{repo}/tree/{rev}")
-@route("GET", "/api/{kind}s/{repo}/tree/{rev}/{path}")
+@route("GET", "/api/models/{repo}/tree/{rev}")
+@route("GET", "/api/models/{repo}/tree/{rev}/{path}")
 def tree(hub, call, repo, rev, path=""):
     """A row for every file of a commit, or of a folder in it."""
     commit, rows = repo.at(rev), []
@@ -145,22 +141,18 @@ def tree(hub, call, repo, rev, path=""):
     return rows
 
 
-@route("GET", "/{prefix}{repo}/resolve/{rev}/{path}")
+@route("GET", "/{repo}/resolve/{rev}/{path}")
 def resolve(hub, call, repo, rev, path):
-    """A file's content, or a redirect to the large file storage."""
+    """A file's content. The public Hub redirects to another server for large files."""
     commit = repo.at(rev)
     headers = {"X-Repo-Commit": commit.sha}
     if path not in commit.files:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)
-    blob = commit.files[path]
-    if not blob.lfs:
-        return Answer(blob.data, 200, {**headers, "ETag": f'"{blob.oid}"'})
-    headers |= {"X-Linked-ETag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data)), "ETag": f'"{blob.oid}"'}
-    return Answer(b"", 302, {**headers, "Location": hub.link("GET", repo, blob.sha256, len(blob.data))})
+    return Answer(commit.files[path].data, 200, {**headers, "ETag": f'"{commit.files[path].oid}"'})
 
 
 # Publishing: the client asks which files are large, uploads those, then sends one commit with everything
-@route("POST", "/api/{kind}s/{repo}/preupload/{rev}")
+@route("POST", "/api/models/{repo}/preupload/{rev}")
 def before_upload(hub, call, repo, rev):
     _may_change(call, repo)
     files, told = repo.at(rev).files, []
@@ -173,44 +165,36 @@ def before_upload(hub, call, repo, rev):
     return {"files": told}
 
 
-@route("POST", "/{prefix}{repo}.git/info/lfs/objects/batch")
+@route("POST", "/{repo}.git/info/lfs/objects/batch")
 def large_files(hub, call, repo):
     call.known()
     objects = [{"oid": one["oid"], "size": one["size"]} for one in call.json()["objects"]]
     for one in objects:
         if one["oid"] not in repo.objects:
-            upload = hub.link("PUT", repo, one["oid"], one["size"])
-            verify = f"{hub.endpoint}/api/{repo.kind}s/{repo.id}/verify"
+            upload = hub.link(repo, one["oid"], one["size"])
+            verify = f"{hub.endpoint}/api/models/{repo.id}/verify"
             one["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
     return {"transfer": "basic", "objects": objects}
 
 
 @route("PUT", "/storage/{key}")
 def put_large_file(hub, call, key):
-    method, repo, oid, size = hub.links.get(key, [None] * 4)
-    if method != "PUT":
+    if key not in hub.links:
         raise Refusal(403, "No such address")
+    repo, oid, size = hub.links[key]
     if len(call.body) != size or hashlib.sha256(call.body).hexdigest() != oid:
         raise Refusal(400, f"Not what was announced: {len(call.body)} bytes of {size}, or another sha256 than {oid}")
     repo.objects[oid] = call.body
 
 
-@route("GET", "/storage/{key}")
-def get_large_file(hub, call, key):
-    method, repo, oid, _ = hub.links.get(key, [None] * 4)
-    if method != "GET":
-        raise Refusal(403, "No such address")
-    return Answer(repo.objects[oid], 200, {"ETag": f'"{oid}"'})
-
-
-@route("POST", "/api/{kind}s/{repo}/verify")
+@route("POST", "/api/models/{repo}/verify")
 def verify_large_file(hub, call, repo):
     asked = call.json()
     if len(repo.objects.get(asked["oid"], b"")) != asked["size"]:
         raise Refusal(404, f"{asked['oid']} was not uploaded")
 
 
-@route("POST", "/api/{kind}s/{repo}/commit/{rev}")
+@route("POST", "/api/models/{repo}/commit/{rev}")
 def commit(hub, call, repo, rev):
     """One commit. The body is lines of JSON: a header, then the files to add and to delete."""
     lines = [json.loads(line) for line in call.body.splitlines() if line.strip()]
@@ -229,7 +213,7 @@ def commit(hub, call, repo, rev):
         if line["key"] != "header":
             _change(repo, files, line["key"], **line["value"])
     made = repo.add_commit(ref, base.sha, files, call.user, header["summary"], header.get("description", ""))
-    site = f"{hub.endpoint}/{repo.place}"
+    site = f"{hub.endpoint}/{repo.id}"
     answer = {"success": True, "commitOid": made.sha, "commitUrl": f"{site}/commit/{made.sha}", "hookOutput": ""}
     return {**answer, "pullRequestUrl": f"{site}/discussions/{number}"} if call.asks("create_pr") else answer
 
@@ -264,42 +248,3 @@ def validate(hub, call):
     if errors:
         raise Refusal(400, "Invalid metadata", **told)
     return told
-
-
-# Collections
-@route("POST", "/api/collections")
-def create_collection(hub, call):
-    asked = call.json()
-    call.must_own(asked["namespace"], "create a collection")
-    for slug, old in hub.collections.items():
-        if (old["owner"]["name"], old["title"]) == (asked["namespace"], asked["title"]):
-            raise Refusal(409, "A collection with this title already exists", slug=slug)
-    title = re.sub("[^a-z0-9]+", "-", asked["title"].lower()).strip("-")
-    slug = f"{asked['namespace']}/{title}-{uuid.uuid4().hex[:24]}"
-    owner = {"name": asked["namespace"], "type": "user"}
-    told = {"title": asked["title"], "description": asked.get("description"), "private": bool(asked.get("private"))}
-    fixed = {"position": 0, "theme": "orange", "upvotes": 0, "lastUpdated": now()}
-    hub.collections[slug] = {"slug": slug, "owner": owner, **told, **fixed, "items": []}
-    return hub.collections[slug]
-
-
-@route("GET", "/api/collections/{slug}")
-def get_collection(hub, call, slug):
-    found = hub.collections.get(slug)
-    if found is None or found["private"] and call.user != found["owner"]["name"]:
-        raise Refusal(404, "Collection not found")
-    return found
-
-
-@route("POST", "/api/collections/{slug}/items")
-def add_to_collection(hub, call, slug):
-    collection, asked = get_collection(hub, call, slug), call.json()
-    call.must_own(collection["owner"]["name"], "change a collection")
-    kind, name = asked["item"]["type"], asked["item"]["id"]
-    hub.visible(call, kind, name)
-    if any((item["type"], item["id"]) == (kind, name) for item in collection["items"]):
-        raise Refusal(409, "This item is already in the collection")
-    item = {"_id": uuid.uuid4().hex[:24], "id": name, "type": kind, "position": len(collection["items"])}
-    collection["items"].append({**item, "note": {"text": asked["note"]}} if asked.get("note") else item)
-    collection["lastUpdated"] = now()
-    return collection

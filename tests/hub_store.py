@@ -47,7 +47,6 @@ class Commit:
 
 @dataclass
 class Repository:
-    kind: str
     id: str
     private: bool
     commits: dict[str, Commit] = field(default_factory=dict)
@@ -57,11 +56,6 @@ class Repository:
     @property
     def owner(self):
         return self.id.split("/")[0]
-
-    @property
-    def place(self):
-        """The repository's path on the site."""
-        return self.id if self.kind == "model" else f"{self.kind}s/{self.id}"
 
     def ref(self, revision) -> str | None:
         """The full name of a branch, tag or pull request."""
@@ -85,7 +79,7 @@ class Repository:
 
     def add_commit(self, ref, parent, files, author, title, message="") -> Commit:
         tree = sorted((path, blob.oid) for path, blob in files.items())
-        sha = hashlib.sha1(repr((self.kind, self.id, len(self.commits), parent, title, tree)).encode()).hexdigest()
+        sha = hashlib.sha1(repr((self.id, len(self.commits), parent, title, tree)).encode()).hexdigest()
         self.commits[sha] = Commit(sha, parent, files, author, title, message)
         self.refs[ref] = sha
         return self.commits[sha]

@@ -7,8 +7,8 @@ variables that send them to this Hub:
         subprocess.run([sys.executable, "publish.py"], env=environment(hub, home, "hf_made_up"), check=True)
         assert "README.md" in hub.files("someone/bert")
 
-Models and datasets have commits, branches, tags and pull requests; collections list them. Spaces, organizations,
-gated repositories, merges and Xet are missing, and a long list comes in one page. A request for a missing feature is
+Models have commits, branches, tags and pull requests. Datasets, Spaces, collections, organizations, gated
+repositories, merges and Xet are missing, and a long list comes in one page. A request for a missing feature is
 answered with 501, which no client retries. The tests cannot prove that the public Hub still gives the same answers.
 
 This file holds the server. `hub_routes.py` answers its requests, with the calls and answers of `hub_answers.py`, the
@@ -70,23 +70,19 @@ class Request:
 
 
 class LocalHub:
-    """The server, and methods that read its store without a request. `users` maps tokens to user names.
-
-    A second server holds large files, as on the public Hub: the clients must not send the token there.
-    """
+    """The server, and methods that read its store without a request. `users` maps tokens to user names."""
 
     def __init__(self, users: dict[str, str]):
         self.users = dict(users)
         self.requests: list[Request] = []
         # A function of (method, path), called before each request is served. Its result: None to serve the request; a
-        # status to answer with; 0 to drop the connection unanswered; -1 to serve the request and drop the connection.
+        # status to answer with; 0 to drop the connection unanswered.
         self.fail: Callable[[str, str], int | None] | None = None
-        self.endpoint = self.storage = ""
-        self.repositories: dict[tuple[str, str], Repository] = {}
-        self.collections: dict[str, dict] = {}
+        self.endpoint = ""
+        self.repositories: dict[str, Repository] = {}
         self.links: dict[str, tuple] = {}
-        self._ports = [0, 0]
-        self._servers: list[_Server] = []
+        self._port = 0
+        self._server: _Server | None = None
         self._lock = threading.RLock()
 
     def __enter__(self):
@@ -96,43 +92,41 @@ class LocalHub:
         self.stop()
 
     def start(self):
-        """Start serving: on free ports the first time, later on the same ports."""
-        self._servers = [_Server(self, port) for port in self._ports]
-        self._ports = [server.server_address[1] for server in self._servers]
-        self.endpoint, self.storage = (f"http://127.0.0.1:{port}" for port in self._ports)
-        for server in self._servers:
-            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        """Start serving: on a free port the first time, later on the same port."""
+        self._server = _Server(self, self._port)
+        self._port = self._server.server_address[1]
+        self.endpoint = f"http://127.0.0.1:{self._port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def stop(self):
         """Stop serving, and close every open connection. The store keeps its contents."""
         with self._lock:
-            servers, self._servers = self._servers, []
-        for server in servers:
+            server, self._server = self._server, None
+        if server:
             server.shutdown()
             server.server_close()
-        for server in servers:  # last: a client that waits for its answer may start the Hub again
-            server.close_connections()
+            server.close_connections()  # last: a client that waits for its answer may start the Hub again
 
-    def files(self, repo_id, revision="main", kind="model") -> dict[str, bytes]:
+    def files(self, repo_id, revision="main") -> dict[str, bytes]:
         with self._lock:
-            return {path: blob.data for path, blob in self.repositories[kind, repo_id].at(revision).files.items()}
+            return {path: blob.data for path, blob in self.repositories[repo_id].at(revision).files.items()}
 
-    def commits(self, repo_id, revision="main", kind="model") -> list[str]:
+    def commits(self, repo_id, revision="main") -> list[str]:
         """The commit ids, newest first."""
         with self._lock:
-            return [commit.sha for commit in self.repositories[kind, repo_id].history(revision)]
+            return [commit.sha for commit in self.repositories[repo_id].history(revision)]
 
-    def tags(self, repo_id, kind="model") -> dict[str, str]:
+    def tags(self, repo_id) -> dict[str, str]:
         with self._lock:
-            return self.repositories[kind, repo_id].under("refs/tags/")
+            return self.repositories[repo_id].under("refs/tags/")
 
-    def branches(self, repo_id, kind="model") -> dict[str, str]:
+    def branches(self, repo_id) -> dict[str, str]:
         with self._lock:
-            return self.repositories[kind, repo_id].under("refs/heads/")
+            return self.repositories[repo_id].under("refs/heads/")
 
-    def is_private(self, repo_id, kind="model") -> bool:
-        return self.repositories[kind, repo_id].private
+    def is_private(self, repo_id) -> bool:
+        return self.repositories[repo_id].private
 
     def answer(self, server, request, headers, body) -> Answer | None:
         """The answer to a request; None if the connection has to be dropped."""
@@ -140,23 +134,22 @@ class LocalHub:
         failure = self.fail(request.method, request.path) if self.fail else None
         if failure == 0:
             return None
-        if failure is not None and failure > 0:
+        if failure is not None:
             return Refusal(failure, "This request was made to fail.").answer()
         with self._lock:
-            if server not in self._servers:  # the Hub was stopped meanwhile
+            if server is not self._server:  # the Hub was stopped meanwhile
                 return None
             try:
-                answer = serve(self, Call(self, request, headers, body))
+                return serve(self, Call(self, request, headers, body))
             except Refusal as refusal:
-                answer = refusal.answer()
+                return refusal.answer()
             except Exception:
                 traceback.print_exc()
-                answer = Refusal(501, traceback.format_exc()).answer()
-        return None if failure == -1 else answer
+                return Refusal(501, traceback.format_exc()).answer()
 
-    def visible(self, call, kind, repo_id) -> Repository:
+    def visible(self, call, repo_id) -> Repository:
         """The repository; refused like a missing one if the caller may not see it."""
-        repository = self.repositories.get((kind, repo_id))
+        repository = self.repositories.get(repo_id)
         if repository and (not repository.private or call.user == repository.owner):
             return repository
         if call.user is None:
@@ -164,10 +157,10 @@ class LocalHub:
         raise Refusal(404, "Repository not found", "RepoNotFound")
 
     def link(self, *what) -> str:
-        """An address for uploading or downloading one object; it needs no token."""
+        """An address for uploading one object; it needs no token."""
         key = uuid.uuid4().hex
         self.links[key] = what
-        return f"{self.storage}/storage/{key}"
+        return f"{self.endpoint}/storage/{key}"
 
 
 # HTTP

@@ -4,11 +4,12 @@ import pytest
 import torch
 from local_hub import TOKEN
 from publishing import SENT, TEXT, published, run
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.model_cards.publish import hub_errors
+from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,18 +90,13 @@ def test_publishing_the_same_folder_again_makes_no_commit(here, trained):
     assert len(here.commits("someone/bert")) == 2 and len(here.tags("someone/bert")) == 1
 
 
-def test_branch_message_pull_request_and_collection_are_used(here, trained, folder, capsys):
+def test_branch_message_and_pull_request_are_used(here, trained, capsys):
     publish = ["publish", str(trained), "someone/bert"]
-    assert main([*publish, "--revision=trial", "--commit_message=Try it", "--collection=My models"]) == 0
+    assert main([*publish, "--revision=trial", "--commit_message=Try it"]) == 0
     assert published(here, revision="trial").keys() == SENT and not published(here)
-    assert here.repositories["model", "someone/bert"].at("trial").title == "Try it"
+    assert here.repositories["someone/bert"].at("trial").title == "Try it"
     (tag,) = here.tags("someone/bert")
     assert here.tags("someone/bert")[tag] == here.branches("someone/bert")["trial"]
-    (collection,) = here.collections.values()
-    assert collection["title"] == "My models" and collection["private"]
-    assert [item["id"] for item in collection["items"]] == ["someone/bert"]
-    assert main([*publish[:2], "someone/other", f"--collection={collection['slug']}"]) == 0
-    assert [item["id"] for item in here.collections[collection["slug"]]["items"]] == ["someone/bert", "someone/other"]
     capsys.readouterr()
     assert main([*publish, "--create_pr", "--license=mit"]) == 0
     assert f"{here.endpoint}/someone/bert/discussions/1" in capsys.readouterr().out
@@ -109,6 +105,39 @@ def test_branch_message_pull_request_and_collection_are_used(here, trained, fold
     assert main([*publish, "--create_pr", "--license=isc", "--revision=trial"]) == 0
     assert here.branches("someone/bert").keys() == {"main", "trial"}
     assert published(here, revision="refs/pr/2").keys() == SENT
+
+
+def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here, trained, tmp_path, capsys):
+    """Many BERTs have more entries than their tokenizer, and a sentence-transformers model has modules beside it."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(trained), tmp_path / "stock"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=len(tokenizer) + 7, **sizes)).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    modules = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"}
+    for name in modules:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"{}")
+    assert main(["publish", str(folder), "someone/stock", "--license=mit"]) == 0
+    assert published(here, "someone/stock").keys() - SENT == modules
+    (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"")
+    assert main(["publish", str(folder), "someone/stock", "--license=mit"]) == 2
+    assert "2_Dense/pytorch_model.bin: is a pickle" in capsys.readouterr().err
+
+
+def test_a_model_that_was_downloaded_is_published_under_its_new_name(here, trained, tmp_path, capsys):
+    assert main(["publish", str(trained), "someone/bert"]) == 0
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name, content in published(here).items():
+        (folder / name).write_bytes(content)
+    card = folder / "README.md"
+    card.write_text(card.read_text() + '\nBeside `from_pretrained("another/bert")`, "someone/bert" is small.\n')
+    assert main(["publish", str(folder), "someone/other"]) == 0
+    (tag,) = here.tags("someone/other")
+    text = published(here, "someone/other")["README.md"].decode()
+    assert text.count(f'from_pretrained("someone/other", revision="{tag}", trust_remote_code=True') == 1
+    assert text.endswith('\nBeside `from_pretrained("another/bert")`, "someone/bert" is small.\n')
+    assert 'from_pretrained("someone/bert"' not in text and 'model="someone/bert"' not in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,17 +177,10 @@ def test_a_pull_request_makes_nothing_public(here, trained, capsys):
 # Failures on the way
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--collection=someone/none-0123456789abcdef01234567"], "refuses"),
-        (["--create_pr", "--revision=none"], "refuses"),
-    ],
-)
-def test_a_missing_collection_or_revision_is_refused_before_the_commit(here, trained, capsys, options, words):
-    assert main(["publish", str(trained), "someone/bert", *options]) == 2
+def test_a_missing_revision_is_refused_before_the_commit(here, trained, capsys):
+    assert main(["publish", str(trained), "someone/bert", "--create_pr", "--revision=none"]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and not published(here)
+    assert "refuses" in said and said.count("\n") == 1 and not published(here)
 
 
 def test_errors_of_our_own_are_not_reported_as_the_hubs():

@@ -17,21 +17,14 @@ def cut(file, share):
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
 
 
-def without_embedding(folder):
+def change_weights(folder, change):
     weights = load_file(folder / "model.safetensors")
-    weights.pop(next(name for name in weights if "position" in name))
+    change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def with_one_more(folder):
-    weights = {**load_file(folder / "model.safetensors"), "bert.extra.weight": torch.ones(2)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def with_nan(folder):
-    weights = load_file(folder / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def name_of_positions(weights):
+    return next(name for name in weights if "position" in name)
 
 
 def better_loss(folder):
@@ -46,26 +39,27 @@ BROKEN = {
         "published as safetensors only",
     ),
     "weights cut in half": (lambda f: cut(f / "model.safetensors", 0.5), "Error while deserializing header"),
-    "weights cut to nothing": (lambda f: cut(f / "model.safetensors", 0), "Error while deserializing header"),
-    "weights a byte short": (
-        lambda f: cut(f / "model.safetensors", 1 - 0.5 / (f / "model.safetensors").stat().st_size),
-        "Error while deserializing header",
+    "a weight gone": (lambda f: change_weights(f, lambda w: w.pop(name_of_positions(w))), "(bert."),
+    "a weight too many": (
+        lambda f: change_weights(f, lambda w: w.update({"bert.extra.weight": torch.ones(2)})),
+        "bert.extra.weight",
     ),
-    "a weight gone": (without_embedding, "(bert."),
-    "a weight too many": (with_one_more, "bert.extra.weight"),
-    "a weight not finite": (with_nan, "not finite"),
+    "a weight not finite": (
+        lambda f: change_weights(f, lambda w: w[name_of_positions(w)].fill_(torch.nan)),
+        "not finite",
+    ),
     "weights of another size": (
         lambda f: [change_json(f / "config.json", intermediate_size=65), (f / "run_config.json").unlink()],
         "does not have the shape",
     ),
     "another vocabulary": (
         lambda f: change_json(f / "config.json", vocab_size=500),
-        "and 500)",
+        "a weight does not have the shape",
     ),
-    "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "and 3)"),
+    "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "not that of the model, 3"),
     "vocab.txt a line short": (
         lambda f: (f / "vocab.txt").write_text("\n".join((f / "vocab.txt").read_text().split("\n")[:-2]) + "\n"),
-        "tokens of vocab.txt",
+        "tokens are not those of vocab.txt",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "a damaged tokenizer": (lambda f: cut(f / "tokenizer.json", 0.5), "tokenizer cannot be loaded"),
@@ -73,7 +67,11 @@ BROKEN = {
     "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
     "another kind of model": (lambda f: change_json(f / "config.json", model_type="roberta"), "names a roberta model"),
     "stock BERT with a class of ours": (lambda f: change_json(f / "config.json", model_type="bert"), "config.json of"),
-    "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "architectures is"),
+    "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "D2lBertForX"),
+    "classes that the Hub cannot find": (
+        lambda f: change_json(f / "config.json", auto_map={"AutoConfig": "configuration_d2l_bert.D2lBertConfig"}),
+        "lacks classes in auto_map",
+    ),
     "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
     "other code for the configuration": (
         lambda f: (f / "configuration_d2l_bert.py").write_bytes((f / "configuration_d2l_bert.py").read_bytes()[:-1]),
@@ -91,7 +89,7 @@ BROKEN = {
     "no licence": (lambda f: change_card(f, "license: apache-2.0\n", ""), "has no licence"),
     "an unknown licence": (lambda f: change_card(f, "license: apache-2.0", "license: Apache 2"), "write apache-2.0"),
     "a better loss than was measured": (
-        lambda f: better_loss(f),
+        better_loss,
         "README.md: says MLM loss 0.1234, and metrics.json",
     ),
     "a loss that is no number": (
@@ -102,16 +100,19 @@ BROKEN = {
         lambda f: change_json(f / "config.json", vocab_size=None),
         "put back the config.json",
     ),
-    "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "architectures is [3]"),
-    "an unknown tokenizer": (
-        lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="MyTokenizer"),
-        "(MyTokenizer)",
+    "a class that is no name": (
+        lambda f: change_json(f / "config.json", architectures=[3]),
+        "put back the config.json",
+    ),
+    "a tokenizer of Transformers 5 alone": (
+        lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="TokenizersBackend"),
+        "(TokenizersBackend;",
+    ),
+    "full paths in the record": (
+        lambda f: change_json(f / "run_config.json", local_paths={str(Path.home() / "texts"): {"name": "texts"}}),
+        "run_config.json: names a folder of this machine",
     ),
     "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
-    "a better loss in the text": (
-        lambda f: change_card(f, "| MLM loss |", "| MLM loss | 0.123 nats |\n| MLM ross |"),
-        "says MLM loss 0.123 nats, and metrics.json",
-    ),
     "a card that is no text": (
         lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"),
         "README.md: cannot be read",

@@ -135,7 +135,7 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
     assert (record["commit"] or "") == head
     assert record["weights_sha256"] in card and "## Make it again" in card and "## Reproduce it" not in card
-    assert "A model of the tests." in card and "two models of seeds 4 and 5" in card
+    assert "A model of the tests." in card and "two models of seeds 4 and 5" in (place / "release.json").read_text()
     assert f"make release MODEL={NAME} BOOKS=DIR\n" in card and "| MLM loss on valid |" in card
     assert not any(str(tmp_path) in path.read_text() for path in place.glob("*.[jm]*"))
     capsys.readouterr()
