@@ -83,7 +83,7 @@ notebooks: .venv/with-tests
 # transformers.js, for the tests of pages and of ONNX files; they also want node, Chromium and its driver.
 browsers: .venv/with-tests
 	npm install --ignore-scripts --no-audit --no-fund --prefix build/js \
-	    @huggingface/transformers@$$($(BIN)/python -c 'from d2l_bert.demo import TRANSFORMERS_JS as it; print(it)')
+	    @huggingface/transformers@$$($(BIN)/python -c 'from d2l_bert.inference.page import TRANSFORMERS_JS as it; print(it)')
 
 # Transformers 4, for the tests of saved tokenizers.
 older: .venv/with-tests

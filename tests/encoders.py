@@ -1,4 +1,4 @@
-"""Small encoders on disk, ours and stock ones, with a tokenizer; their vectors computed one text at a time."""
+"""Small encoders on disk, ours and stock ones, with a tokenizer."""
 
 import torch
 from conftest import SIZES
@@ -43,15 +43,3 @@ def write_encoders(folder):
 
 def load(folder, **options):
     return AutoModel.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
-
-
-@torch.no_grad()
-def vectors_one_by_one(folder, texts, pooling="mean", most=POSITIONS):
-    """The vectors (n, H), from the definition: each text alone, without padding."""
-    model, tokenizer = load(folder)
-    rows = []
-    for text in texts:
-        ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
-        hidden = model(input_ids=ids).last_hidden_state[0]
-        rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
-    return torch.stack(rows)

@@ -2,14 +2,16 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from encoders import load, write_encoders
+from matplotlib import font_manager
 from numpy.testing import assert_allclose
 
 from d2l_bert.__main__ import main
+from d2l_bert.inference import attention
 from d2l_bert.modeling.loading import load_encoder
-from d2l_bert.training.vectors.attention import attention_of
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,16 +40,31 @@ def softmax_by_hand(folder, text):
 @pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
 def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encoders, name):
     model, tokenizer = load_encoder(str(encoders / name), attn_implementation="eager")
-    found = attention_of(name, model, tokenizer, FIRST, SECOND)
-    assert found.tokens == ["[CLS]", *FIRST.split(), "[SEP]", *SECOND.split(), "[SEP]"]
-    assert sum(found.segments) == (5 if name != "roberta" else len(found.tokens) - found.segments.index(1))
-    assert found.tokens[found.segments.index(1)] == "a" and found.segments == sorted(found.segments)
-    assert found.weights.shape == (2, 3, 11, 11)
-    assert_allclose(found.weights.sum(-1), 1, atol=1e-5)
-    assert found.weights.std() > 0.01
-    alone = attention_of(name, model, tokenizer, FIRST)
+    tokens, border, weights = attention.attention_of(name, model, tokenizer, FIRST, SECOND)
+    assert tokens == ["[CLS]", *FIRST.split(), "[SEP]", *SECOND.split(), "[SEP]"] and border == 6
+    assert weights.shape == (2, 3, 11, 11)
+    assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    assert weights.std() > 0.01
     if name == "stock":
-        assert_allclose(alone.weights[0], softmax_by_hand(encoders / name, FIRST), atol=1e-5)
+        _, border, weights = attention.attention_of(name, model, tokenizer, FIRST)
+        assert border == 0
+        assert_allclose(weights[0], softmax_by_hand(encoders / name, FIRST), atol=1e-5)
+
+
+def test_a_token_is_drawn_in_a_font_that_has_it_and_dollars_are_text(encoders, tmp_path, monkeypatch, recwarn):
+    """What no font has is said, and another character drawn; as a formula `$x_y$` is an error."""
+    fonts, installed = font_manager.fontManager, font_manager.fontManager.ttflist
+    stix, dejavu = (font_manager.get_font(fonts.findfont(name)) for name in ("STIXGeneral", "DejaVu Sans"))
+    rare = next(c for c in map(chr, stix.get_charmap()) if not dejavu.get_char_index(ord(c)) and c.isprintable())
+    monkeypatch.setattr(attention, "attention_of", lambda *_: (["$x_y$", rare], 0, np.ones((1, 1, 2, 2))))
+    others = [font for font in installed if not font.name.startswith("STIX") and "matplotlib" in str(font.fname)]
+    for drawn, known in (("\N{REPLACEMENT CHARACTER}", others), (rare, installed)):
+        monkeypatch.setattr(fonts, "ttflist", known)
+        figure, said = attention.attention_figure(str(encoders / "stock"), "a crane")
+        figure.savefig(tmp_path / "figure.png")
+        assert (rare in said) == (rare != drawn)
+        assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["$x_y$", drawn]
+    assert not [each for each in recwarn if "Glyph" in str(each.message)]
 
 
 @pytest.mark.parametrize("name", ["ours", "stock", "roberta"])

@@ -9,9 +9,11 @@ import torch
 from judged_models import read_pairs, save_models, write_pairs
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from d2l_bert.training.evaluation.blimp import Paradigm, blimp_results
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import load_masked_model
-from d2l_bert.training.evaluation.pseudo_likelihood import encode, masked_rows, pseudo_log_likelihoods
+from d2l_bert.training.evaluation.minimal_pairs import MinimalPair, blimp_results
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,6 +27,11 @@ def models(trained, books, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs") / "blimp")
+
+
+def scores_of(model, sentences, score, batch_tokens=4096):
+    config = EvaluateConfig(score=score, batch_tokens=batch_tokens)
+    return pseudo_log_likelihoods(model, encode(model, sentences, score), config, make_accelerator("no"), "").numpy()
 
 
 def plain_scores(folder, sentences, score):
@@ -62,11 +69,10 @@ def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, sco
     model = load_masked_model(str(models[name]))
     expected = plain_scores(models[name], sentences, score)
     for batch_tokens in (1, 40, 10_000):
-        found = pseudo_log_likelihoods(model, encode(model, sentences, score), score, batch_tokens)
-        np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+        found = scores_of(model, sentences, score, batch_tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
     if score == "pll":  # the other score differs, or the test would not see which was computed
-        others = pseudo_log_likelihoods(model, encode(model, sentences, "within_word_l2r"), "within_word_l2r")
-        assert abs(float(others[-1] - found[-1])) > 1e-3
+        assert abs(scores_of(model, sentences, "within_word_l2r")[-1] - found[-1]) > 1e-3
 
 
 def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in_the_text_is_text(models):
@@ -77,22 +83,18 @@ def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in
     assert tokenizer.mask_token_id not in encoded.ids[1]
 
 
-def test_a_row_that_two_sentences_share_is_computed_once(models):
-    """Masked at the only word that differs, both sentences of a pair are the same row."""
+def test_sentences_that_the_tokenizer_does_not_tell_apart_have_the_same_score(models):
+    """Computed in different batches they would differ in the last digits, and be no tie."""
     model = load_masked_model(str(models["mlm"]))
-    encoded = encode(model, ["Anna was old.", "Anna was red.", "Anna was old."])
-    (rows,) = masked_rows(encoded, model.tokenizer.mask_token_id, "pll")
-    tokens = len(encoded.ids[0]) - 2
-    assert len(encoded.ids) == 2 and len(rows.row) == 2 * tokens
-    assert len(rows.ids) == 2 * tokens - 1
+    scores = scores_of(model, ["Anna was old.", "Anna was red.", "anna  was OLD."], "pll", batch_tokens=1)
+    assert scores[0] == scores[2] != scores[1]
 
 
 def test_a_tie_counts_half_and_errors_are_binomial():
     """Three of four right in one paradigm; one right, one wrong and two ties in another: worked out by hand."""
-    first = Paradigm("a", "x", ["g"] * 4, ["b"] * 4)
-    second = Paradigm("b", "y", ["g"] * 4, ["b"] * 4)
+    pairs = [MinimalPair("a", "x", "g", "b")] * 4 + [MinimalPair("b", "y", "g", "b")] * 4
     scores = np.array([-1, -2, -1, -3, -1, -5, -2, -1] + [-1, -2, -2, -1, -3, -3, -7, -7], dtype=float)
-    found = blimp_results([first, second], scores)
+    found = blimp_results(pairs, scores)
     assert found["paradigms"]["a"]["accuracy"] == 0.75 and found["paradigms"]["b"]["accuracy"] == 0.5
     assert found["paradigms"]["b"]["ties"] == 2 and found["ties"] == 2 and found["pairs"] == 8
     errors = math.sqrt(0.75 * 0.25 / 4), math.sqrt(0.5 * 0.5 / 4)
@@ -113,7 +115,7 @@ def test_minicons_gives_the_same_scores_and_accuracy(models, pairs):
         model = load_masked_model(str(models[name]))
         for score, metric in (("pll", "original"), ("within_word_l2r", "within_word_l2r")):
             expected = judge.sequence_score(sentences, reduction=lambda x: x.sum(0).item(), PLL_metric=metric)
-            found = pseudo_log_likelihoods(model, encode(model, sentences, score), score).numpy()
+            found = scores_of(model, sentences, score)
             np.testing.assert_allclose(found, expected, atol=1e-3)
             decisions = [np.array(scores).reshape(-1, 2) for scores in (found, expected)]
             accuracies = [(good_bad[:, 0] > good_bad[:, 1]).mean() for good_bad in decisions]

@@ -25,7 +25,7 @@ Raw text in, a BERT out.
   d2l-bert pretrain --corpus books/ --output_dir out  train a BERT on your own text files
   d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
   d2l-bert evaluate out --corpus test.txt --blimp hub    losses and accuracies on a text and on minimal pairs
-  d2l-bert finetune out --task classification --train_file train.csv --test_file test.csv
+  d2l-bert finetune out --task text-classification --train_file train.csv --test_file test.csv
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
   d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"

@@ -180,12 +180,12 @@ def evaluate_command(arguments) -> None:
     with that head, and the pseudo-perplexity of a word; --blimp gives accuracies on minimal pairs. docs/evaluate.md
     defines every figure.
     """
-    from d2l_bert.training.evaluation.run import evaluate
+    from d2l_bert.training.evaluation.evaluate import evaluate
 
     evaluate(arguments.model, options_of(arguments))
 
 
-@command("MODEL --task KIND --train_file FILE [OPTIONS]", MODEL, options="training.finetuning.config.FinetuneConfig")
+@command("MODEL --task TASK --train_file FILE [OPTIONS]", MODEL, options="training.finetuning.config.FinetuneConfig")
 def finetune_command(arguments) -> None:
     """Train a pretrained model for a task.
 
@@ -212,7 +212,7 @@ def finetune_command(arguments) -> None:
 )
 def fill_mask_command(arguments) -> None:
     """Predict the [MASK] in a text."""
-    from d2l_bert.demo import filled_masks
+    from d2l_bert.inference.demo import filled_masks
 
     for text in arguments.text:
         print(text, filled_masks(arguments.model, text, arguments.top_k), sep="\n")
@@ -221,12 +221,17 @@ def fill_mask_command(arguments) -> None:
 @command(
     "MODEL A B",
     MODEL,
-    argument("first", "A", "a sentence"),
-    argument("second", "B", "the sentence that may follow it"),
+    argument("first", "A", "a text"),
+    argument("second", "B", "the text that may belong behind it"),
 )
 def next_sentence_command(arguments) -> None:
-    """Say whether one sentence follows another."""
-    from d2l_bert.demo import next_sentence
+    """Say whether two texts belong together.
+
+    A model of NSP was trained to tell what followed A in a text from the B of another pair. It says nothing of the
+    order: most pairs get the same answer if A and B change places. A model of SOP, by its run_config.json, was trained
+    to tell whether A comes before B.
+    """
+    from d2l_bert.inference.demo import next_sentence
 
     print(next_sentence(arguments.model, arguments.first, arguments.second))
 
@@ -235,7 +240,7 @@ def next_sentence_command(arguments) -> None:
     "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]",
     MODEL,
     argument("file", "FILE", "a file with a text in each line; - for stdin"),
-    options="training.vectors.config.EmbedConfig",
+    options="inference.config.EmbedConfig",
 )
 def embed_command(arguments) -> None:
     """Turn each line of a file into a vector.
@@ -244,10 +249,9 @@ def embed_command(arguments) -> None:
     .tsv or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty.
     Vectors are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder.
     """
-    from d2l_bert.training.vectors.embed import embed
+    from d2l_bert.inference.embed import embed
 
-    config = options_of(arguments)
-    print(embed(arguments.model, arguments.file, config).shown(config.output))
+    print(embed(arguments.model, arguments.file, options_of(arguments)))
 
 
 @command(
@@ -255,7 +259,7 @@ def embed_command(arguments) -> None:
     MODEL,
     argument("first", "TEXT", "a text"),
     argument("second", "TEXT_B", "a second text", nargs="?"),
-    options="training.vectors.config.AttentionConfig",
+    options="inference.config.AttentionConfig",
 )
 def attention_command(arguments) -> None:
     """Draw the attention of each head, or compare a word's vectors.
@@ -268,7 +272,7 @@ def attention_command(arguments) -> None:
 
       d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane
     """
-    from d2l_bert.training.vectors.attention import compare_word, draw_attention
+    from d2l_bert.inference.attention import compare_word, draw_attention
 
     config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
     config.check()
@@ -338,7 +342,7 @@ def export_command(arguments) -> None:
     with the model, and what int8 costs is measured on a text. d2l-bert publish sends DIR.
     Needs pip install 'd2l-bert[onnx]'.
     """
-    from d2l_bert.demo import copy_runtime, write_page
+    from d2l_bert.inference.page import copy_runtime, write_page
     from d2l_bert.training.evaluation.exported import export
 
     config, target = options_of(arguments), Path(arguments.target)
@@ -359,10 +363,11 @@ def export_command(arguments) -> None:
 def demo_command(arguments) -> None:
     """Try models on a page on this machine.
 
-    The page fills in masks, asks whether B follows A, draws attention, and compares a word in two contexts. It is
-    served on 127.0.0.1 alone, and asks no other machine for anything. Needs pip install 'd2l-bert[demo]'.
+    The page fills in masks, asks whether two texts belong together, draws attention, and compares a word in two
+    contexts. It is served on 127.0.0.1 alone, and asks no other machine for anything. Needs pip install
+    'd2l-bert[demo]'.
     """
-    from d2l_bert.demo import make_demo
+    from d2l_bert.inference.demo import make_demo
 
     page = make_demo(arguments.model)
     with messages.explained(f"port {arguments.port}: cannot be used", "give another --port", OSError, OverflowError):

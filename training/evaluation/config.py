@@ -99,14 +99,13 @@ class EvaluateConfig(SourceConfig):
 
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, within="[1, 16777216]")
 
-    output: str | None = option(
-        None, "new JSON file for all figures, with BLiMP's picture beside it", OUTPUT, metavar="FILE.json", common=True
-    )
+    output: str | None = option(None, "new JSON file for all figures", OUTPUT, metavar="FILE.json", common=True)
     plot: str | None = option(
         None,
         "new file for the picture of BLiMP's accuracies by phenomenon",
         OUTPUT,
         metavar="FILE.png",
+        common=True,
         needs=("blimp",),
     )
     update_card: bool = option(
@@ -119,15 +118,15 @@ class EvaluateConfig(SourceConfig):
     def check(self) -> None:
         """As in `Options`; then refuse files that exist or cannot be written."""
         super().check()
-        for path in (self.output, self.picture()):
-            if path is not None:
-                check_new_file(Path(path))
+        for path in filter(None, (self.output, self.plot)):
+            check_new_file(Path(path))
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
-        sources = ("corpus", "dataset")
         of_text = [
-            f for f in dataclasses.fields(self) if f.metadata["group"] in (TEXT, BATCHES) and f.name not in sources
+            field
+            for field in dataclasses.fields(self)
+            if field.metadata["group"] in (TEXT, BATCHES) and field.name not in ("corpus", "dataset")
         ]
         return {
             "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp": (
@@ -155,12 +154,6 @@ class EvaluateConfig(SourceConfig):
         """Whether there is a text to evaluate on."""
         return bool(self.corpus or self.dataset)
 
-    def picture(self) -> Path | None:
-        """The file of BLiMP's picture: `plot`, or beside `output`; None for no picture."""
-        if self.plot is not None:
-            return Path(self.plot)
-        return Path(self.output).with_suffix(".png") if self.output and self.blimp else None
-
 
 @dataclass(kw_only=True)
 class ExportConfig(Options):
@@ -175,8 +168,9 @@ class ExportConfig(Options):
         None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True
     )
     corpus: list[str] = option(
-        ["python-docs"],
-        "text to measure on what int8 costs: text files and folders of text files, or python-docs",
+        [],
+        "text to measure on what int8 costs, in the model's language: text files and folders of text files; without "
+        "it this is not measured",
         TEXT,
         metavar="PATH",
         common=True,

@@ -7,23 +7,13 @@ import copy
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import cached_file
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedTokenizerBase
 
-from d2l_bert.folders import read_json
 from d2l_bert.messages import UserError, reading_model
-from d2l_bert.model_cards.card import RUN_FILE
-from d2l_bert.modeling.conversion import longest_input
-from d2l_bert.modeling.loading import load_pretrained, read_parts
+from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
 
@@ -34,7 +24,7 @@ TYPES_WITH_PAIR_HEAD = ("d2l-bert", "bert", "albert", "big_bird", "fnet", "megat
 PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
 
 
-class MaskedModel(nn.Module):
+class MaskedModel(torch.nn.Module):
     """
     A masked language model in float32 and in evaluation mode, with its tokenizer.
 
@@ -51,20 +41,19 @@ class MaskedModel(nn.Module):
     """
 
     def __init__(
-        self, name: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase, has_pair_head: bool, record: dict
+        self, name: str, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, has_pair_head: bool, record: dict
     ):
         super().__init__()
         self.name, self.tokenizer, self.record = name, tokenizer, record
         self.model = model
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
-        self.most_positions = longest_input(model.base_model, tokenizer) or sys.maxsize
+        self.most_positions = conversion.longest_input(model.base_model, tokenizer) or sys.maxsize
         self._arguments = inspect.signature(model.forward).parameters
         if tokenizer.mask_token_id is None:
             raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
-        self.task = None
-        if has_pair_head:
-            of_record = PAIR_TASKS.get(record.get("run", {}).get("objective"), PAIR_TASKS["nsp"])
-            self.task = PAIR_TASKS["sop"] if model.config.model_type == "albert" else of_record
+        of_record = PAIR_TASKS.get(record.get("run", {}).get("objective"), PAIR_TASKS["nsp"])
+        of_type = PAIR_TASKS["sop"] if model.config.model_type == "albert" else of_record
+        self.task = of_type if has_pair_head else None
 
     def forward(
         self,
@@ -72,8 +61,7 @@ class MaskedModel(nn.Module):
         masked_positions: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        next_sentence_label: torch.Tensor | None = None,
+        **_: torch.Tensor,
     ) -> D2lBertForPreTrainingOutput:
         """
         Args:
@@ -81,20 +69,20 @@ class MaskedModel(nn.Module):
             masked_positions: the positions to predict (B, P).
             attention_mask: 1 for a real token, 0 for padding (B, T); None if no row has padding.
             token_type_ids: 0 in segment A, 1 in segment B (B, T). Models without segments do not get them.
-            labels, next_sentence_label: not used; the batches of training have them.
+            _: the labels, which the batches of training have.
 
         Returns:
             `prediction_logits` (B, P, V), and `seq_relationship_logits` (B, 2) of the head for pairs, or None.
         """
-        optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        optional = {
-            name: tensor for name, tensor in optional.items() if name in self._arguments and tensor is not None
+        inputs = {
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "masked_positions": masked_positions,
         }
-        if takes_positions := "masked_positions" in self._arguments:
-            optional["masked_positions"] = masked_positions
-        outputs = self.model(input_ids=input_ids, **optional, return_dict=True)
+        inputs = {name: tensor for name, tensor in inputs.items() if name in self._arguments and tensor is not None}
+        outputs = self.model(input_ids=input_ids, **inputs, return_dict=True)
         logits = outputs.get("prediction_logits", outputs.get("logits"))
-        if not takes_positions:
+        if "masked_positions" not in inputs:
             logits = logits.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits")) if self.task else None
         return D2lBertForPreTrainingOutput(prediction_logits=logits, seq_relationship_logits=pair_logits)
@@ -128,14 +116,12 @@ def load_masked_model(name: str) -> MaskedModel:
             finite; or as in `MaskedModel`.
     """
     with reading_model(name):
-        config, _ = read_parts(AutoModelForMaskedLM, name)
+        config, _ = loading.read_parts(AutoModelForMaskedLM, name)
     has_both = config.model_type in TYPES_WITH_PAIR_HEAD
     auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
-    model, tokenizer, missing = load_pretrained(auto_class, name, PAIR_HEAD.search)
+    model, tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
     with reading_model(name):
-        path = cached_file(name, RUN_FILE, _raise_exceptions_for_missing_entries=False)
-        record = read_json(Path(path)) if path else {}
-        return MaskedModel(name, model, tokenizer, has_both and not missing, record)
+        return MaskedModel(name, model, tokenizer, has_both and not missing, loading.read_record(name))
 
 
 def check_lengths(models: list[MaskedModel], max_seq_length: int | None, default: int) -> int:

@@ -5,29 +5,25 @@
 Salazar et al., 2020 (*Masked Language Model Scoring*), section 2; the score `within_word_l2r` is that of Kauf and
 Ivanova, 2023 (*A Better Way to Do Masked Language Model Scoring*).
 
-A masked sentence is a row. Rows of equal length are computed together, so that no row has padding; equal rows are
-computed once; and the MLM head runs at one position of each row.
+A masked sentence is a row. Rows of equal length are computed together, so that no row has padding; and the MLM head
+runs at one position of each row.
 
-Shapes: S sentences of equal length, T tokens in a sentence with special tokens, R rows, V vocabulary size.
+Shapes: S sentences of equal length, T tokens in a sentence with special tokens, R rows in a batch, V vocabulary size.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from d2l_bert.messages import progress_bar
+from d2l_bert.messages import with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
-
-
-# The rows of at most this many tokens are made at a time, to bound memory.
-TOKENS_AT_ONCE = 2**23
 
 
 @dataclass
@@ -50,12 +46,11 @@ class EncodedSentences:
 
     def scored_tokens(self) -> np.ndarray:
         """How many tokens of each given sentence are scored (sentences,)."""
-        counts = np.array([int((words >= 0).sum()) for words in self.words], dtype=np.int64)
-        return counts[self.numbers]
+        return np.array([(words >= 0).sum() for words in self.words], dtype=np.int64)[self.numbers]
 
     def lengths(self) -> np.ndarray:
         """Tokens of each given sentence, special tokens included (sentences,)."""
-        return np.array(list(map(len, self.ids)), dtype=np.int64)[self.numbers]
+        return np.array([len(ids) for ids in self.ids], dtype=np.int64)[self.numbers]
 
 
 def encode(
@@ -67,7 +62,7 @@ def encode(
     Args:
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
-    known, numbers, ids, words, known_words = {}, [], [], [], []
+    sequences, numbers, known_words = {}, [], []
     backend = plain_backend(text_backend(model.tokenizer))
     for sentence, encoding in zip(sentences, backend.encode_batch(list(sentences)), strict=True):
         length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
@@ -85,124 +80,68 @@ def encode(
             -1 if left_out else length + position if word is None else word
             for position, (left_out, word) in enumerate(zip(is_left_out, of_words, strict=True))
         )
-        key = (tuple(encoding.ids), its_words)
-        if key not in known:
-            known[key] = len(ids)
-            ids.append(np.array(encoding.ids, dtype=np.int64))
-            words.append(np.array(its_words, dtype=np.int64))
-        numbers.append(known[key])
+        numbers.append(sequences.setdefault((tuple(encoding.ids), its_words), len(sequences)))
+    ids, words = ([np.array(sequence[which], dtype=np.int64) for sequence in sequences] for which in (0, 1))
     return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, np.array(known_words, dtype=np.int64))
 
 
-@dataclass
-class Rows:
+def masked_batches(
+    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig
+) -> Iterator[tuple[np.ndarray, ...]]:
     """
-    Masked sentences of equal length.
-
-    Args:
-        ids: token ids with masks (R, T), each row once.
-        positions: the position to predict in each row (R,).
-        row, targets, sequences: for each log-probability that is wanted: its row, ascending, the id of its token, and
-            the index of its sequence (n,). A row is shared by sentences that differ in the predicted token alone.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    row: np.ndarray
-    targets: np.ndarray
-    sequences: np.ndarray
-
-
-def masked_rows(sentences: EncodedSentences, mask_token_id: int, score: Score) -> Iterator[Rows]:
-    """
-    Yield the rows of all sentences, the shortest sentences first.
+    Yield batches of masked sentences of equal length, a row for each token to predict, the shortest sentences first.
 
     A row masks the token to predict; with `within_word_l2r` also the tokens to its right in the same word.
+
+    Args:
+        config: its `score`, and about the most tokens in a batch (`batch_tokens`).
+
+    Returns:
+        The ids of the rows (R, T); and of each row the position to predict, the id of the token that stands there,
+        and the index of its sequence (R,).
     """
-    lengths = np.array(list(map(len, sentences.ids)), dtype=np.int64)
+    lengths = np.array([len(ids) for ids in sentences.ids], dtype=np.int64)
     for length in np.unique(lengths).tolist():
         same = np.flatnonzero(lengths == length)
-        at_once = max(1, TOKENS_AT_ONCE // length**2)
-        for first in range(0, len(same), at_once):
-            sequences = same[first : first + at_once]
-            ids, words = (np.stack([of[i] for i in sequences]) for of in (sentences.ids, sentences.words))
-            sentence, position = (words >= 0).nonzero()
-            if not len(sentence):
-                continue
-            columns = np.arange(length)
-            is_masked = columns == position[:, None]
-            if score == "within_word_l2r":
-                same_word = words[sentence] == words[sentence, position][:, None]
-                is_masked |= same_word & (columns > position[:, None])
-            rows = np.where(is_masked, mask_token_id, ids[sentence])
-            # Row and position as one sequence of bytes each: NumPy finds equal ones by sorting.
-            keys = np.ascontiguousarray(np.column_stack([position, rows]).astype(np.int32))
-            keys = keys.view(f"V{keys.dtype.itemsize * keys.shape[1]}").ravel()
-            _, firsts, row = np.unique(keys, return_index=True, return_inverse=True)
-            order = np.argsort(row, kind="stable")
-            yield Rows(
-                rows[firsts],
-                position[firsts],
-                row[order],
-                ids[sentence, position][order],
-                sequences[sentence][order],
-            )
+        ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
+        wanted = np.argwhere(words >= 0)  # the sentence and the position of each row
+        # A row has one logit for each entry of the vocabulary.
+        rows = max(1, min(config.batch_tokens // length, LOGITS_AT_ONCE // len(model.tokenizer)))
+        for first in range(0, len(wanted), rows):
+            sentence, position = wanted[first : first + rows].T
+            is_masked = np.arange(length) == position[:, None]
+            if config.score == "within_word_l2r":
+                is_same_word = words[sentence] == words[sentence, position][:, None]
+                is_masked |= is_same_word & (np.arange(length) > position[:, None])
+            masked = np.where(is_masked, model.tokenizer.mask_token_id, ids[sentence])
+            yield masked, position, ids[sentence, position], same[sentence]
 
 
 @torch.inference_mode()
 def pseudo_log_likelihoods(
-    model: MaskedModel,
-    sentences: EncodedSentences,
-    score: Score = "pll",
-    batch_tokens: int = 4096,
-    world_size: int = 1,
-    rank: int = 0,
-    done: Callable[[int], object] = lambda tokens: None,
+    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, accelerator: Accelerator, label: str
 ) -> torch.Tensor:
     """
-    The pseudo-log-likelihood of each sentence, in nats.
+    The pseudo-log-likelihood of each sentence, in nats, computed by all processes, which take the batches in turn.
 
     Args:
-        batch_tokens: about the most tokens in a batch.
-        world_size, rank: the batches are dealt out to the processes in turn. The scores are to be added up over them.
-        done: called after each batch, of any process, with the number of log-probabilities in it.
+        config: as in `masked_batches`.
+        label: what is computed, for the progress bar and the log.
 
     Returns:
-        float64, one number for each sentence that was given (sentences,): the parts of this process.
+        float64 on the CPU, one number for each sentence that was given (sentences,). Every process gets all of them.
     """
     device = model.model.device
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
-    number, entries = itertools.count(), len(model.tokenizer)  # a row has one logit for each entry
-    for rows in masked_rows(sentences, model.tokenizer.mask_token_id, score):
-        at_once = max(1, min(batch_tokens // rows.ids.shape[1], LOGITS_AT_ONCE // entries))
-        for first in range(0, len(rows.ids), at_once):
-            start, end = np.searchsorted(rows.row, (first, first + at_once))
-            if next(number) % world_size == rank:
-                batch = slice(first, first + at_once)
-                ids, positions = (torch.from_numpy(of[batch]).to(device) for of in (rows.ids, rows.positions))
-                row, targets = (torch.from_numpy(of[start:end]).to(device) for of in (rows.row - first, rows.targets))
-                logits = model(ids, positions[:, None]).prediction_logits[:, 0].float()  # (R, V)
-                log_probabilities = logits[row, targets] - logits.logsumexp(1)[row]
-                sequences = torch.from_numpy(rows.sequences[start:end])
-                scores.index_add_(0, sequences, log_probabilities.double().cpu())
-            done(int(end - start))
+    tokens = sum(int((words >= 0).sum()) for words in sentences.words)
+    batches = masked_batches(model, sentences, config)
+    shown = with_progress(batches, label, tokens, lambda batch: len(batch[0]), "token")
+    for number, batch in enumerate(shown):
+        if number % accelerator.num_processes == accelerator.process_index:
+            ids, positions, labels, owners = map(torch.from_numpy, batch)
+            logits = model(ids.to(device), positions[:, None].to(device)).prediction_logits[:, 0].float()  # (R, V)
+            log_probabilities = logits.gather(1, labels[:, None].to(device))[:, 0] - logits.logsumexp(1)
+            scores.index_add_(0, owners, log_probabilities.double().cpu())
+    if accelerator.num_processes > 1:  # each process has a part of each score
+        scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
     return scores[torch.from_numpy(sentences.numbers)]
-
-
-def scores_of_all(
-    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, accelerator: Accelerator, title: str
-) -> torch.Tensor:
-    """
-    The pseudo-log-likelihood of each sentence, computed by all processes, with a progress bar of this title.
-
-    Returns:
-        As `pseudo_log_likelihoods`, on the CPU; every process gets all scores.
-    """
-    with progress_bar(title, int(sentences.scored_tokens().sum()), "tokens") as bar:
-        processes = accelerator.num_processes
-        scores = pseudo_log_likelihoods(
-            model, sentences, config.score, config.batch_tokens, processes, accelerator.process_index, bar.update
-        )
-    if processes == 1:
-        return scores
-    return accelerator.reduce(scores.to(accelerator.device), "sum").cpu()  # each score is computed by one process

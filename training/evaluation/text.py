@@ -3,27 +3,20 @@
 import dataclasses
 import logging
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert.folders import cache_folder
-from d2l_bert.messages import UserError, explained, progress_bar, refuse_first
-from d2l_bert.options import BATCHES, TEXT
+from d2l_bert import folders, messages, options
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization import encoding, prepare, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
-from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.prepare import SAMPLED_CHARACTERS, open_sources, read_sources
-from d2l_bert.tokenization.text_store import TextPart, held_out_documents
-from d2l_bert.tokenization.token_store import TokenizedCorpus
+from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks
-from d2l_bert.training.devices import main_first
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
-from d2l_bert.training.evaluation.pseudo_likelihood import encode, scores_of_all
-from d2l_bert.training.held_out import HELD_OUT_SEED, MAX_LOSS, HeldOutPairs, held_out_counts, held_out_metrics
+from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
 
 
 logger = logging.getLogger(__name__)
@@ -32,7 +25,7 @@ logger = logging.getLogger(__name__)
 ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
 
 
-@dataclass
+@dataclasses.dataclass
 class EvaluationText:
     """
     A text to evaluate on.
@@ -43,9 +36,9 @@ class EvaluationText:
     """
 
     name: str
-    part: TextPart
+    part: text_store.TextPart
 
-    def sample(self, most_characters: int = SAMPLED_CHARACTERS) -> TextPart:
+    def sample(self, most_characters: int = prepare.SAMPLED_CHARACTERS) -> text_store.TextPart:
         """The sentences, or those of evenly spread stretches of about this many characters in all."""
         return self.part.sample(most_characters)
 
@@ -56,110 +49,79 @@ class EvaluationText:
         A sentence that has no word to score, or more tokens than `max_seq_length`, for one of the models is left out.
         """
         sample = list(self.sample())
-        order = np.random.default_rng(HELD_OUT_SEED).permutation(len(sample)).tolist()
+        order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
         chosen = []
-        for first in range(0, len(order), most):
-            tried = [sample[number] for number in order[first : first + most]]
+        while order and len(chosen) < most:
+            tried = [sample[number] for number in order[:most]]
+            del order[:most]
             fits = np.ones(len(tried), dtype=bool)
             for model in models:
                 encoded = encode(model, tried, whole_words=True)
                 fits &= (encoded.scored_tokens() > 0) & (encoded.lengths() <= max_seq_length)
             chosen += [sentence for sentence, fit in zip(tried, fits, strict=True) if fit]
-            if len(chosen) >= most:
-                break
         return chosen[:most]
 
 
-def recorded_run(model: MaskedModel) -> PretrainConfig:
+def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     """
-    The options of text and batches of a model's run, by its `run_config.json`; the defaults if it has none.
+    The options of text and batches for a model: those that `config` gives for the rows, else those of the model's
+    run, by its `run_config.json`, else the defaults.
 
     Raises:
-        UserError: the record has a value that its option cannot have.
+        UserError: the record has a value that its option cannot have; the tokenizer lacks a special token; the model
+            has no head for `objective`; or `masking` needs the pieces of words that this tokenizer does not mark.
     """
     groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
-    of_run = model.record.get("run", {}).items()
-    run = PretrainConfig(**{name: value for name, value in of_run if groups.get(name) in (TEXT, BATCHES)})
-    with explained(f"{model.name}: run_config.json", "", UserError):
+    recorded = model.record.get("run", {})
+    run = PretrainConfig(
+        **{name: value for name, value in recorded.items() if groups.get(name) in (options.TEXT, options.BATCHES)}
+    )
+    with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
         run.check_values()
+    given = {name: getattr(config, name) for name in ROW_OPTIONS}
+    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
+    tokenizer, task = model.tokenizer, model.task
+    kind = type(tokenizer.backend_tokenizer.model).__name__
+    found = f"a head for {task.short}" if task else "no head for pairs"
+    reasons = {
+        "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
+        in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
+        f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
+            config.objective in PAIR_TASKS and (task is None or task.key != config.objective)
+        ),
+        f"its {kind} tokenizer does not say where a word goes on, as masking {run.masking} needs; give --masking "
+        f"token": run.masking != "token" and kind != "WordPiece",
+    }
+    messages.refuse_first(reasons, f"{model.name}: ")
     return run
 
 
-def rows_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
-    """The options that decide the rows and masks for a model: those of `config` that are given, else its run's."""
-    given = {name: value for name in ROW_OPTIONS if (value := getattr(config, name)) is not None}
-    return dataclasses.replace(recorded_run(model), **given)
-
-
-def held_out_run(models: list[MaskedModel]) -> PretrainConfig:
-    """
-    The run whose held-out documents the models are evaluated on: that of the first model with a record.
-
-    Raises:
-        UserError: no model has one.
-    """
-    for model in models:
-        if model.record:
-            return recorded_run(model)
-    raise UserError(
-        f"{models[0].name}: no run_config.json says which documents its run held out; leave held_out out, or name a "
-        f"model of pretrain first"
-    )
-
-
-def read_text(config: EvaluateConfig, run: PretrainConfig) -> EvaluationText:
+def read_text(config: EvaluateConfig, run: PretrainConfig | None) -> EvaluationText:
     """
     Read the text, or find it in the cache.
 
     Args:
         run: with `config.held_out`, its options decide how the text is read, unless those of `config` do, and which
-            documents are held out.
+            documents are held out; else it is not read.
 
     Raises:
         UserError: a source cannot be read, or there is too little text.
     """
-    options = {
-        field.name: value
-        for field in dataclasses.fields(SourceConfig)
-        if (value := getattr(config, field.name)) != EvaluateConfig.__dataclass_fields__[field.name].default
-        or not config.held_out
-    }
-    run = dataclasses.replace(run if config.held_out else PretrainConfig(), **options)
-    sources = open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = read_sources(sources, run.language)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(SourceConfig)}
+    if config.held_out:
+        given = {name: value for name, value in given.items() if value != getattr(EvaluateConfig(), name)}
+    run = dataclasses.replace(run if config.held_out else PretrainConfig(), **given)
+    sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
+    name, store = prepare.read_sources(sources, run.language)
     if not len(store):
-        raise UserError(f"{name}: holds no sentence; give more text")
+        raise messages.UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
         return EvaluationText(name, store.part())
-    with explained(name, "", UserError):
-        documents = held_out_documents(
+    with messages.explained(name, "", messages.UserError):
+        documents = text_store.held_out_documents(
             store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
         )
     return EvaluationText(f"{name}, held out", store.part(documents))
-
-
-def check_model_for_text(model: MaskedModel, config: EvaluateConfig) -> None:
-    """
-    Refuse a model that cannot be evaluated on a text with these options.
-
-    Raises:
-        UserError: the tokenizer lacks a special token, or the model has no head for `objective`, or `masking` needs
-            the pieces of words that this tokenizer does not mark.
-    """
-    tokenizer = model.tokenizer
-    found = "no head for pairs" if model.task is None else f"a head for {model.task.short}"
-    kind = type(tokenizer.backend_tokenizer.model).__name__
-    masking = rows_of(model, config).masking
-    reasons = {
-        "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
-        in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
-        f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
-            config.objective in PAIR_TASKS and (model.task is None or model.task.key != config.objective)
-        ),
-        f"its {kind} tokenizer does not say where a word goes on, as masking {masking} needs; give --masking "
-        f"token": masking != "token" and kind != "WordPiece",
-    }
-    refuse_first(reasons, f"{model.name}: ")
 
 
 def evaluate_text(
@@ -176,31 +138,27 @@ def evaluate_text(
     Raises:
         UserError: the text has no pair of segments, or no token to predict, for this model.
     """
+    tokens = _tokens(model, text, config)
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
-    tokens = _tokens(model, text, config, accelerator)
-    held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
-    if task and not held_out.has_pairs():
+    rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
+    if task and not rows.has_pairs():
         reason = f"no pair for {task.short} in this text, as where each document has one sentence"
         if config.objective != "auto":
-            raise UserError(f"{text.name}: {reason}; give --objective none")
+            raise messages.UserError(f"{text.name}: {reason}; give --objective none")
         logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
         task = None
-        held_out = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
-    pairs = sum(map(len, held_out.parts()))
-    if not pairs:
-        raise UserError(f"{text.name}: no segment in this text; give more text")
-    with explained(model.name, "", UserError):
-        held_out.one()  # raises if there is no token to predict
-
-    def shown(bar):
-        for batch in held_out:
-            yield batch
-            bar.update(len(batch["input_ids"]) * accelerator.num_processes)
-
-    unit = "pairs" if task else "segments"
-    with progress_bar(f"{model.name} on {text.name}", pairs, unit) as bar:
-        counts = held_out_counts(model, shown(bar), accelerator.device, top_5=True)
-    metrics = held_out_metrics(accelerator.reduce(counts, "sum"), task) | held_out.beside()
+        rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
+    with messages.explained(model.name, "", messages.UserError):
+        rows.one()  # raises if there is no row, or no token to predict
+    batches = messages.with_progress(
+        rows,
+        f"{model.name} on {text.name}",
+        sum(map(len, rows.parts())),
+        lambda batch: len(batch["input_ids"]) * accelerator.num_processes,
+        "row",
+    )
+    counts = held_out.held_out_counts(model, batches, accelerator.device, top_5=True)
+    metrics = held_out.held_out_metrics(accelerator.reduce(counts, "sum"), task) | rows.beside()
     return {
         **{name.removeprefix("eval_"): value for name, value in metrics.items()},
         "pair_task": task.key if task else None,
@@ -212,16 +170,18 @@ def evaluate_text(
 
 def _rows(model, text, tokens, config, task, max_seq_length, accelerator):
     """The rows that a model is evaluated on: pairs for a task, else single segments."""
+    run = run_of(model, config)
     run = dataclasses.replace(
-        rows_of(model, config), objective=task.key if task else "none", max_seq_length=max_seq_length
+        run,
+        objective=task.key if task else "none",
+        max_seq_length=max_seq_length,
+        max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
     )
-    if not config.held_out:
-        run.max_eval_pairs = config.max_eval_pairs
     ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-    return HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, text.name, ranks)
+    return held_out.HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, text.name, ranks)
 
 
-def _tokens(model, text, config, accelerator):
+def _tokens(model, text, config):
     """
     The tokenized text.
 
@@ -234,6 +194,9 @@ def _tokens(model, text, config, accelerator):
     if is_text_of_run and not config.held_out:
         way_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
         logger.warning(f"{model.name} was trained on this very text, {text.name}{way_out}")
+    word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
+    arguments = (text.part, model.sentence_tokenizer(), folders.cache_folder(), config.processes(), word_unit)
+    tokens = token_store.TokenizedCorpus(devices.main_first(encoding.prepare_tokens, *arguments))
     asks_for_split = config.held_out and bool(data)
     cases = {
         "its run held nothing out, but had a validation text; give that text, and leave held_out out": (
@@ -241,19 +204,13 @@ def _tokens(model, text, config, accelerator):
         ),
         "its run trained on another text than this one, or read it with other options; give the text of the "
         "run, or leave held_out out": asks_for_split and not is_text_of_run,
-    }
-    refuse_first(cases, f"{model.name}: ")
-    word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
-    arguments = (text.part, model.sentence_tokenizer(), cache_folder(), config.processes(), word_unit)
-    tokens = TokenizedCorpus(main_first(prepare_tokens, *arguments))
-    cases = {
         f"no document of {text.name} holds a token that its tokenizer knows; give other text": not len(tokens),
         "its run held out other documents: give its files in the same order, and no option that reads them otherwise; "
         "a corpus of parts that were prepared apart cannot be held out again": (
             asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint
         ),
     }
-    refuse_first(cases, f"{model.name}: ")
+    messages.refuse_first(cases, f"{model.name}: ")
     return tokens
 
 
@@ -272,12 +229,12 @@ def pseudo_perplexity(
         `pppl_sentences`, `pppl_words` and `pppl_tokens`. Every process gets the same figures.
     """
     encoded = encode(model, sentences, config.score, whole_words=True)
-    tokens, words = int(encoded.scored_tokens().sum()), int(encoded.known_words.sum())
-    total = float(scores_of_all(model, encoded, config, accelerator, f"{model.name}: pseudo-perplexity").sum())
+    words, title = int(encoded.known_words.sum()), f"{model.name}: pseudo-perplexity"
+    total = float(pseudo_log_likelihoods(model, encoded, config, accelerator, title).sum())
     return {
-        "pseudo_perplexity": math.exp(-total / words) if -total / words < MAX_LOSS else math.inf,
+        "pseudo_perplexity": math.exp(-total / words) if -total / words < held_out.MAX_LOSS else math.inf,
         "pppl_log_likelihood": total,
         "pppl_sentences": len(sentences),
         "pppl_words": words,
-        "pppl_tokens": tokens,
+        "pppl_tokens": int(encoded.scored_tokens().sum()),
     }

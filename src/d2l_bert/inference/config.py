@@ -8,10 +8,6 @@ from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
 
 
-VECTOR_SUFFIXES = (".npy", ".parquet")
-DEFAULT_PICTURE = "attention.png"
-
-
 @dataclass(kw_only=True)
 class EmbedConfig(Options):
     """
@@ -67,8 +63,8 @@ class EmbedConfig(Options):
             "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both": (
                 self.output is None and self.nearest is None
             ),
-            f"output {self.output}: give a name that ends in {' or '.join(VECTOR_SUFFIXES)}": (
-                self.output is not None and Path(self.output).suffix not in VECTOR_SUFFIXES
+            f"output {self.output}: give a name that ends in .npy or .parquet": (
+                self.output is not None and Path(self.output).suffix not in (".npy", ".parquet")
             ),
         }
 
@@ -82,9 +78,7 @@ class AttentionConfig(Options):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    output: str | None = option(
-        None, f"new file for the picture; the default is {DEFAULT_PICTURE} here", OUTPUT, metavar="FILE.png"
-    )
+    output: str = option("attention.png", "new file for the picture", OUTPUT, metavar="FILE.png", common=True)
     layer: int | None = option(None, "show this layer only, counted from 1", OUTPUT, within="[1, inf)", common=True)
     head: int | None = option(None, "show this head only, counted from 1", OUTPUT, within="[1, inf)", common=True)
     word: str | None = option(
@@ -99,11 +93,9 @@ class AttentionConfig(Options):
         return {
             **{
                 f"{name} is for the picture, and word prints numbers; leave {name} or word out": (
-                    self.word is not None and getattr(self, name) is not None
+                    self.word is not None and getattr(self, name) != self.__dataclass_fields__[name].default
                 )
                 for name in ("output", "layer", "head")
             },
-            f"output {self.output}: give a name that ends in .png": (
-                Path(self.output or DEFAULT_PICTURE).suffix != ".png"
-            ),
+            f"output {self.output}: give a name that ends in .png": Path(self.output).suffix != ".png",
         }

@@ -1,0 +1,129 @@
+"""What a model answers, as text; and a page on this machine on which one tries models."""
+
+import functools
+import html
+import os
+
+from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction, pipeline
+
+from d2l_bert import messages, pair_tasks
+from d2l_bert.inference import attention
+from d2l_bert.modeling import conversion, loading
+
+
+load = functools.lru_cache(maxsize=8)(loading.load_pretrained)
+
+
+def filled_masks(model: str, text: str, top_k: int = 5) -> str:
+    """The likeliest tokens for each [MASK] of a text, with their probabilities, a line each."""
+    loaded, tokenizer, _ = load(AutoModelForMaskedLM, model)
+    mask, length = tokenizer.mask_token, len(tokenizer(text)["input_ids"])
+    limit = conversion.longest_input(loaded, tokenizer)
+    messages.refuse_first(
+        {
+            f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text": (
+                limit is not None and length > limit
+            ),
+            f"no {mask} in {text!r}: write {mask} in the place of the word to predict": mask not in text,
+        }
+    )
+    found = pipeline("fill-mask", model=loaded, tokenizer=tokenizer)(text, top_k=min(top_k, len(tokenizer)))
+    masks = found if isinstance(found[0], list) else [found]
+    titles = [f"  mask {number}\n" if len(masks) > 1 else "" for number in range(1, len(masks) + 1)]
+    return "\n".join(
+        title + bars([(entry["token_str"], entry["score"]) for entry in best])
+        for title, best in zip(titles, masks, strict=True)
+    )
+
+
+def next_sentence(model: str, first: str, second: str) -> str:
+    """
+    What the head for pairs of a model says of two texts: what it was trained to tell, and each label's probability.
+
+    NSP tells texts that belong together from texts that do not: "IsNext" does not say which of them comes first. SOP,
+    by the `run_config.json` of the model, tells their order.
+    """
+    loaded, tokenizer, _ = load(AutoModelForNextSentencePrediction, model)
+    with messages.reading_model(model):
+        objective = loading.read_record(model).get("run", {}).get("objective")
+    task = pair_tasks.PAIR_TASKS["sop" if objective == "sop" else "nsp"]
+    predict = pair_tasks.NextSentencePredictionPipeline(model=loaded, tokenizer=tokenizer)
+    labels = dict(zip(loaded.config.id2label.values(), task.labels, strict=True))
+    found = predict({"text": first, "text_pair": second}, top_k=None)
+    asked = f"  {task.question}" + ("" if objective == "sop" else "\n  Which of them comes first it does not tell.")
+    return f"{asked}\n{bars([(labels[each['label']], each['score']) for each in found])}"
+
+
+def bars(shares: list[tuple[str, float]]) -> str:
+    """A line for each name: its share as a number and as a bar."""
+    return "\n".join(f"  {share:6.1%}  {name:<20} {'█' * round(30 * share)}".rstrip() for name, share in shares)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def picture(model: str, first: str, second: str, layer: int, head: int):
+    """The picture of `d2l-bert attention`; a layer or a head of 0 stands for all."""
+    return attention.attention_figure(model, first, second or None, layer or None, head or None)[0]
+
+
+def make_demo(models: list[str]):
+    """
+    The page: a `gradio.Blocks`, to be launched.
+
+    Args:
+        models: folders or ids on the Hub, of which the page offers a choice.
+
+    Raises:
+        UserError: Gradio is not installed, or there is no such model.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError:
+        raise messages.UserError("demo needs Gradio: pip install 'd2l-bert[demo]'") from None
+    for model in models:
+        loading.load_encoder(model)
+
+    def answer(show, *inputs):
+        try:
+            shown = show(*inputs)
+        except messages.UserError as error:
+            raise gradio.Error(html.escape(str(error)), duration=None, print_exception=False) from None
+        return shown if show is picture else f'<pre style="overflow-x: auto">{html.escape(shown)}</pre>'
+
+    first, second = ("A crane is flying.", "It spreads its wings.")
+    tabs = {
+        "Fill masks": (
+            filled_masks,
+            gradio.Textbox("Open the [MASK] and return a file object.", label="Text with [MASK]"),
+        ),
+        "Two texts": (next_sentence, gradio.Textbox(first, label="A"), gradio.Textbox(second, label="B")),
+        "Attention": (
+            picture,
+            gradio.Textbox(first, label="Text"),
+            gradio.Textbox("", label="Second text, if any"),
+            gradio.Number(0, label="Layer, 0 for all", minimum=0, precision=0),
+            gradio.Number(0, label="Head, 0 for all", minimum=0, precision=0),
+        ),
+        "A word in two contexts": (
+            attention.compare_word,
+            gradio.Textbox("crane", label="Word"),
+            gradio.Textbox(first, label="Text"),
+            gradio.Textbox("A crane driver came.", label="Another text"),
+        ),
+    }
+    pages = [
+        gradio.Interface(
+            functools.partial(answer, show),
+            [gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1), *fields],
+            gradio.Plot(show_label=False) if show is picture else gradio.HTML(),
+            api_name=show.__name__,
+            submit_btn="Show",
+            clear_btn=None,
+            flagging_mode="never",
+        )
+        for show, *fields in tabs.values()
+    ]
+    return gradio.TabbedInterface(pages, list(tabs), title="d2l-bert")

@@ -1,0 +1,206 @@
+"""Lines of text -> one vector each: written to .npy or Parquet, and compared with the vector of another text."""
+
+import contextlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from d2l_bert import folders, messages
+from d2l_bert.inference.config import EmbedConfig
+from d2l_bert.modeling import conversion, loading
+from d2l_bert.tokenization import account, rules, sources, tables
+
+
+logger = logging.getLogger(__name__)
+
+# Lines are sorted by length within a group of about this many characters: the longer the group, the less padding. A
+# line counts as 256 characters at least, so that a group has no more than 16,384 lines. Its vectors are in memory:
+# 50 MB with 768 numbers a vector.
+GROUP_CHARACTERS = 2**22
+
+STDIN = "-"
+
+
+def embed(name: str, file: str, config: EmbedConfig) -> str:
+    """
+    Compute a vector for each line of a file; write the vectors, or find the lines nearest to a text, or both.
+
+    Line i of the file is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP].
+    Lines with more tokens than `max_seq_length` are cut. Cut and empty lines are counted and logged, and the share of
+    the characters in `[UNK]`.
+
+    Args:
+        name: the model, a folder or an id on the Hub; any encoder of Transformers.
+        file: as in `text_lines`.
+
+    Returns:
+        A message: what was written, and the nearest lines, nearest first, with their cosine and number from 1.
+
+    Raises:
+        UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
+    """
+    config.check()
+    source = "standard input" if file == STDIN else file
+    all_lines = text_lines(file, config.text_column, config.separator)
+    model, tokenizer = loading.load_encoder(name)
+    most = conversion.longest_input(model, tokenizer) or sys.maxsize
+    limit = config.max_seq_length or most
+    messages.refuse_first({f"max_seq_length {limit}: the model reads {most} tokens at most; lower it": limit > most})
+    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    size = model.config.hidden_size
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.enable_truncation(limit, direction=tokenizer.truncation_side)
+    totals = Counter()
+    nearest = []
+    if config.nearest is not None:
+        query = backend.encode(config.nearest)
+        if query.overflowing:
+            logger.warning(f"nearest: the text is cut off after {limit:,} tokens")
+        wanted = vectors_of([query], model, tokenizer, config)
+    with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
+        for lines in messages.with_progress(groups(all_lines), f"embedding {source}", documents_in=len, unit="line"):
+            encodings = backend.encode_batch_fast(lines)
+            vectors = vectors_of(encodings, model, tokenizer, config)
+            if config.output:
+                append(lines, vectors.numpy())
+            if config.nearest is not None:
+                negative = (-torch.cosine_similarity(vectors, wanted)).tolist()  # the largest cosine comes first
+                found = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
+                nearest = sorted([*nearest, *(each for each in found if each[2].strip())])[: config.top_k]
+            has_unknown = any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
+            totals.update(
+                lines=len(lines),
+                empty=sum(not line.strip() for line in lines),
+                characters=len("".join("".join(lines).split())),
+                unknown=(
+                    account.account_of(rules.count_words(lines), tokenizer)["unknown_characters"] if has_unknown else 0
+                ),
+                cut=sum(len(encoding) == limit and bool(encoding.overflowing) for encoding in encodings),
+            )
+        messages.refuse_first(
+            {
+                f"{source}: no line; give texts": not totals["lines"],
+                f"{source}: no text but {totals['lines']:,} empty lines; give texts": not totals["characters"],
+            }
+        )
+    lost = {
+        f"cut off: what is beyond {limit:,} tokens, in {totals['cut']:,} of {totals['lines']:,} lines": totals["cut"],
+        f"{totals['unknown'] / totals['characters']:.1%} of the characters are unknown to the tokenizer: they are "
+        f"[UNK]": totals["unknown"],
+        f"empty lines: {totals['empty']:,}; each has the vector of a text without words": totals["empty"],
+    }
+    for line in filter(lost.get, lost):
+        logger.warning(line)
+    said = [
+        f"  {-negative:7.4f}  line {number:,}  {messages.shortened(line, 160)}" for negative, number, line in nearest
+    ]
+    written = f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"
+    return "\n".join([written, *said] if config.output else said)
+
+
+def text_lines(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[str]:
+    """
+    The lines of a file in order, each without the characters at its end; empty lines are empty strings.
+
+    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
+    (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty strings.
+
+    Args:
+        file: a text file as in `sources.decoded`, or a table; `-` for text on the standard input. The file may be
+            larger than the memory, a line may not.
+        text_column: the column of text in a table.
+        separator: between the cells of a CSV file, as in `tables.table_rows`.
+
+    Raises:
+        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
+            read, is damaged or is not text, or has no such column.
+    """
+    if file == STDIN:
+        return sources.decoded(Path("standard input"), sys.stdin.buffer)
+    kind = tables.file_kind(Path(file)) if Path(file).is_file() else None
+    if kind in (None, "json"):
+        raise messages.UserError(
+            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
+            f"JSON as lines of JSON (.jsonl)"
+        )
+    rows = (text or "" for text in tables.text_rows(Path(file), text_column, separator))
+    return sources.decoded(Path(file)) if kind == "text" else rows
+
+
+def groups(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Groups of consecutive lines, of about `GROUP_CHARACTERS`."""
+    group, characters = [], 0
+    for line in lines:
+        group.append(line)
+        characters += max(len(line), 256)
+        if characters >= GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+@torch.inference_mode()
+def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.Tensor:
+    """
+    The vectors of texts, as sentence-transformers computes them with the same pooling.
+
+    Args:
+        encodings: a `tokenizers.Encoding` of each text (n), with special tokens.
+        model: an encoder whose output has a `last_hidden_state`.
+        config: its `pooling`: `mean` over all tokens, special ones included (Reimers and Gurevych, 2019), or `cls`,
+            the first; and its `batch_tokens`. A text that is longer than that is computed alone.
+
+    Returns:
+        float32 (n, H), on the CPU.
+    """
+    batch_tokens = config.batch_tokens or (4096 if model.device.type == "cpu" else 65_536)
+    lengths = np.array([len(encoding) for encoding in encodings])
+    order = np.argsort(-lengths, kind="stable")  # the longest first: out of memory shows at once
+    vectors = torch.empty(len(encodings), model.config.hidden_size, device=model.device)
+    while len(order):
+        lines, order = np.split(order, [max(1, batch_tokens // max(1, lengths[order[0]]))])
+        rows = {"input_ids": [encodings[line].ids for line in lines]}
+        batch = tokenizer.pad(rows, padding_side="right", return_attention_mask=True, return_tensors="pt")
+        batch = batch.to(model.device)
+        hidden = model(**batch).last_hidden_state  # (B, T, H)
+        shares = batch["attention_mask"] / batch["attention_mask"].sum(1, keepdim=True)
+        pooled = hidden[:, 0] if config.pooling == "cls" else torch.einsum("bt,bth->bh", shares, hidden)
+        vectors[torch.from_numpy(lines).to(model.device)] = pooled
+    return vectors.cpu()
+
+
+@contextlib.contextmanager
+def vector_file(output: Path, size: int) -> Iterator[Callable[[list[str], np.ndarray], object]]:
+    """Make a new file for vectors of `size` numbers; yields a function that appends texts (n,) and vectors (n, H).
+
+    A `.npy` file has the vectors alone. A Parquet file has the columns `text` and `vector`, in float32. Neither needs
+    to fit into memory.
+    """
+    with folders.new_file(output) as partial:
+        if output.suffix == ".npy":
+            header = {"descr": "<f4", "fortran_order": False, "shape": (0, size)}
+            with partial.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                start = file.tell()
+                yield lambda _, vectors: file.write(vectors.astype("<f4").data)
+                header["shape"] = ((file.tell() - start) // (4 * size), size)
+                file.seek(0)
+                np.lib.format.write_array_header_1_0(file, header)  # NumPy pads it: its length stays the same
+        else:
+            schema = pa.schema([("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))])
+            with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+
+                def append(texts, vectors):
+                    lists = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
+                    writer.write_table(pa.table([texts, lists], schema=schema))
+
+                yield append

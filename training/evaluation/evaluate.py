@@ -1,0 +1,243 @@
+"""`d2l-bert evaluate`: figures of masked language models on a text and on minimal pairs, side by side."""
+
+import dataclasses
+import importlib.metadata
+import logging
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers.utils import logging as transformers_logging
+
+from d2l_bert import folders, messages
+from d2l_bert.model_cards import evaluations, pictures
+from d2l_bert.model_cards.figures import SCORES
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization.account import unknown_share
+from d2l_bert.training import devices
+from d2l_bert.training.evaluation import masked_models, minimal_pairs, pseudo_likelihood, text
+from d2l_bert.training.evaluation.config import EvaluateConfig
+
+
+logger = logging.getLogger(__name__)
+
+# Their versions decide the figures, and stand in the JSON file.
+LIBRARIES = ("d2l-bert", "torch", "transformers", "tokenizers")
+
+
+@devices.restore_host_settings()
+def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
+    """
+    Evaluate models on a text, on minimal pairs, or on both, in float32.
+
+    Args:
+        names: folders or Hub ids of masked language models.
+        config: what to evaluate them on, and where to write the figures.
+
+    Returns:
+        The content of the file `config.output`: `versions`, `options`, `text` (the text's name) and `models`. Each
+        model has its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`
+        (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`minimal_pairs.blimp_results`, with `score`), each
+        with `unknown_share`, the share of its characters in `[UNK]` (of a text, in the sample
+        `EvaluationText.sample`). None in all processes but the main one.
+
+    Raises:
+        UserError: something that the user can fix, in one line.
+        SystemExit: in a run of several processes, the main process has raised an error, and shows it.
+    """
+    transformers_logging.disable_progress_bar()
+    devices.start_processes()
+    with devices.together():
+        config.check()
+        for name in names if config.update_card else ():
+            evaluations.check_updatable(name)
+        accelerator = devices.make_accelerator("no")
+        models = [masked_models.load_masked_model(name) for name in names]
+        if config.has_text():
+            runs = [text.run_of(model, config) for model in models]
+            shortest = min(run.max_seq_length for run in runs)
+            length = masked_models.check_lengths(models, config.max_seq_length, shortest)
+            of_record = [run for run, model in zip(runs, models, strict=True) if model.record]
+            messages.refuse_first(
+                {
+                    f"{names[0]}: no run_config.json says which documents its run held out; leave held_out out, or "
+                    f"name a model of pretrain first": config.held_out and not of_record
+                }
+            )
+    pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp) if config.blimp else []
+    with devices.together():
+        encoded_pairs = [_encode_pairs(model, pairs, config) for model in models]
+    read = sentences = None
+    if config.has_text():
+        read = devices.main_first(text.read_text, config, (of_record or runs)[0])
+        sentences = read.sentences(config.pppl_sentences, models, length)
+        if config.pppl_sentences and not sentences:
+            logger.warning(
+                f"no pseudo-perplexity: each sentence of {read.name} has no word without [UNK], or more tokens than "
+                f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
+            )
+    results = []
+    for model, encoded in zip(models, encoded_pairs, strict=True):
+        model.to(accelerator.device)
+        figures = {
+            "model": model.name,
+            "class": type(model.model).__name__,
+            "parameters": model.model.num_parameters(),
+        }
+        if read:
+            with devices.together():
+                figures["text"] = text.evaluate_text(model, read, config, length, accelerator)
+            figures["text"]["unknown_share"] = unknown_share(model.tokenizer, read.sample())
+            if sentences:
+                figures["text"] |= text.pseudo_perplexity(model, sentences, config, accelerator)
+        if pairs:
+            scores = pseudo_likelihood.pseudo_log_likelihoods(
+                model, encoded, config, accelerator, f"{model.name} on BLiMP"
+            )
+            figures["blimp"] = {
+                "score": config.score,
+                "unknown_share": unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
+                **minimal_pairs.blimp_results(pairs, scores.numpy()),
+            }
+        results.append(figures)
+        model.to("cpu")
+    content = {
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "options": {**dataclasses.asdict(config), **({"max_seq_length": length} if read else {})},
+        "text": read.name if read else None,
+        "models": results,
+    }
+    devices.on_main(_write, content, config)
+    devices.shut_down(accelerator)
+    return content if accelerator.is_main_process else None
+
+
+def _encode_pairs(model, pairs, config):
+    """The sentences of all minimal pairs as the model reads them; a `UserError` for one that is too long for it."""
+    sentences = minimal_pairs.sentences_of(pairs)
+    encoded = pseudo_likelihood.encode(model, sentences, config.score)
+    unfit = np.flatnonzero((encoded.lengths() > model.most_positions) | (encoded.scored_tokens() == 0))
+    if len(unfit):
+        raise messages.UserError(
+            f"{model.name} has {model.most_positions} positions, and {encoded.lengths()[unfit[0]]} tokens, or none "
+            f"beside special ones and [UNK], in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
+        )
+    return encoded
+
+
+def _write(content: dict, config: EvaluateConfig) -> None:
+    """Show the table; then write the JSON file, the picture and the models' cards that the options ask for."""
+    messages.report.info(evaluation_table(content))
+    with messages.writing(config.output or config.plot, ", or name another file"):
+        if config.output is not None:
+            folders.write_json(Path(config.output), content)
+            logger.info(f"wrote {config.output}")
+        if config.plot is not None:
+            plot_phenomena(content["models"], Path(config.plot))
+            logger.info(f"wrote {config.plot}")
+    for figures in content["models"] if config.update_card else ():
+        folder = Path(figures["model"])
+        evaluations.update_folder(folder, content["text"], figures.get("text"), figures.get("blimp"))
+        logger.info(f"{folder}: wrote the figures into metrics.json and README.md")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table and the picture
+
+
+LABEL_WIDTH = 38
+
+# The rows of a text's table: the label, the figure's name in `evaluate_text` or `pseudo_perplexity`, and its format.
+TEXT_ROWS = (
+    ("characters in [UNK]", "unknown_share", ".1%"),
+    ("MLM loss (nats a token)", "mlm_loss", ".3f"),
+    ("MLM perplexity", "perplexity", ",.1f"),
+    ("MLM accuracy", "mlm_accuracy", ".1%"),
+    ("MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
+    ("masked tokens", "masked_tokens", ",d"),
+    *((f"{task.short} loss", f"{task.key}_loss", ".3f") for task in PAIR_TASKS.values()),
+    *((f"{task.short} accuracy", f"{task.key}_accuracy", ".1%") for task in PAIR_TASKS.values()),
+    *((f"{task.short}, one segment alone", f"{task.key}_one_segment_accuracy", ".1%") for task in PAIR_TASKS.values()),
+    ("pairs", "pairs", ",d"),
+    ("single segments", "sequences", ",d"),
+    ("pseudo-perplexity of a word", "pseudo_perplexity", ",.1f"),
+    ("  its sentences", "pppl_sentences", ",d"),
+    ("  their words without [UNK]", "pppl_words", ",d"),
+    ("  the tokens of these words", "pppl_tokens", ",d"),
+)
+
+
+def evaluation_table(content: dict) -> str:
+    """
+    The figures as text for the terminal, with a dash where a model has no such figure.
+
+    Args:
+        content: what `evaluate` returned.
+    """
+    models, notes = content["models"], []
+    rows = [("", short_names(models)), ("parameters", [f"{model['parameters']:,}" for model in models])]
+    if content["text"] is not None:
+        texts = [model["text"] for model in models]
+        rows += [("", []), (f"Text: {content['text']}", [])]
+        for label, key, form in TEXT_ROWS:
+            if any(key in text for text in texts):
+                rows.append((f"  {label}", [format(text[key], form) if key in text else "-" for text in texts]))
+        if len({text["pair_task"] for text in texts}) > 1:
+            notes.append(
+                "The models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
+                "--objective none all MLM figures are on single segments."
+            )
+        if len({text["tokens"] for text in texts}) > 1:
+            notes.append(
+                "The models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses "
+                "and perplexities of tokens."
+            )
+    if "blimp" in models[0]:
+        results = [model["blimp"] for model in models]
+        pairs, count = (results[0][name] for name in ("pairs", "paradigm_count"))
+        rows += [("", []), (f"BLiMP, score {results[0]['score']}: {pairs:,} pairs in {count} of 67 paradigms", [])]
+        rows.append(("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in results]))
+        for label, figures in _accuracies(results).items():
+            cells = [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures]
+            rows.append((f"  {label}", cells))
+    width = max(14, *(len(cell) for _, cells in rows for cell in cells))
+    lines = [f"{label:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in cells) for label, cells in rows]
+    return "\n".join([line.rstrip() for line in lines] + [""] * bool(notes) + notes)
+
+
+def short_names(models: list[dict]) -> list[str]:
+    """The last parts of folders and Hub ids; the whole names if two last parts are the same."""
+    names = [model["model"].rstrip("/") for model in models]
+    short = [name.rsplit("/", 1)[-1] for name in names]
+    return short if len(set(short)) == len(short) else names
+
+
+def _accuracies(results: list[dict]) -> dict[str, list[dict]]:
+    """The figures of the models on BLiMP as a whole, and on each phenomenon, by a label that counts the paradigms."""
+    figures = {"all paradigms": results}
+    figures |= {name: [blimp["phenomena"][name] for blimp in results] for name in results[0]["phenomena"]}
+    return {f"{name.replace('_', ' ')} ({of[0]['paradigm_count']})": of for name, of in figures.items()}
+
+
+def plot_phenomena(models: list[dict], path: Path) -> None:
+    """
+    Draw the accuracies by phenomenon, and over all paradigms, with standard errors, into a PNG.
+
+    Args:
+        models: what `evaluate` returned of each. All models have the same phenomena.
+    """
+    results = [model["blimp"] for model in models]
+    rows = _accuracies(results)
+    title = (
+        f"BLiMP: how often a model prefers the grammatical sentence of a minimal pair; {results[0]['pairs']:,} pairs "
+        f"in {results[0]['paradigm_count']} of 67 paradigms; {SCORES[results[0]['score']]}"
+    )
+    pictures.draw_bars(
+        [(label, [each["accuracy"] for each in figures]) for label, figures in rows.items()],
+        [textwrap.shorten(name, 60) for name in short_names(models)],
+        title,
+        path,
+        np.array([[each["standard_error"] for each in figures] for figures in rows.values()]),
+        chance=0.5,
+    )

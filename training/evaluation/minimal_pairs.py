@@ -1,0 +1,133 @@
+"""BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from d2l_bert.messages import READ_ERRORS, UserError, explained
+from d2l_bert.tokenization import sources, tables
+
+
+HUB_DATASET = "nyu-mll/blimp"
+
+# `--blimp hub` reads the data set from the Hub instead of a folder.
+FROM_HUB = "hub"
+
+
+class MinimalPair(NamedTuple):
+    """
+    Two sentences that differ in one contrast of grammar.
+
+    Args:
+        paradigm: the name of the contrast, in BLiMP `UID`, such as `adjunct_island`.
+        phenomenon: what the paradigm belongs to, in BLiMP `linguistics_term`, such as `island_effects`.
+        good, bad: the grammatical and the ungrammatical sentence.
+    """
+
+    paradigm: str
+    phenomenon: str
+    good: str
+    bad: str
+
+
+def read_blimp(place: str) -> list[MinimalPair]:
+    """
+    The pairs of BLiMP, in the order of the names of their paradigms.
+
+    Args:
+        place: a folder with BLiMP's JSONL files, also packed; or `hub` for `nyu-mll/blimp`.
+
+    Raises:
+        UserError: there is no such folder or it has no JSONL file; a line lacks a sentence; or the Hub gave no data.
+    """
+    pairs = []
+    for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
+        good, bad = sentences = row.get("sentence_good"), row.get("sentence_bad")
+        if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
+            raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
+        pairs.append(MinimalPair(str(row.get("UID") or name), str(row.get("linguistics_term") or name), good, bad))
+    if not pairs:
+        raise UserError(f"blimp {place}: no .jsonl file with a minimal pair in this folder; copy BLiMP's files there")
+    return sorted(pairs, key=lambda pair: pair.paradigm)
+
+
+def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
+    """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
+    folder = Path(place)
+    if not folder.is_dir():
+        raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
+    for file in sorted(folder.iterdir()):
+        if tables.suffix_unpacked(file) == ".jsonl" and not file.name.startswith("."):
+            with explained(file, "", *READ_ERRORS):
+                rows = list(tables.table_rows(file))
+            yield from ((f"{file}, {line}", row, file.name.partition(".")[0]) for line, row in rows)
+
+
+def _hub_rows() -> Iterator[tuple[str, dict, str]]:
+    """As `_folder_rows`, of the data set on the Hub."""
+    import datasets
+
+    with sources.dataset_errors(HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"):
+        for config in datasets.get_dataset_config_names(HUB_DATASET):
+            for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
+                yield f"{HUB_DATASET} {config}, row {number}", row, config
+
+
+def sentences_of(pairs: Sequence[MinimalPair]) -> list[str]:
+    """The sentences of all pairs: of each pair first the good one, then the bad one (2 * pairs)."""
+    return [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
+
+
+def blimp_results(pairs: Sequence[MinimalPair], scores: np.ndarray) -> dict:
+    """
+    Accuracies with standard errors.
+
+    A pair counts 1 if the good sentence has the higher score, 1/2 if both scores are equal, and else 0. The accuracy
+    a of a paradigm is the mean over its n pairs, with the binomial standard error sqrt(a (1 - a) / n). The accuracy of
+    a phenomenon, and the overall one, is the mean over P paradigms, each with the same weight as in BLiMP; its
+    standard error is sqrt(sum of the paradigms' squared standard errors) / P.
+
+    Args:
+        scores: the score of each sentence of `sentences_of` (2 * pairs,).
+
+    Returns:
+        `accuracy`, `standard_error`, `paradigm_count`, `pairs`, `ties`, and by their names `phenomena` and
+        `paradigms`, with such figures of each.
+    """
+    good, bad = scores.reshape(-1, 2).T
+    names, firsts, numbers, counts = np.unique(
+        [pair.paradigm for pair in pairs], return_index=True, return_inverse=True, return_counts=True
+    )
+    ties = np.bincount(numbers, good == bad)
+    accuracies = (np.bincount(numbers, good > bad) + ties / 2) / counts
+    paradigms, groups = {}, {}
+    for number, name in enumerate(names.tolist()):
+        accuracy, count = float(accuracies[number]), int(counts[number])
+        paradigms[name] = {
+            "phenomenon": pairs[firsts[number]].phenomenon,
+            "accuracy": accuracy,
+            "standard_error": math.sqrt(accuracy * (1 - accuracy) / count),
+            "pairs": count,
+            "ties": int(ties[number]),
+        }
+        groups.setdefault(paradigms[name]["phenomenon"], []).append(paradigms[name])
+    return {
+        **_mean(list(paradigms.values())),
+        "phenomena": {name: _mean(groups[name]) for name in sorted(groups)},
+        "paradigms": paradigms,
+    }
+
+
+def _mean(paradigms):
+    """The figures of several paradigms together."""
+    count = len(paradigms)
+    return {
+        "accuracy": sum(figures["accuracy"] for figures in paradigms) / count,
+        "standard_error": math.sqrt(sum(figures["standard_error"] ** 2 for figures in paradigms)) / count,
+        "paradigm_count": count,
+        "pairs": sum(figures["pairs"] for figures in paradigms),
+        "ties": sum(figures["ties"] for figures in paradigms),
+    }

@@ -1,1 +1,0 @@
-"""`d2l-bert embed` and `d2l-bert attention`: the vectors of an encoder, and what its heads attend to."""
