@@ -4,10 +4,9 @@ import csv
 import json
 import random
 
+import datasets
+
 from d2l_bert.__main__ import main
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.run import CLASSES
 
 
 NAMES = ["anna", "boris", "clara", "daniel"]
@@ -28,17 +27,12 @@ def rows_of(count, seed, classes=2):
         yield {"text": text, "label": NAMES[hero]}
 
 
-def write_csv(path, rows, names=None):
+def write_csv(path, rows):
     rows = list(rows)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names or list(rows[0]), extrasaction="ignore")
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    return path
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -50,11 +44,18 @@ def read_csv(path):
 def write_splits(folder, classes=2, sizes=(160, 40, 40)):
     """Files train.csv, validation.csv and test.csv in a folder; returns their options."""
     folder.mkdir(parents=True, exist_ok=True)
-    options = []
-    for number, (split, size) in enumerate(zip(("train", "validation", "test"), sizes, strict=True)):
-        path = write_csv(folder / f"{split}.csv", rows_of(size, number, classes))
-        options.append(f"--{split}_file={path}")
-    return options
+    splits = enumerate(zip(("train", "validation", "test"), sizes, strict=True))
+    return [
+        f"--{split}_file={write_csv(folder / f'{split}.csv', rows_of(size, number, classes))}"
+        for number, (split, size) in splits
+    ]
+
+
+def saved(folder, features=None, **splits):
+    """A dataset on the disk, with the rows of each split."""
+    made = {name: datasets.Dataset.from_list(list(rows), features) for name, rows in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(folder)
+    return str(folder)
 
 
 def finetune(model, output, *options):
@@ -63,8 +64,13 @@ def finetune(model, output, *options):
 
 
 def load(path, task, **options):
-    """The kind and the rows of a run on a file, without validation rows."""
-    config = FinetuneConfig(model="m", task=task, train_file=str(path), validation_share=0.0, **options)
+    """The task and the splits of a run on a file, by default without validation rows."""
+    from d2l_bert.training.finetuning.config import FinetuneConfig
+    from d2l_bert.training.finetuning.run import CLASSES
+    from d2l_bert.training.finetuning.splits import load_splits
+
+    given = {"train_file": str(path)} if path else {}
+    config = FinetuneConfig(**{"model": "m", "task": task, "validation_share": 0.0, **given, **options})
     config.check()
-    kind = CLASSES[config.kind](config)
-    return kind, load_data(config, kind)
+    made = CLASSES[config.task_type](config)
+    return made, load_splits(config, made)

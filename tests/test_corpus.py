@@ -13,10 +13,10 @@ from text_sources import texts, write_table
 
 from d2l_bert.__main__ import main
 from d2l_bert.folders import short_hash
+from d2l_bert.inference.embed import text_lines
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.sentences import all_documents
 from d2l_bert.tokenization.sources import decoded, file_source
-from d2l_bert.training.vectors.embed import text_lines
 
 
 def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):

@@ -46,7 +46,7 @@ NOT_RUN = {
     "d2l-bert demo": "the same; tests/test_pages.py starts it",
     "npm install": "downloads; tests/test_pages.py writes a page with what `make browsers` has installed",
     "d2l-bert export my-bert with-page": "needs the former",
-    "d2l-bert finetune my-bert --task sst2": "a data set of the Hub; tests/test_finetune_kinds_data.py has stand-ins",
+    "d2l-bert finetune my-bert --task sst2": "a data set of the Hub; tests/test_finetune_data.py has stand-ins",
     "d2l-bert finetune my-bert --task swag": "the same",
     "d2l-bert finetune my-bert --task text-classification --dataset": "the same",
     "d2l-bert finetune my-bert --task multiple-choice --dataset": "the same",
@@ -175,6 +175,7 @@ def test_every_launcher_takes_the_options_on_the_page():
         parsed = LAUNCHERS[launcher]().parse_args([*arguments, "script"])
         if launcher == "accelerate":
             _validate_launch_command(parsed)
+            assert parsed.multi_gpu or parsed.use_fsdp, "without a GPU, Accelerate else starts one process"
         assert set(re.findall(r"--\w+", ours)) <= options_of("pretrain"), ours
         tried.add(launcher)
     assert tried == set(LAUNCHERS)

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODEL_FILES
-from finetuning import FAST, NAMES, finetune, read_csv, rows_of, write_splits
+from finetuning import FAST, NAMES, finetune, read_csv, rows_of, saved, write_splits
 from huggingface_hub import ModelCard
 from local_hub import TOKEN, environment
+from matplotlib.figure import Figure
 from publishing import published
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
+from d2l_bert.model_cards import card
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.finetuning import run as finetuning_run
-from d2l_bert.training.finetuning.trainer import FinetuneTrainer
+from d2l_bert.training.finetuning import metrics as measures
+from d2l_bert.training.finetuning import output as output_folder
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,30 +95,26 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
 
 
 def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_path, capsys):
-    import datasets
+    def split(count, *labels):
+        return [{"sentence": row["text"], "label": labels[n % len(labels)]} for n, row in enumerate(rows_of(count, 0))]
 
-    features = datasets.Features(
-        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["negative", "positive"])}
-    )
-
-    def split(rows, labels):
-        content = {"sentence": [row["text"] for row in rows], "label": labels}
-        return datasets.Dataset.from_dict(content, features=features)
-
-    rows = list(rows_of(40, 0))
-    labels = [NAMES.index(row["label"]) for row in rows]
-    labels[3] = -1
-    splits = {
-        "train": split(rows, labels),
-        "validation": split(list(rows_of(12, 1)), [n % 2 for n in range(12)]),
-        "test": split(list(rows_of(8, 2)), [-1] * 8),
-    }
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    metrics = finetune(trained, tmp_path / "out", "--task=sst2", f"--dataset={tmp_path / 'saved'}", "--max_steps=2")
+    splits = {"train": [*split(39, 0, 1), *split(1, -1)], "validation": split(12, 0, 1), "test": split(8, -1)}
+    data = saved(tmp_path / "saved", **splits)
+    metrics = finetune(trained, tmp_path / "out", "--task=sst2", f"--dataset={data}", "--max_steps=2")
     shown = capsys.readouterr().err
-    assert "1 row is left out: no label" in shown and "test: 8 rows of saved, split test, without labels" in shown
+    assert "1 row is left out, the first because column 'label' is empty" in shown
+    assert "test: 8 rows of saved, split test, without labels" in shown
     assert "validation_accuracy" in metrics and "test_accuracy" not in metrics
     assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}
+
+
+def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path):
+    metrics = finetune(trained, tmp_path / "out", "--task=classification", *files, "--max_steps=2", "--bf16")
+    table = read_csv(tmp_path / "out" / "predictions.csv")
+    assert metrics["test_accuracy"] == np.mean([row["prediction"] == row["label"] for row in table])
+    answers = pipeline("text-classification", model=str(tmp_path / "out"))([row["text"] for row in table])
+    scores = [float(row["probability"]) for row in table]
+    assert [answer["score"] for answer in answers] == pytest.approx(scores, abs=2e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,13 +127,13 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
         raise KeyError("type")
 
     options = write_splits(tmp_path / "rows")
-    for name in ("render_card", "draw_curves"):
-        monkeypatch.setattr(finetuning_run, name, fail)
+    for name, module in (("render_card", card), ("draw_curves", output_folder)):
+        monkeypatch.setattr(module, name, fail)
         output = tmp_path / name
         command = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", "--max_steps=2"]
         assert main([*command, *options]) == 1
         monkeypatch.undo()
-        monkeypatch.setattr(FinetuneTrainer, "train", fail)  # the model is there, and is not trained again
+        monkeypatch.setattr(Trainer, "train", fail)  # the model is there, and is not trained again
         assert main([*command, *options, "--resume_from_checkpoint=latest"]) == 0
         AutoModelForSequenceClassification.from_pretrained(output)
         assert (output / "predictions.csv").exists()
@@ -160,27 +158,68 @@ def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(train
 # Several rates and seeds
 
 
-def test_of_several_rates_one_that_diverges_is_left_out(trained, tmp_path, monkeypatch, capsys):
-    train = FinetuneTrainer.train
+@pytest.fixture
+def diverging(monkeypatch):
+    """A function: the trainings with these rates or seeds diverge."""
+    train = Trainer.train
 
-    def diverge_at_the_first_rate(self, resume_from_checkpoint):
-        train(self)
-        if self.args.learning_rate == 1e-2:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(np.nan)
+    def set_up(*values):
+        def diverge(self, resume_from_checkpoint):
+            train(self)
+            if {self.args.learning_rate, self.args.seed} & set(values):
+                for parameter in self.model.parameters():
+                    parameter.data.fill_(np.nan)
 
-    monkeypatch.setattr(FinetuneTrainer, "train", diverge_at_the_first_rate)
-    options = [
-        "--task=classification",
-        *write_splits(tmp_path),
-        "--max_steps=2",
-        "--num_seeds=2",
-        "--learning_rate",
-        "1e-2",
-        "1e-3",
-    ]
-    metrics = finetune(trained, tmp_path / "out", *options)
+        monkeypatch.setattr(Trainer, "train", diverge)
+
+    return set_up
+
+
+def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging, fails, capsys):
+    diverging(1e-2, 43)
+    options = ["--task=classification", *write_splits(tmp_path), "--max_steps=2", "--num_seeds=3"]
+    metrics = finetune(trained, tmp_path / "out", *options, "--learning_rate", "1e-2", "1e-3")
     assert metrics["diverged_rates"] == [1e-2] and [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
-    assert {result["learning_rate"] for result in metrics["seeds"]} == {1e-3} and len(metrics["seeds"]) == 2
+    assert metrics["diverged_seeds"] == [43] and [result["seed"] for result in metrics["seeds"]] == [42, 44]
     said = capsys.readouterr().err
-    assert "rate-0.01-seed-42: the training diverged" in said and "rate 0.01 is left out" in said
+    assert "rate-0.01-seed-42: the training diverged" in said and "rate-0.001-seed-43: the training diverged" in said
+    diverging(42, 43, 44)
+    line = fails("finetune", trained, f"--output_dir={tmp_path / 'none'}", *options, "--learning_rate=1e-3")
+    assert "the training diverged" in line and "give a lower learning_rate than 0.001" in line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report by class
+
+
+def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
+    metrics, card = json.loads((tuned / "metrics.json").read_text()), (tuned / "README.md").read_text()
+    assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
+    rows, report = read_csv(tuned / "predictions.csv"), metrics["classification_report"]["test"]
+    for name in ("anna", "boris"):
+        right = sum(row["label"] == row["prediction"] == name for row in rows)
+        both = sum((row["label"] == name) + (row["prediction"] == name) for row in rows)
+        assert report[name]["f1-score"] == pytest.approx(2 * right / both)
+        assert f"| `{name}` | " in card
+    assert report["boris"]["f1-score"] == pytest.approx(metrics["test_f1"])
+    finetune(trained, tuned.parent / "short", "--task=classification", *files, "--max_steps=1")
+    said = capsys.readouterr()
+    assert "F1 is that of the class 'boris'" in said.err and "f1 is that of the class 'boris'" in said.out
+
+
+@pytest.mark.parametrize(
+    "classes, labels",
+    [(["$5_$10", "a"], ["$5_$10", "a"]), (["不良", "a"], ["0", "1"]), (list(map(str, range(31))), None)],
+)
+@pytest.mark.filterwarnings("error")
+def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labels, tmp_path, monkeypatch):
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
+    )
+    shown = measures.draw_confusion([0, 1], [1, 1], classes, "rows of $1 or $2", tmp_path)
+    if labels is None:
+        assert shown == {} and not figures
+    else:
+        assert [label.get_text() for label in figures[0].axes[0].get_xticklabels()] == labels
+        assert ("numbers" in shown["confusion_matrix.png"]) == (labels != classes)

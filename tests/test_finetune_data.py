@@ -1,154 +1,170 @@
-"""Rows, options and folders of `d2l-bert finetune`: what is wrong gets one line, what is right is read as meant."""
+"""Wrong rows, options and folders of `d2l-bert finetune`: one line each, before anything is trained or written."""
 
 import json
 
 import pytest
-from finetuning import load, rows_of, write_csv, write_jsonl
-from small_tasks import tag_rows, write_rows
-
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.folder import write_table
-from d2l_bert.training.finetuning.run import CLASSES
+import wrong_rows
+from finetuning import rows_of, write_csv
 
 
 TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
 
-# The kind, the files by option (bytes or text; .csv, unless the name says otherwise), words of the error line.
+# The task, the files by option (bytes or text; .csv, unless the name says otherwise), words of the error line.
 WRONG = {
-    "no label column": ("classification", {"train": "text\na\n"}, ["no column 'label'; it has 'text'", "--label_col"]),
-    "no text column": ("classification", {"train": "label\n1\n0\n"}, ["no column 'text'; it has 'label'"]),
+    "no label column": (
+        "text-classification",
+        {"train": "text\na\n"},
+        ["no column 'label'; it has 'text'", "--label_col"],
+    ),
+    "no text column": ("text-classification", {"train": "label\n1\n0\n"}, ["no column 'text'; it has 'label'"]),
     "validation without text": (
-        "classification",
+        "text-classification",
         {"train": TWO, "validation": "txt,label\na,yes\n"},
         ["validation_file validation.csv: no column 'text'"],
     ),
-    "test without text": ("classification", {"train": TWO, "test": "txt\na\n"}, ["test_file test.csv: no column"]),
+    "test without text": (
+        "text-classification",
+        {"train": TWO, "test": "txt\na\n"},
+        ["test_file test.csv: no column"],
+    ),
     "validation without labels": (
-        "classification",
+        "text-classification",
         {"train": TWO, "validation": "text\na\n"},
         ["validation_file validation.csv: no column 'label'"],
     ),
     "validation with empty labels": (
-        "classification",
+        "text-classification",
         {"train": TWO, "validation": "text,label\na,\n"},
         ["validation_file validation.csv: column 'label' is empty"],
     ),
     "an empty text": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,yes\n  ,no\nb,no\n"},
         ["train_file train.csv, line 3: column 'text' is empty; write a text there, or take the row out"],
     ),
     "an empty text in the test rows": (
-        "classification",
+        "text-classification",
         {"train": TWO, "test": "text,label\n,yes\n"},
         ["test_file test.csv, line 2: column 'text' is empty"],
     ),
     "an empty second text": (
-        "classification",
+        "text-classification",
         {"train": 'text,text_pair,label\na,b,yes\na,"",no\n'},
         ["line 3: column 'text_pair' is empty"],
     ),
-    "an empty label": ("classification", {"train": "text,label\na,yes\nb,\n"}, ["line 3: column 'label' is empty"]),
+    "an empty label": (
+        "text-classification",
+        {"train": "text,label\na,yes\nb,\n"},
+        ["line 3: column 'label' is empty"],
+    ),
     "labels for some test rows only": (
-        "classification",
+        "text-classification",
         {"train": TWO, "test": "text,label\na,yes\nb,\n"},
         ["test_file test.csv, line 3: column 'label' is empty"],
     ),
     "a label that training lacks": (
-        "classification",
+        "text-classification",
         {"train": TWO, "validation": "text,label\na,yes\nb,maybe\n"},
         ["validation_file validation.csv, line 3: label 'maybe' does not stand in the training rows", "'no', 'yes'"],
     ),
     "a label of the test rows that training lacks": (
-        "classification",
+        "text-classification",
         {"train": TWO, "test": "text,label\na,maybe\n"},
         ["test_file test.csv, line 2: label 'maybe' does not stand in the training rows"],
     ),
-    "an empty file": ("classification", {"train": ""}, ["train_file train.csv"]),
-    "no rows": ("classification", {"train": "text,label\n"}, ["train_file train.csv"]),
+    "an empty file": ("text-classification", {"train": ""}, ["train_file train.csv"]),
+    "no rows": ("text-classification", {"train": "text,label\n"}, ["train_file train.csv"]),
     "no validation rows": (
-        "classification",
+        "text-classification",
         {"train": TWO, "validation": "text,label\n"},
         ["validation_file validation.csv"],
     ),
-    "no test rows": ("classification", {"train": TWO, "test": b""}, ["test_file test.csv"]),
+    "no test rows": ("text-classification", {"train": TWO, "test": b""}, ["test_file test.csv"]),
     "floats for classes": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,0.5\nb,1.25\n"},
         ["line 2: column 'label' holds numbers such as 0.5, not classes; give --task regression"],
     ),
     "floats for classes in JSON": (
-        "classification",
+        "text-classification",
         {"train.jsonl": '{"text": "a", "label": 1.0}\n{"text": "b", "label": 0.0}\n'},
         ["holds numbers such as 1.0, not classes"],
     ),
     "lists for classes": (
-        "classification",
+        "text-classification",
         {"train.jsonl": '{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["y"]}\n'},
-        ["holds list, not classes", "--task multilabel"],
+        ["holds list, not classes", "--task multi_label_classification"],
     ),
     "one class": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,1\nb,1\n"},
         ["every row has the label '1'", "two classes at least"],
     ),
-    "a class for each row": ("classification", {"train": "text,label\na,1\nb,2\nc,3\n"}, ["a label of its own"]),
-    "another encoding": ("classification", {"train": "text,label\nü,1\n".encode("latin-1")}, ["train_file train.csv"]),
+    "a class for each row": ("text-classification", {"train": "text,label\na,1\nb,2\nc,3\n"}, ["a label of its own"]),
+    "another encoding": (
+        "text-classification",
+        {"train": "text,label\nü,1\n".encode("latin-1")},
+        ["train_file train.csv"],
+    ),
     "UTF-16 without a byte order mark": (
-        "classification",
+        "text-classification",
         {"train": TWO.encode("utf-16-le")},
         ["train_file train.csv"],
     ),
     "a label of pandas for none": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,yes\nb,nan\nc,no\n"},
         ["line 3: column 'label' holds"],
     ),
     "one text in all rows": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,yes\na,no\na,no\n"},
         ["has too few different texts to hold out some for validation"],
     ),
     "another encoding in JSON": (
-        "classification",
+        "text-classification",
         {"train.jsonl": '{"text": "Zürich", "label": 1}\n'.encode("latin-1")},
         ["train_file train.jsonl"],
     ),
     "more fields": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,b,yes\n"},
         ["train_file train.csv", "train_file train.csv"],
     ),
     "fewer fields": (
-        "classification",
+        "text-classification",
         {"train": "text,label\na,yes\nb\n"},
         ["train_file train.csv", "train_file train.csv"],
     ),
-    "an open quote": ("classification", {"train": 'text,label\n"a,yes\nb,no\n'}, ["train_file train.csv"]),
+    "an open quote": ("text-classification", {"train": 'text,label\n"a,yes\nb,no\n'}, ["train_file train.csv"]),
     "two columns of a name": (
-        "classification",
+        "text-classification",
         {"train": "text,text,label\na,b,1\n"},
         ["train_file train.csv"],
     ),
-    "no JSON": ("classification", {"train.jsonl": '{"text": "a"\n'}, ["train_file train.jsonl"]),
+    "no JSON": ("text-classification", {"train.jsonl": '{"text": "a"\n'}, ["train_file train.jsonl"]),
     "a line without a value": (
-        "classification",
+        "text-classification",
         {"train.jsonl": '{"text": "a", "label": 1}\n{"text": "b"}\n'},
         ["train_file train.jsonl"],
     ),
     "numbers as texts": (
-        "classification",
+        "text-classification",
         {"train.jsonl": '{"text": 1, "label": 1}\n{"text": 2, "label": 0}\n'},
         ["line 1: column 'text' holds int, not text"],
     ),
-    "texts and numbers in a column": (
-        "classification",
-        {"train.jsonl": '{"text": "a", "label": 1}\n\n{"text": "b", "label": "1"}\n'},
-        ["train_file train.jsonl, line 3: column 'label' holds str, unlike line 1"],
+    "a column without a name": (
+        "text-classification",
+        {"train": ",sentence,label\n0,a text,yes\n1,another,no\n"},
+        ["train_file train.csv: no column 'text'; it has '', 'sentence', 'label': name one with --text_column"],
     ),
-    "another suffix": ("classification", {"train.txt": "a\n"}, ["_file "]),
-    "damaged Parquet": ("classification", {"train.parquet": b"PAR1"}, ["train.parquet: cannot be read"]),
+    "a list of strings": (
+        "text-classification",
+        {"train.json": '["a", "b"]'},
+        ["train.json: cannot be read", "no object"],
+    ),
+    "another suffix": ("text-classification", {"train.txt": "a\n"}, ["_file "]),
+    "damaged Parquet": ("text-classification", {"train.parquet": b"PAR1"}, ["train.parquet: cannot be read"]),
     "NaN for a number": (
         "regression",
         {"train": "text,label\na,1\nb,nan\n"},
@@ -173,27 +189,36 @@ WRONG = {
         {"train": "text,label\na,1\nb,2\n", "test": "text,label\na,NaN\n"},
         ["test_file test.csv, line 2", "not a finite number"],
     ),
-    "no labels at all": ("multilabel", {"train": "text,label\na,\nb,\n"}, ["every row has the labels"]),
-    "all labels in every row": ("multilabel", {"train": 'text,label\na,"x,y"\nb,"x,y"\n'}, ["'x', 'y'"]),
+    "numbers that float32 cannot tell apart": (
+        "regression",
+        {"train": "text,label\na,1000000001\nb,1000000009\n"},
+        ["differ by 4 around 1e+09", "subtract a constant"],
+    ),
+    "no labels at all": ("multi_label_classification", {"train": "text,label\na,\nb,\n"}, ["column 'label' is empty"]),
+    "all labels in every row": (
+        "multi_label_classification",
+        {"train": 'text,label\na,"x,y"\nb,"x,y"\n'},
+        ["'x', 'y'"],
+    ),
     "an unknown label of several": (
-        "multilabel",
+        "multi_label_classification",
         {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
         ["validation.csv, line 2: label 'z' does not stand in the training rows"],
     ),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", [*WRONG, *wrong_rows.WRONG])
 @pytest.mark.filterwarnings("error")
 def test_wrong_rows_get_one_line_and_nothing_is_written(case, trained, tmp_path, fails):
-    kind, contents, words = WRONG[case]
+    task, contents, words = (WRONG | wrong_rows.WRONG)[case]
     options = []
     for name, content in contents.items():
         file = tmp_path / (name if "." in name else f"{name}.csv")
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         options.append(f"--{name.partition('.')[0]}_file={file}")
     before = sorted(tmp_path.iterdir())
-    line = fails("finetune", trained, f"--task={kind}", f"--output_dir={tmp_path / 'out'}", *options)
+    line = fails("finetune", trained, f"--task={task}", f"--output_dir={tmp_path / 'out'}", *options)
     for word in words:
         assert word in line
     assert sorted(tmp_path.iterdir()) == before
@@ -207,7 +232,7 @@ OPTIONS = [  # options, words of the error line
     ("--task classification --train_file .", ["train_file ."]),
     ("--task classification --train_file a --dataset b", ["both give the training rows; give one"]),
     ("--task classification --train_file a --test_split b", ["test_split is for dataset"]),
-    ("--task classification --train_file a --label_column x y", ["several columns are for --task multilabel"]),
+    ("--task classification --train_file a --label_column x y", ["several columns are for --task multi_label"]),
     ("--task sst2 --validation_share 1", ["validation_share", "got 1.0"]),
     ("--task sst2 --validation_share 0.1 --validation_file v", ["validation_share holds out training rows"]),
     ("--task sst2 --learning_rate fast", ["learning_rate takes numbers above 0", "got fast"]),
@@ -219,17 +244,36 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --eval_strategy steps", ["give --eval_steps N"]),
     ("--task sst2 --eval_steps 5", ["eval_steps is for eval_strategy steps"]),
     ("--task sst2 --num_seeds 0", ["num_seeds", "got 0"]),
-    ("--task sst2 --layerwise_decay 1.5", ["layerwise_decay", "got 1.5"]),
     ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob"]),
     ("--task sst2 --metric_for_best_model bleu", ["metric_for_best_model 'bleu'", "accuracy, f1"]),
     ("--task sst2 --hub_model_id me/x", ["hub_model_id is for push_to_hub"]),
     ("--task sst2 --report_to none wandb", ["report_to takes none"]),
     ("--task sst2 --train_fil x", ["unknown option --train_fil; did you mean --train_file?"]),
-    (
-        "--task sst2",
-        ["_file ", "_file "],
-    ),
+    ("--task sst2", ["_file "]),
+    ("--task classification --dataset d --validation_split test --test_split test", ["name a split twice"]),
+    ("--task classification --dataset d --validation_split train", ["name a split twice"]),
     ("--task classification --dataset no/where", ["_file "]),
+    ("--task sst2 --doc_stride 8", ["doc_stride is for --task question-answering; leave it out"]),
+    ("--task conll2003 --context_column a", ["context_column is for --task question-answering or multiple-choice"]),
+    ("--task squad --text_column a", ["text_column is for --task text-classification"]),
+    ("--task squad --choices_column a b", ["choices_column is for --task multiple-choice"]),
+    ("--task conll2003 --label_separator ;", ["label_separator is for --task multi_label_classification"]),
+    (
+        "--task multilabel --train_file a --label_separator ; --label_column a b",
+        ["label_separator is for one column of labels, and label_column names several"],
+    ),
+    ("--task answers --license foo", ["license 'foo'", "https://huggingface.co/docs/hub/repositories-licenses"]),
+    ("--task squad --max_answer_length 0", ["max_answer_length", "got 0"]),
+    ("--task squad --doc_stride -1", ["doc_stride", "got -1"]),
+    ("--task squad --null_score_diff_threshold nan", ["null_score_diff_threshold", "must be a finite number"]),
+    (
+        "--task conll2003 --metric_for_best_model exact_match",
+        ["--task conll2003 has f1, precision, recall, strict_f1, accuracy"],
+    ),
+    ("--task squad", ["dataset rajpurkar/squad: cannot be read"]),
+    ("--task squad_v2", ["dataset rajpurkar/squad_v2: cannot be read"]),
+    ("--task swag", ["dataset allenai/swag: cannot be read"]),
+    ("--task conll2003", ["dataset lhoestq/conll2003: cannot be read"]),
 ]
 
 
@@ -260,72 +304,3 @@ def test_an_output_folder_with_other_things_is_kept(trained, rows_file, tmp_path
     assert "go on with --resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
     both = ["--resume_from_checkpoint=latest", "--overwrite_output_dir"]
     assert "give one" in fails(*command, f"--output_dir={run}", *both)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that are right
-
-
-def loaded(tmp_path, rows, **options):
-    path = write_jsonl(tmp_path / "train.jsonl", rows)
-    config = FinetuneConfig(**{"model": "m", "task": "classification", "train_file": str(path), **options})
-    config.check()
-    kind = CLASSES[config.kind](config)
-    return load_data(config, kind), kind
-
-
-def test_held_out_rows_are_drawn_by_the_seed_and_share_no_text_with_training(tmp_path):
-    rows = [{"text": f"text {n % 50}", "label": n % 2} for n in range(100)]
-    data, kind = loaded(tmp_path, rows, validation_share=0.2)
-    assert len(data.validation) == 20 and len(data.train) == 80
-    assert not set(kind.texts(data.train)) & set(kind.texts(data.validation))
-    again, _ = loaded(tmp_path, rows, validation_share=0.2)
-    other, _ = loaded(tmp_path, rows, validation_share=0.2, seed=7)
-    assert again.validation.columns == data.validation.columns != other.validation.columns
-    default, _ = loaded(tmp_path, rows)
-    assert len(default.validation) == 10
-    none, _ = loaded(tmp_path, rows, validation_share=0)
-    assert none.validation is None and len(none.train) == 100
-
-
-def test_classes_are_in_the_order_of_their_numbers_or_names(tmp_path):
-    def classes(labels, **options):
-        _, kind = loaded(
-            tmp_path, [{"text": f"t{n}", "label": label} for n, label in enumerate(labels * 2)], **options
-        )
-        return kind.classes
-
-    assert classes([10, 2, 1]) == ["1", "2", "10"]
-    assert classes(["no", "yes", "maybe"]) == ["maybe", "no", "yes"]
-    assert classes([True, False]) == ["False", "True"]
-    assert classes([["b", "a"], [], ["a"]], task="multilabel") == ["a", "b"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells and labels
-
-
-def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
-    rows = tag_rows(6, 0)
-    _, data = load(write_rows(tmp_path / "rows.jsonl", rows), "tags")
-    write_table(tmp_path / "rows.csv", data.train.columns, {})
-    kind, again = load(tmp_path / "rows.csv", "tags")
-    assert [row.label for row in again.train.rows] == [row["ner_tags"] for row in rows]
-    assert kind.texts(again.train) == [tuple(row["tokens"]) for row in rows]
-    write_table(tmp_path / "labels.csv", {"text": ["one", "two"], "label": [["a", "b"], ["b"]]}, {})
-    kind, data = load(tmp_path / "labels.csv", "multilabel")
-    assert kind.classes == ["a", "b"] and kind.targets(data.train).tolist() == [[1, 1], [0, 1]]
-
-
-def test_labels_of_choices_are_numbers_or_letters(tmp_path):
-    def targets(*rows):
-        path = write_rows(
-            tmp_path / "rows.jsonl", [{"context": "a", "choices": each, "label": label} for each, label in rows]
-        )
-        kind, data = load(path, "multiple_choice")
-        return kind.targets(data.train).tolist()
-
-    assert targets((["2", "3", "1"], "2"), (["7", "8", "9"], "0")) == [2, 0]
-    assert targets((["b", "A", "c"], "A"), (["b", "c", "d"], "C")) == [0, 2]
-    assert targets((["a", "b"], "1.0"), (["c", "d"], "0.0")) == [1, 0]
-    assert targets((["2", "0", "1"], 2), (["2", "0", "1"], 0)) == [2, 0]

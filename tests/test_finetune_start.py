@@ -5,16 +5,14 @@ import shutil
 
 import pytest
 import torch
-from finetuning import finetune, rows_of, write_csv
+from finetuning import finetune, load, rows_of, write_csv
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.data import load_data
-from d2l_bert.training.finetuning.folder import start_folder
-from d2l_bert.training.finetuning.run import CLASSES
-from d2l_bert.training.finetuning.start import make_model, read_start
+from d2l_bert.training.finetuning.output import start_folder
+from d2l_bert.training.finetuning.trainer import make_model, read_start
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,14 +23,11 @@ def rows_file(tmp_path):
     return f"--train_file={write_csv(tmp_path / 'train.csv', rows_of(20, 0))}"
 
 
-def made(model, rows_file, **options):
+def made(model, rows_file):
     """The model that a run starts with, and the names of its modules with fresh weights."""
-    file = rows_file.partition("=")[2]
-    config = FinetuneConfig(model=str(model), task="classification", train_file=file, **options)
-    kind = CLASSES[config.kind](config)
-    load_data(config, kind)
+    task, _ = load(rows_file.partition("=")[2], "classification", model=str(model))
     torch.manual_seed(0)
-    return make_model(read_start(config, kind), kind, config.from_scratch)
+    return make_model(read_start(task.config, task), task)
 
 
 @pytest.mark.parametrize("labels", [2, 5])
@@ -67,15 +62,29 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     for note in notes:
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text("precious")
-    (folder / "models_in_training" / "rate-1-seed-1").mkdir(parents=True)
+    (folder / "attempts" / "rate-1-seed-1").mkdir()
     start_folder(FinetuneConfig(model="m", overwrite_output_dir=True), folder, {"finetune": {}})
     assert all(note.read_text() == "precious" for note in notes) and "confusion_matrix.png" in pictures
     kept = {path.name for path in folder.iterdir()}
     assert {"notes.txt", "plots", "runs", "run_config.json"} <= kept
-    assert not kept & {"model.safetensors", "metrics.json", "predictions.csv", "models_in_training", *pictures}
+    assert not kept & {"model.safetensors", "metrics.json", "predictions.csv", "attempts", *pictures}
 
 
-def test_a_finished_run_is_replaced_and_not_resumed(finished, trained, rows_file, fails):
-    for option in ([], ["--resume_from_checkpoint=latest"]):
-        line = fails("finetune", trained, "--task=classification", rows_file, f"--output_dir={finished}", *option)
-        assert "holds a finished run" in line and "replace it with --overwrite_output_dir" in line
+def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, trained, fails, tmp_path):
+    folder, rows = shutil.copytree(finished, tmp_path / "out"), finished.parent
+    command = [
+        "--task=classification", f"--train_file={rows / 'a.csv'}", f"--validation_file={rows / 'b.csv'}",
+        "--max_steps=1", "--lr_scheduler_type=constant",
+    ]  # fmt: skip
+    line = fails("finetune", trained, *command, f"--output_dir={folder}")
+    assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
+    before, weights = json.loads((folder / "metrics.json").read_text()), (folder / "model.safetensors").read_bytes()
+    metrics = finetune(trained, folder, *command, "--num_seeds=3", "--resume_from_checkpoint=latest")
+    assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
+    best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))
+    assert metrics["kept_seed"] == best["seed"]
+    assert (weights == (folder / "model.safetensors").read_bytes()) == (best["seed"] == 42)
+    whole = finetune(trained, tmp_path / "whole", *command, "--num_seeds=3")
+    assert whole["mean"] == metrics["mean"] and whole["kept_seed"] == metrics["kept_seed"]
+    line = fails("finetune", trained, *command, f"--output_dir={folder}", "--resume_from_checkpoint=latest")
+    assert "num_seeds was 3" in line

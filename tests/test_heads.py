@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig
 
 import d2l_bert
-from d2l_bert.modeling.bert_checkpoints import from_bert
+from d2l_bert.modeling.conversion import from_bert
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

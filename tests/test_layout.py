@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "d2l_bert.": "src/d2l_bert",
+    "d2l_bert.inference.": "src/d2l_bert/inference",
     **{f"d2l_bert.{n}.": n for n in ("modeling", "tokenization", "training", "model_cards")},
-    **{f"d2l_bert.training.{n}.": f"training/{n}" for n in ("data", "evaluation", "finetuning", "vectors")},
+    **{f"d2l_bert.training.{n}.": f"training/{n}" for n in ("data", "evaluation", "finetuning")},
 }
 DRAWING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The layout")[2].partition("\n## ")[0]
 

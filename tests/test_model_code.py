@@ -78,7 +78,7 @@ def test_code_in_a_model_folder_is_never_run_and_the_user_is_not_asked(with_code
         (["pretrain", f"--corpus={prepared}", *run], "damaged prepared folder"),
         (["publish", str(with_code["model"]), "someone/new"], "MyTokenizer"),
         (["publish", str(with_code["unknown"]), "someone/new"], "a mine model"),
-        (["publish", str(with_code["stock"]), "someone/new"], "code by auto_map"),
+        (["publish", str(with_code["stock"]), "someone/new"], "auto_map"),
         (["convert", str(with_code["bert"]), out, "--from=bert"], no_code),
         (["convert", str(with_code["unknown"]), out, "--from=bert"], no_code),
         (["convert", str(with_code["tokenizer"]), out, "--from=d2l", "--num_attention_heads=2"], "pretrained.params"),

@@ -50,7 +50,7 @@ def test_help_loads_no_library_and_no_package_of_ours(tmp_path, words):
     [
         (["publish", "run", "me/x", "--bogus"], {"model_cards.config"}),
         (["prepare", "--bogus"], {"tokenization.config", "tokenization.rules"}),
-        (["attention", "run", "--help"], {"training.vectors.config", "tokenization.config", "tokenization.rules"}),
+        (["attention", "run", "--help"], {"inference.config", "tokenization.config", "tokenization.rules"}),
         (["fill-mask", "run", "a", "--bogus"], set()),
         (["finetune", "run", "--bogus"], {"training.finetuning.config", "training.config"}),
         (["pretrain", "--help"], {"training.recipes", "training.config"}),
@@ -61,9 +61,9 @@ def test_help_and_errors_of_a_command_load_its_options_alone(tmp_path, words, pa
     modules, said, code = loaded(tmp_path, *words)
     assert code == (0 if "--help" in words else 2) and said
     assert not OF_WORK & modules and packages <= ours(modules)
-    of_work = {"training.pretrain", "training.finetuning.run", "training.evaluation.run", "tokenization.sources"}
-    assert not {*of_work, "training.optimizer", "model_cards.card", "pair_tasks", "demo"} & ours(modules)
-    if not any(package.startswith("training.") for package in packages - {"training.vectors.config"}):
+    of_work = {"training.pretrain", "training.finetuning.run", "training.evaluation.evaluate", "tokenization.sources"}
+    assert not {*of_work, "training.optimizer", "model_cards.card", "pair_tasks", "inference.demo"} & ours(modules)
+    if not any(package.startswith("training.") for package in packages):
         assert not {"torch", "transformers"} & modules
 
 

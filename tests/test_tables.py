@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from text_sources import texts, write_table
 
+from d2l_bert.inference.embed import text_lines
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.tokenization.tables import file_kind, text_rows
-from d2l_bert.training.finetuning.tables import read_file
-from d2l_bert.training.vectors.embed import text_lines
+from d2l_bert.training.finetuning.splits import read_file
 
 
 TEXTS = ["First, with a comma.\n\nSecond – naïve.", "Another document.\nOf two lines."]
@@ -102,6 +102,12 @@ def test_rows_and_files_without_text_are_counted_and_skipped(tmp_path):
 # CSV and TSV
 
 
+def columns_of(file, *separator):
+    """The columns of a table as `finetune` reads it."""
+    split = read_file(str(file), "train_file", *separator)
+    return {name: [cells[name] for cells in split.cells] for name in split.columns}
+
+
 def refusals(file):
     """What each reader says of a table that it refuses: of text to train on, of texts to embed, of labelled rows."""
     readers = {
@@ -135,10 +141,10 @@ def test_the_cells_of_a_csv_file_are_those_that_were_written(between, end, encod
     file.write_bytes(written.getvalue().encode(encoding))
     assert list(text_rows(file, "text")) == cells
     table = read_file(str(file), "train_file")
-    assert list(zip(*table.columns.values(), strict=True)) == rows
+    assert [tuple(cells.values()) for cells in table.cells] == rows
     line = 2  # each row begins behind the line ends of those before it
     for number, cell in enumerate(cells):
-        assert table.place(number) == f"train_file rows.csv, line {line:,}"
+        assert table.places[number] == f"line {line:,}"
         line += 1 + len(cell.replace("\r\n", "\n").replace("\r", "\n").split("\n")) - 1
 
 
@@ -174,7 +180,7 @@ def test_quotes_in_a_tsv_file_are_text_and_a_row_of_other_cells_is_refused_with_
     file = tmp_path / "rows.tsv"
     file.write_text("label\ttext\n" + "".join(f"1\t{cell}\n" for cell in cells))
     assert list(text_lines(str(file))) == list(text_rows(file, "text")) == cells
-    assert read_file(str(file), "train_file").columns == {"label": ["1"] * len(cells), "text": cells}
+    assert columns_of(file) == {"label": ["1"] * len(cells), "text": cells}
     for row in ("1\ta\tb", "1"):
         file.write_text(f"label\ttext\n1\ta\n{row}\n")
         assert all("rows.tsv: line 3: " in said for said in refusals(file))
@@ -189,9 +195,7 @@ def test_the_separator_is_said_and_another_can_be_given(tmp_path, caplog):
     file.write_text('id,text\n1,a; b; c\n2,"d, e"\n')
     assert list(text_rows(file, "text")) == ["a; b; c", "d, e"] and not caplog.messages
     file.write_text("n,m,k;text\n1,2,3;a, b\n")
-    assert (
-        list(text_lines(str(file), "text", ";")) == read_file(str(file), "train_file", ";").columns["text"] == ["a, b"]
-    )
+    assert list(text_lines(str(file), "text", ";")) == columns_of(file, ";")["text"] == ["a, b"]
     given = open_sources([str(file)], [], "train", TextConfig(separator=";"), None)
     assert texts(given[0]) == [["a, b"]] and given[0].identity != file_source(file).identity
     file.write_text("a b|text\n1|a, b\n")
@@ -238,7 +242,7 @@ def test_half_a_character_is_replaced_and_counted(tmp_path, caplog):
     file.write_text("\n".join(lines))
     expected = [whole["text"], "a \ufffd b", whole["text"], "\\ud83d"]
     assert list(text_rows(file, "text")) == expected and "in 1 rows" in caplog.text
-    columns = read_file(str(file), "train_file").columns
+    columns = columns_of(file)
     assert columns == {"text": expected, "tags": [["\U0001f600"], ["\ufffd"], ["\U0001f600"], []]}
 
 
@@ -290,7 +294,7 @@ def test_a_table_is_read_as_such_whatever_its_name(name, packed, tmp_path):
     file.write_bytes(PACKERS[packed](content.encode()))
     expected = [f"Page {number}." for number in range(30)]
     assert texts(file_source(file)) == [[text] for text in expected]
-    assert list(text_lines(str(file))) == read_file(str(file), "train_file").columns["text"] == expected
+    assert list(text_lines(str(file))) == columns_of(file)["text"] == expected
     unnamed = tmp_path / "unnamed"  # a packed file is known by its first bytes, too
     file.rename(unnamed)
     assert "csv" in name or list(text_lines(str(unnamed))) == expected

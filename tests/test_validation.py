@@ -54,7 +54,7 @@ def jsonl(path, texts, column="text"):
 
 def test_the_figures_are_those_of_every_pair_of_the_validation_text(evaluated, books, check_books):
     metrics, record = read_json(evaluated / "metrics.json"), read_json(evaluated / "run_config.json")
-    run = PretrainConfig(**record["run"])
+    run = PretrainConfig(**{**record["run"], "corpus": [str(books)], "validation_corpus": [str(check_books)]})
     text = prepare(run)
     model = D2lBertForPreTraining.from_pretrained(evaluated)
     # One pair in a micro-batch, and no limit on their number: neither may change a figure.

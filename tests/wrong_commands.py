@@ -55,7 +55,6 @@ AT_ONCE = [
     ("export run out --runtime js", "page"),
     ("export run out --task summarization", "--task"),
     ("demo run --port 0", "--port"),
-    ("publish run me/x --space me/y --revision branch", "space"),
     ("pretrain --output_dir run --resume_from_checkpoint latest --overwrite_output_dir", "overwrite_output_dir"),
     ("pretrain --hub_model_id me/x", "push_to_hub"),
     ("pretrain --push_to_hub", "license"),
@@ -184,7 +183,7 @@ AT_ONCE = [
     ("evaluate run --corpus books --objective sop", "sop"),
     # Models to convert and to publish.
     ("convert run out --from bert", "d2l-bert"),
-    ("convert bert out --to bert", "--from bert"),
+    ("convert bert out --to bert", "d2l-bert"),
     ("convert gpt2 out --from bert", "gpt2"),
     ("convert decoder out --from bert", "decoder"),
     ("convert loud out --from bert", "silu"),
@@ -233,7 +232,6 @@ AT_ONCE = [
     ("attention run a --output a.jpg", "a.jpg"),
     ("attention run a --output there.png", "there.png"),
     ("evaluate run --blimp pairs --output run/config.json", "run/config.json"),
-    ("evaluate run --blimp pairs --output run/training_curves.json", "run/training_curves.png"),
     ("evaluate run --blimp pairs --plot dangling.png", "dangling.png"),
 ]
 

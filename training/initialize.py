@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from d2l_bert.messages import UserError, explained, reading_model, refuse_first
-from d2l_bert.modeling import bert_checkpoints, conversion, loading
+from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization.config import TextConfig
@@ -128,7 +128,7 @@ def read_architecture(name: str) -> D2lBertConfig:
     with reading_model(name, "init_from "):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if isinstance(config, BertConfig):
-            return D2lBertConfig(**bert_checkpoints.shared_fields(config), embedding_layer_norm=True)
+            config = conversion.our_config(config)
         if not isinstance(config, D2lBertConfig):
             raise UserError(f"it is a {config.model_type} model, not a d2l-bert one or a stock BERT; give another")
     return D2lBertConfig(**{field: getattr(config, field) for field in D2lBertConfig.__annotations__})
@@ -179,16 +179,12 @@ def start_from(
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
     with reading_model(run.init_from, "init_from "):
+        saved_model, _ = conversion.read_model(run.init_from)
         options = {"config": config, "attn_implementation": run.attn_implementation, "dtype": torch.float32}
-        name = run.init_from
-        if isinstance(AutoConfig.from_pretrained(name, trust_remote_code=False), BertConfig):
-            stock, name = bert_checkpoints.read_bert(name)[0], None
-            options["state_dict"] = bert_checkpoints.from_bert(stock).state_dict()
-        model, missing, _ = conversion.load_and_compare(_class_of(run), name, **options)
-        fresh = [head for head in HEADS if conversion.lacks(model, missing, head)]
-        others = sorted(key for key in missing if not key.startswith(tuple(f"{head}." for head in fresh)))
-        if others:
-            raise UserError(f"the model has no weights for {others[0]}; save the model again with save_pretrained")
+        model, missing, _ = conversion.load_and_compare(
+            _class_of(run), None, state_dict=saved_model.state_dict(), **options
+        )
+    fresh = [head for head in HEADS if any(name.startswith(f"{head}.") for name in missing)]
     if tokenizer is not None:
         extend_embeddings(model, known, tokenizer)
         if fresh:

@@ -100,7 +100,11 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
                 is_named and Path(resumed).resolve().parent != folder.resolve()
             ),
             f"holds a finished run and no checkpoint to go on from; {ways_out}": (
-                is_kept and not is_named and checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
+                is_kept
+                and not is_named
+                and not is_finetuning  # a finished one may get further seeds
+                and checkpoint.WEIGHTS_FILE in entries
+                and not checkpoint.checkpoints(folder)
             ),
             f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
         }
@@ -122,7 +126,7 @@ def repository(run: PretrainConfig, folder: Path) -> str:
 def make_record(
     run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, accelerator: Accelerator
 ) -> dict:
-    """The content of `run_config.json`: resolved options, corpus, machine and library versions."""
+    """The content of `run_config.json`: resolved options, corpus, machine and library versions; no full path."""
     resolved = dataclasses.replace(run, corpus=run.text_paths(), license=run.known_license())
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "sentencex")
     record = {
@@ -137,7 +141,7 @@ def make_record(
             **{name: importlib.metadata.version(name) for name in libraries},
         },
     }
-    return {**record, "command": command_line(record)}
+    return card.portable({**record, "command": command_line(record)})
 
 
 def describe_machine(accelerator: Accelerator) -> dict:

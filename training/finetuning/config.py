@@ -10,13 +10,43 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.finetuning.tasks import KIND_OF, KINDS, NAMED_TASKS, NamedTask
+from d2l_bert.training.finetuning.data_sets import NAMED, NamedDataSet
 
 
+# Further headings in `--help`.
 DATA = "task and data"
 MODEL = "model"
 
 LARGEST_RATE = 100.0
+
+# The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
+# numbers. `run.py` has a class for each.
+TASKS = (
+    *("text-classification", "multi_label_classification", "regression", "token-classification"),
+    *("question-answering", "multiple-choice"),
+)
+
+# Other names that `task` takes.
+SHORT_NAMES = {
+    "classification": "text-classification",
+    "multilabel": "multi_label_classification",
+    "tags": "token-classification",
+    "answers": "question-answering",
+    "multiple_choice": "multiple-choice",
+}
+
+# The tasks of the options that are not for all tasks.
+TASKS_OF = {
+    "text_column": TASKS[:4],
+    "text_pair_column": TASKS[:3],
+    "context_column": TASKS[4:],
+    "question_column": TASKS[4:],
+    "choices_column": ("multiple-choice",),
+    "label_separator": ("multi_label_classification",),
+    "doc_stride": ("question-answering",),
+    "max_answer_length": ("question-answering",),
+    "null_score_diff_threshold": ("question-answering",),
+}
 
 
 @dataclass(kw_only=True)
@@ -36,9 +66,9 @@ class FinetuneConfig(Options):
     model: str = dataclasses.field(default="", metadata={"group": None, "identity": False})
     task: str | None = option(
         None,
-        f"the kind of task: {', '.join(KIND_OF)}; or a data set that is known by its name: {', '.join(NAMED_TASKS)}",
+        f"the task: {', '.join(TASKS)}; or a data set that is known by its name: {', '.join(NAMED)}",
         DATA,
-        metavar="KIND",
+        metavar="TASK",
         common=True,
     )
     train_file: str | None = option(
@@ -78,55 +108,49 @@ class FinetuneConfig(Options):
     )
     text_column: str | None = option(
         None,
-        "column of texts; default: the named data set's, or text; for tags the column of words: tokens or words",
+        "column of texts; default: the named data set's, or text; for token-classification of words: tokens or words",
         DATA,
         metavar="NAME",
         common=True,
-        needs=("kind", "classification", "multilabel", "regression", "tags"),
     )
     text_pair_column: str | None = option(
         None,
         "column of second texts; default: the named data set's, or text_pair if it is there",
         DATA,
         metavar="NAME",
-        needs=("kind", "classification", "multilabel", "regression"),
     )
     label_column: list[str] = option(
         [],
-        "column of labels; several columns of 0 and 1 for multilabel; default: label; for tags ner_tags or tags, for "
-        "answers answers",
+        "column of labels; several columns of 0 and 1 for multi_label_classification; default: label, for "
+        "token-classification ner_tags or tags, for question-answering answers",
         DATA,
         metavar="NAME",
         common=True,
     )
     context_column: str | None = option(
         None,
-        "column of contexts, for answers and multiple_choice; default: context, or SWAG's sent1",
+        "for question-answering and multiple-choice: column of contexts; default: context, SWAG's sent1 or premise",
         DATA,
         metavar="NAME",
-        needs=("kind", "answers", "multiple_choice"),
     )
     question_column: str | None = option(
         None,
-        "column of questions, for answers and multiple_choice; default: question, or SWAG's sent2",
+        "for question-answering and multiple-choice: column of questions; default: question, or SWAG's sent2",
         DATA,
         metavar="NAME",
-        needs=("kind", "answers", "multiple_choice"),
     )
     choices_column: list[str] = option(
         [],
-        "for multiple_choice: a column of lists, or a column for each choice; default: choices, or SWAG's ending0, "
-        "ending1, ...",
+        "for multiple-choice: a column of lists, or a column for each choice; default: choices, or numbered columns "
+        "such as ending0, ending1, ...",
         DATA,
         metavar="NAME",
-        needs=("kind", "multiple_choice"),
     )
     label_separator: str = option(
         ",",
-        "between the labels in a cell of CSV or TSV, for multilabel; JSONL and Parquet have lists",
+        "for multi_label_classification: between the labels in a cell of CSV or TSV; JSONL and Parquet have lists",
         DATA,
         metavar="TEXT",
-        needs=("kind", "multilabel"),
     )
     validation_share: float | None = option(
         None,
@@ -135,39 +159,27 @@ class FinetuneConfig(Options):
         DATA,
         within="[0, 1)",
     )
-    max_train_samples: int | None = option(
-        None, "train on so many rows only, drawn by the seed", DATA, within="[1, inf)"
-    )
     max_seq_length: int | None = option(
         None,
-        "tokens of a row at most; longer texts are truncated, or for tags and answers cut into windows; default: 128 "
-        "(answers: 384), or the model's positions",
+        "tokens of a row at most; longer texts are truncated, or for token-classification and question-answering cut "
+        "into windows; default: 128 (question-answering: 384), or the model's positions",
         DATA,
         within="[8, inf)",
         common=True,
     )
     doc_stride: int | None = option(
         None,
-        "for answers: tokens that two windows of a long context share; default: 128, or a third of max_seq_length",
+        "for question-answering: tokens that two windows of a context share; default: 128, a third of max_seq_length",
         DATA,
         within="[0, inf)",
-        needs=("kind", "answers"),
     )
     max_answer_length: int = option(
-        30, "for answers: most tokens of a predicted answer", DATA, within="[1, inf)", needs=("kind", "answers")
-    )
-    n_best_size: int = option(
-        20,
-        "for answers: how many of the best spans the table of predictions lists",
-        DATA,
-        within="[1, inf)",
-        needs=("kind", "answers"),
+        30, "for question-answering: most tokens of a predicted answer", DATA, within="[1, inf)"
     )
     null_score_diff_threshold: float = option(
         0.0,
-        "for answers: predict no answer if its score is larger by more than this than that of the best span",
+        "for question-answering: predict no answer if its score exceeds that of the best span by more than this",
         DATA,
-        needs=("kind", "answers"),
     )
 
     from_scratch: bool = option(False, "start from fresh weights of the same architecture, as a baseline", MODEL)
@@ -180,10 +192,6 @@ class FinetuneConfig(Options):
     attention_probs_dropout_prob: float | None = option(
         None, "dropout of the attention; default: as for hidden_dropout_prob", MODEL, within="[0, 1)"
     )
-    classifier_dropout: float | None = option(
-        None, "dropout before the new head; default: hidden_dropout_prob", MODEL, within="[0, 1)"
-    )
-
     num_train_epochs: float | None = option(
         None, "times to see each training row (4)", LENGTH, within="(0, 1e6]", common=True
     )
@@ -196,10 +204,6 @@ class FinetuneConfig(Options):
         LENGTH,
         within="[1, inf)",
     )
-    early_stopping_threshold: float = option(
-        0.0, "how much better a value must be to count as better", LENGTH, within="[0, inf)"
-    )
-
     learning_rate: list[str] = option(
         [],
         "peak rate; of several, each is tried with the first seed, and validation rows choose; default by the "
@@ -217,11 +221,6 @@ class FinetuneConfig(Options):
     per_device_eval_batch_size: int = option(
         64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, inf)"
     )
-    train_sampling_strategy: Literal["random", "group_by_length"] = option(
-        "random",
-        "rows of a batch: drawn at random, or of about the same length, which needs less padding and less time",
-        OPTIMIZER,
-    )
     gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, inf)")
     weight_decay: float = option(
         0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER, within="[0, inf)"
@@ -234,9 +233,6 @@ class FinetuneConfig(Options):
     )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
         "linear", "course of the rate after the warm-up", OPTIMIZER
-    )
-    layerwise_decay: float | None = option(
-        None, "factor of the rate from each layer to the layer below, such as 0.9", OPTIMIZER, within="(0, 1]"
     )
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
     adam_beta2: float = option(0.999, "AdamW's second beta", OPTIMIZER, within="[0, 1)")
@@ -282,13 +278,6 @@ class FinetuneConfig(Options):
         within="[1, inf)",
         needs=("eval_strategy", "steps"),
     )
-    save_total_limit: int = option(
-        1,
-        "checkpoints to keep in all; the best and the last are always kept",
-        OUTPUT,
-        identity=False,
-        within="[1, inf)",
-    )
     logging_steps: int | None = option(
         None,
         "steps from one row of the curves to the next; default: a fiftieth of the run",
@@ -306,38 +295,52 @@ class FinetuneConfig(Options):
     hub_model_id: str | None = option_of(PretrainConfig, "hub_model_id")
     hub_private_repo: bool = option_of(PretrainConfig, "hub_private_repo")
 
+    def __post_init__(self):
+        self.task = SHORT_NAMES.get(self.task, self.task)
+
     def contradictions(self) -> dict[str, object]:
         """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
         self.learning_rates()
         if self.license is not None:
             check_license(self.license)
-        splits = ("train_split", "validation_split", "test_split")
+        defaults = type(self)()
+        given = [
+            field.name for field in dataclasses.fields(self) if vars(self)[field.name] != vars(defaults)[field.name]
+        ]
+        splits = [name for name in (self.train_split, self.validation_split, self.test_split) if name is not None]
         pairs = (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16"))
         return {
-            f"task {self.task!r}: give one of {', '.join(KIND_OF)}; or {', '.join(NAMED_TASKS)}": (
-                self.task not in (*KIND_OF, *KINDS, *NAMED_TASKS)
+            f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}": (
+                self.task not in (*TASKS, *NAMED)
             ),
             "train_file and dataset both give the training rows; give one": self.train_file and self.dataset,
             "train_file is missing; give --train_file FILE, or --dataset ID": (
                 self.train_file is None and self.dataset_name() is None
             ),
             **{
-                f"{name} is for dataset; leave {name} out beside train_file": (
-                    self.train_file and getattr(self, name) != type(self).__dataclass_fields__[name].default
+                f"{name} is for --task {' or '.join(tasks)}; leave it out": (
+                    name in given and self.task_type not in tasks
                 )
-                for name in splits
+                for name, tasks in TASKS_OF.items()
             },
             **{
+                f"{name} is for dataset; leave {name} out beside train_file": self.train_file and name in given
+                for name in ("train_split", "validation_split", "test_split")
+            },
+            "train_split, validation_split and test_split name a split twice; give each rows of its own": (
+                len(set(splits)) < len(splits)
+            ),
+            **{
                 f"validation_share holds out training rows, and {name} gives validation rows; give one": (
-                    getattr(self, name) and self.validation_share is not None
+                    name in given and self.validation_share is not None
                 )
                 for name in ("validation_file", "validation_split")
             },
-            "label_column: several columns are for --task multilabel; name one": (
-                len(self.label_column) > 1 and self.kind != "multilabel"
+            "label_column: several columns are for --task multi_label_classification; name one": (
+                len(self.label_column) > 1 and self.task_type != "multi_label_classification"
             ),
             "label_separator is for one column of labels, and label_column names several; give one": (
-                len(self.label_column) > 1 and self.label_separator != ","
+                len(self.label_column) > 1 and "label_separator" in given
             ),
             **{
                 f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave {name} out": (
@@ -354,7 +357,7 @@ class FinetuneConfig(Options):
             ),
             **{
                 f"{name} needs validation rows; give --validation_file, or leave {name} out": (
-                    getattr(self, name) is not None and not self.validates()
+                    name in given and not self.validates()
                 )
                 for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps")
             },
@@ -367,20 +370,18 @@ class FinetuneConfig(Options):
         """Whether the run has validation rows: given, or held out of the training rows."""
         return self.validation_share != 0
 
-    def named_task(self) -> NamedTask | None:
-        """The named data set of `task`; None if `task` is a kind."""
-        return NAMED_TASKS.get(self.task)
+    def named(self) -> NamedDataSet | None:
+        """The data set that `task` names; None if `task` is one of `TASKS`."""
+        return NAMED.get(self.task)
 
     @property
-    def kind(self) -> str:
-        """The kind of the task, one of `KINDS`."""
-        return self.named_task().kind if self.named_task() else KIND_OF.get(self.task, self.task)
+    def task_type(self) -> str:
+        """The task, one of `TASKS`; of a named data set its task."""
+        return self.named().task if self.named() else self.task
 
     def dataset_name(self) -> str | None:
         """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
-        if self.dataset is None and self.train_file is None and self.named_task():
-            return self.named_task().dataset
-        return self.dataset
+        return self.named().dataset if self.named() and not (self.dataset or self.train_file) else self.dataset
 
     def learning_rates(self) -> list[float]:
         """

@@ -1,28 +1,44 @@
-"""Metrics of predictions against labels, by scikit-learn and scipy (the extra `d2l-bert[finetune]`), and of spans."""
+"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), the entities that tags mark, and pictures."""
 
 import re
 import string
 from collections import Counter
+from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib import figure, font_manager
 
-from d2l_bert.messages import explained
+from d2l_bert.messages import explained, shortened
+from d2l_bert.model_cards.card import CURVES_FILE
+from d2l_bert.model_cards.figures import METRICS
+from d2l_bert.model_cards.pictures import one_panel
 
 
-def check_extra() -> None:
-    """
-    Check that the packages for the metrics are installed.
+with explained(
+    "finetune needs scikit-learn and scipy for its metrics",
+    "install them with pip install 'd2l-bert[finetune]'",
+    ImportError,
+):
+    import scipy.special
+    import scipy.stats
+    import sklearn.metrics
 
-    Raises:
-        UserError: names the command that installs them.
-    """
-    with explained(
-        "finetune needs scikit-learn and scipy for its metrics",
-        "install them with pip install 'd2l-bert[finetune]'",
-        ImportError,
-    ):
-        import scipy.stats  # noqa: F401
-        import sklearn.metrics  # noqa: F401
+# Metrics that are best when they are small.
+LOWER_IS_BETTER = ("loss", "mse", "mae")
+
+# The letters before the type of an entity, by the name of the scheme: begin, inside, end or last, single or unit.
+SCHEMES = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU"}
+
+CONFUSION_FILE = "confusion_matrix.png"
+
+# With more classes than this, there is no confusion matrix: nothing in it could be read.
+MOST_CLASSES = 30
+
+LABEL_CHARACTERS = 24
+
+# Names may hold two $, which matplotlib would read as mathematics.
+as_text = matplotlib.rc_context({"text.parse_math": False})
 
 
 def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
@@ -38,18 +54,16 @@ def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
         `labels` or `predicted` (macro F1); `accuracy_f1_mean`; and `matthews_correlation` (Matthews, 1975), 0 if
         `labels` or `predicted` are all equal.
     """
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
     average = {"average": "binary", "pos_label": 1} if classes == 2 else {"average": "macro"}
-    accuracy = float(accuracy_score(labels, predicted))
-    f1 = float(f1_score(labels, predicted, zero_division=0.0, **average))
+    accuracy = float(sklearn.metrics.accuracy_score(labels, predicted))
+    f1 = float(sklearn.metrics.f1_score(labels, predicted, zero_division=0.0, **average))
     # Of one class alone, scikit-learn warns and gives 0.
     has_two = np.ptp(labels) > 0 and np.ptp(predicted) > 0
     return {
         "accuracy": accuracy,
         "f1": f1,
         "accuracy_f1_mean": (accuracy + f1) / 2,
-        "matthews_correlation": float(matthews_corrcoef(labels, predicted)) if has_two else 0.0,
+        "matthews_correlation": float(sklearn.metrics.matthews_corrcoef(labels, predicted)) if has_two else 0.0,
     }
 
 
@@ -64,14 +78,12 @@ def multilabel_metrics(labels, predicted) -> dict[str, float]:
         `f1` over all cells (micro F1), `macro_f1`, the mean of the labels' F1 (0 for a label without a cell of 1), and
         `exact_match`, the share of rows with all labels right.
     """
-    from sklearn.metrics import accuracy_score, f1_score
-
     # scikit-learn reads one column as classes 0 and 1, whose F1 would count the cells of 0 too.
     counted = {"labels": [1]} if np.shape(labels)[1] == 1 else {}
     return {
-        "f1": float(f1_score(labels, predicted, average="micro", zero_division=0.0, **counted)),
-        "macro_f1": float(f1_score(labels, predicted, average="macro", zero_division=0.0, **counted)),
-        "exact_match": float(accuracy_score(labels, predicted)),
+        "f1": float(sklearn.metrics.f1_score(labels, predicted, average="micro", zero_division=0.0, **counted)),
+        "macro_f1": float(sklearn.metrics.f1_score(labels, predicted, average="macro", zero_division=0.0, **counted)),
+        "exact_match": float(sklearn.metrics.accuracy_score(labels, predicted)),
     }
 
 
@@ -86,12 +98,13 @@ def number_metrics(labels, predicted) -> dict[str, float]:
         The correlations `pearson` and `spearman` and their mean, 0 if one side is constant or N is 1; `mse` and `mae`,
         the means of the squared and the absolute errors.
     """
-    from scipy.stats import pearsonr, spearmanr
-
     labels, predicted = np.asarray(labels, dtype=float), np.asarray(predicted, dtype=float)
     pearson = spearman = 0.0
     if len(labels) > 1 and np.ptp(labels) > 0 and np.ptp(predicted) > 0:
-        pearson, spearman = float(pearsonr(labels, predicted).statistic), float(spearmanr(labels, predicted).statistic)
+        pearson, spearman = (
+            float(scipy.stats.pearsonr(labels, predicted).statistic),
+            float(scipy.stats.spearmanr(labels, predicted).statistic),
+        )
     return {
         "pearson": pearson,
         "spearman": spearman,
@@ -104,49 +117,59 @@ def number_metrics(labels, predicted) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def scheme_of(tags: list[str]) -> str | None:
+    """The name of the scheme of entities that the tags belong to, such as BIO; None for other tags."""
+    for name, letters in SCHEMES.items():
+        are_all = all(re.fullmatch(f"O|[{letters}](-.*)?", tag) for tag in tags)
+        if are_all and any(re.match("[BI]|.-", tag) for tag in tags):  # L and U alone may be any two classes
+            return name
+    return None
+
+
 def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]]:
     """
-    The entities that the BIO tags of a text mark.
+    The entities that the tags of a text mark in one of `SCHEMES`.
 
     Without `strict`, as CoNLL's shared tasks count (Tjong Kim Sang and De Meulder, 2003): an entity begins at `B-X`,
     and at an `I-X` that follows `O` or a tag of another type; so tags of the older IOB1 scheme are read too. With
-    `strict`, it begins at `B-X` only, and an `I-X` without its beginning belongs to no entity (IOB2).
+    `strict`, it begins at `B-X` only, and an `I-X` without its beginning belongs to no entity (IOB2). E and L are read
+    as the last I of an entity, S and U as a B that is also the last tag.
 
     Returns:
         For each entity its type, the number of its first word, and the number after that of its last word.
     """
-    found, kind, begin = [], None, 0
+    found, kind, begin, is_over = [], None, 0, False
     for number, tag in enumerate([*tags, "O"]):
         prefix, _, named = tag.partition("-")
-        if kind is not None and (prefix != "I" or named != kind):
+        if kind is not None and (is_over or prefix not in ("I", "E", "L") or named != kind):
             found.append((kind, begin, number))
             kind = None
-        if prefix == "B" or (prefix == "I" and kind is None and not strict):
+        if prefix in ("B", "S", "U") or (prefix in ("I", "E", "L") and kind is None and not strict):
             kind, begin = named, number
+        is_over = prefix in ("E", "L", "S", "U")
     return found
 
 
-def entity_counts(gold: list[list[str]], predicted: list[list[str]], strict: bool = False) -> dict[str, Counter]:
+def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bool = False):
     """
-    Counts of entities by their type, over texts. An entity is right if its type, first and last word are right.
+    The types of the true and of the predicted entities at each span of words that is an entity on either side.
+
+    An entity is right if its type, first and last word are right, so metrics of classes over the spans, with "O" for
+    no entity, are those of entities.
 
     Returns:
-        Three counters: `right`, `predicted` and `gold`.
+        The types of the true entities, those of the predicted ones, and the sorted types without "O".
     """
-    counts = {"right": Counter(), "predicted": Counter(), "gold": Counter()}
+    true, said = ["O"], ["O"]  # scikit-learn takes no empty lists
     for true_tags, tags in zip(gold, predicted, strict=True):
-        true, said = entities(true_tags, strict), entities(tags, strict)
-        counts["gold"].update(kind for kind, _, _ in true)
-        counts["predicted"].update(kind for kind, _, _ in said)
-        counts["right"].update(kind for kind, _, _ in set(true) & set(said))
-    return counts
-
-
-def precision_recall_f1(right: int, predicted: int, gold: int) -> tuple[float, float, float]:
-    """Precision, recall and F1 of counts; 0 where they have no denominator."""
-    precision = right / predicted if predicted else 0.0
-    recall = right / gold if gold else 0.0
-    return precision, recall, 2 * right / (predicted + gold) if predicted + gold else 0.0
+        found, of_model = (
+            {(begin, end): kind or "entity" for kind, begin, end in entities(side, strict)}
+            for side in (true_tags, tags)
+        )
+        for span in found | of_model:
+            true.append(found.get(span, "O"))
+            said.append(of_model.get(span, "O"))
+    return true, said, sorted({*true, *said} - {"O"}) or ["entity"]
 
 
 def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities: bool) -> dict[str, float]:
@@ -154,7 +177,7 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
     Metrics of the tags of texts.
 
     Args:
-        has_entities: whether the tags are BIO.
+        has_entities: whether the tags mark entities.
 
     Returns:
         `accuracy` over words. With entities also `precision`, `recall` and `f1` over all entities of all texts (micro
@@ -163,12 +186,41 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
     pairs = [pair for true, said in zip(gold, predicted, strict=True) for pair in zip(true, said, strict=True)]
     found = {"accuracy": sum(true == said for true, said in pairs) / len(pairs)}
     if has_entities:
-        totals = [counter.total() for counter in entity_counts(gold, predicted).values()]
-        strict = [counter.total() for counter in entity_counts(gold, predicted, strict=True).values()]
-        precision, recall, f1 = precision_recall_f1(*totals)
-        strict_f1 = precision_recall_f1(*strict)[2]
-        found |= {"precision": precision, "recall": recall, "f1": f1, "strict_f1": strict_f1}
+        sides = (types_at_spans(gold, predicted, strict) for strict in (False, True))
+        figures, strict = (
+            sklearn.metrics.precision_recall_fscore_support(
+                true, said, labels=types, average="micro", zero_division=0.0
+            )
+            for true, said, types in sides
+        )
+        found |= dict(
+            zip(("precision", "recall", "f1", "strict_f1"), map(float, (*figures[:3], strict[2])), strict=True)
+        )
     return found
+
+
+def probabilities(logits: np.ndarray, of_each: bool = False) -> np.ndarray:
+    """
+    Probabilities (N, C) of logits (N, C), rounded for the table of predictions.
+
+    Args:
+        of_each: by the sigmoid of each logit; else by the softmax over the logits of a row.
+    """
+    logits = logits.astype(np.float64)
+    return np.round(scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1), 6)
+
+
+def report_by_class(true, predicted, labels, names: list[str]) -> dict:
+    """
+    scikit-learn's `classification_report`: `precision`, `recall`, `f1-score`, `support` of each class; averages.
+
+    Args:
+        true, predicted: classes (N,), or 0 or 1 for each row and class (N, C).
+        labels, names: the classes to report as they are in `true`, and their names.
+    """
+    return sklearn.metrics.classification_report(
+        true, predicted, labels=labels, target_names=names, output_dict=True, zero_division=0.0
+    )
 
 
 ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -213,3 +265,82 @@ def answer_metrics(predictions: list[str], gold: list[list[str]]) -> dict[str, f
     scores = [answer_scores(said, true) for said, true in zip(predictions, gold, strict=True)]
     exact, f1 = (sum(values) / len(scores) for values in zip(*scores, strict=True))
     return {"exact_match": exact, "f1": f1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+@as_text
+def draw_confusion(true, predicted, classes: list[str], rows_name: str, folder: Path) -> dict[str, str]:
+    """
+    Draw a confusion matrix: in each cell the share of the true class, so that rare classes show as clearly as others.
+
+    Args:
+        true, predicted: numbers of classes (N,).
+        rows_name: the name of the data, for the title.
+
+    Returns:
+        The file's name and what it shows; {} for more than `MOST_CLASSES`.
+    """
+    if len(classes) > MOST_CLASSES:
+        return {}
+    names, caption = [shortened(name, LABEL_CHARACTERS) for name in classes], f"Confusion matrix on {rows_name}"
+    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    if any(ord(letter) not in known for letter in "".join(names)):  # matplotlib's font has no CJK, among others
+        names, caption = list(range(len(classes))), f"{caption}; classes by their numbers in config.json"
+    true, predicted = np.asarray(true), np.asarray(predicted)
+    drawing, panel = one_panel(
+        [max(5.0, 2.5 + 0.5 * len(classes))] * 2,
+        f"Confusion matrix on {rows_name}\n{len(true):,} labels, accuracy {np.mean(true == predicted):.1%}",
+    )
+    sklearn.metrics.ConfusionMatrixDisplay.from_predictions(
+        true,
+        predicted,
+        labels=range(len(classes)),
+        display_labels=names,
+        normalize="true",
+        values_format=".0%",
+        cmap="Blues",
+        xticks_rotation="vertical" if len(classes) > 2 else "horizontal",
+        ax=panel,
+    )
+    drawing.savefig(folder / CONFUSION_FILE, dpi=120)
+    return {CONFUSION_FILE: caption}
+
+
+@as_text
+def draw_curves(logs: dict[str, list[dict]], metric: str, title: str, folder: Path) -> dict[str, str]:
+    """
+    Draw the losses and the metric that chooses over the steps, the kept model's in colour, before the others in grey.
+
+    Args:
+        logs: the rows of Trainer's log of each model, by its name, the kept one first.
+        metric: the name of the metric.
+
+    Returns:
+        The file's name and what it shows.
+    """
+    kept = next(iter(logs))
+    is_share = METRICS[metric][1] == "%"
+    panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
+    if metric != "loss" and any("eval_loss" in row for row in logs[kept]):
+        panels[f"{metric.replace('_', ' ')}{', %' if is_share else ''}"] = {"validation": f"eval_{metric}"}
+    drawing = figure.Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
+    drawing.suptitle(title, fontsize=10)
+    for panel, (name, keys) in zip(np.atleast_1d(drawing.subplots(1, len(panels))), panels.items(), strict=True):
+        for model in reversed(logs):
+            for curve, key in keys.items():
+                scale = 100 if is_share and name != "loss" else 1
+                points = [(row["step"], scale * row[key]) for row in logs[model] if key in row]
+                own, grey = ("C0", "0.6") if curve == "validation" else ("C1", "0.8")
+                style = {"color": own, "label": curve} if model == kept else {"color": grey, "linewidth": 0.8}
+                marker = "o" if curve == "validation" or len(points) == 1 else ""
+                panel.plot(*np.reshape(points, (-1, 2)).T, marker=marker, markersize=3, **style)
+        panel.set(title=name, xlabel="optimizer step")
+        if is_share and name != "loss":  # whole, so that one row of few does not look like a collapse
+            panel.set_ylim(0, 100)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=9)
+    drawing.savefig(folder / CURVES_FILE, dpi=120)
+    return {CURVES_FILE: "Loss and metric over the steps"}

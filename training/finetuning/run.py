@@ -1,49 +1,48 @@
-"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its tables."""
+"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures."""
 
 import contextlib
-import itertools
+import json
 import logging
-import math
 import shutil
-import statistics
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from transformers.integrations import get_available_reporting_integrations
 
-from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, report
-from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RUN_FILE, render_card
+from d2l_bert import folders, messages
+from d2l_bert.model_cards import publish, push
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.model_cards.figures import no_better, shown_metric
-from d2l_bert.model_cards.publish import publish
-from d2l_bert.model_cards.push import check_push
-from d2l_bert.modeling import conversion
-from d2l_bert.modeling.conversion import save_model, save_with_code
-from d2l_bert.tokenization.account import unknown_share
-from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.devices import is_set, on_main, restore_host_settings, start_processes, together
-from d2l_bert.training.finetuning import folder as output
-from d2l_bert.training.finetuning.answers_kind import Answers
-from d2l_bert.training.finetuning.attempts import MODEL_FOLDER, Work, attempt_name, run_all, saved_outputs
-from d2l_bert.training.finetuning.choice_kind import MultipleChoice
-from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.data import Data, load_data
-from d2l_bert.training.finetuning.kind import Kind
-from d2l_bert.training.finetuning.metrics import check_extra
-from d2l_bert.training.finetuning.pictures import draw_curves
-from d2l_bert.training.finetuning.start import is_ours, make_model, read_start
-from d2l_bert.training.finetuning.tags_kind import Tags
-from d2l_bert.training.finetuning.text_kinds import Classification, Multilabel, Regression
-from d2l_bert.training.finetuning.trainer import (
-    default_rate,
+from d2l_bert.modeling import configuration_d2l_bert, conversion
+from d2l_bert.training import devices, log, run_folder
+from d2l_bert.training.finetuning import (
+    metrics,
+    multiple_choice,
+    output,
+    question_answering,
+    splits,
+    text_classification,
+    token_classification,
+    trainer,
 )
-from d2l_bert.training.log import check_trackers
+from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 logger = logging.getLogger(__name__)
+
+# A line for each name in `config.TASKS`.
+CLASSES = {
+    "text-classification": text_classification.TextClassification,
+    "multi_label_classification": text_classification.MultiLabelClassification,
+    "regression": text_classification.Regression,
+    "token-classification": token_classification.TokenClassification,
+    "question-answering": question_answering.QuestionAnswering,
+    "multiple-choice": multiple_choice.MultipleChoice,
+}
+
+# In the folder of one model: its figures.
+RESULT_FILE = "result.json"
 
 
 def finetune(config: FinetuneConfig) -> Path:
@@ -62,219 +61,233 @@ def finetune(config: FinetuneConfig) -> Path:
     Raises:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
-    state = start_processes()
-    with together():
+    state = devices.start_processes()
+    with devices.together():
         config.check()
-        check_extra()
-        if is_set("ACCELERATE_USE_FSDP"):
-            raise UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
-    with restore_host_settings(), conversion.without_log_messages():
+        if devices.is_set("ACCELERATE_USE_FSDP"):
+            raise messages.UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
+    with devices.restore_host_settings(), conversion.without_log_messages():
         transformers.utils.logging.disable_progress_bar()
-        AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
-        with together():
-            if config.fp16 and not torch.cuda.is_available():
-                raise UserError("fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16")
-            check_trackers(config.report_to, get_available_reporting_integrations())
-            kind = CLASSES[config.kind](config)
-            # What can be refused without the rows, which may be many, is refused before the rows are read.
-            best_metric(config, kind)
-            output.check_output_folder(config, output.folder_of(config), config.model, is_finetuning=True)
-            start = read_start(config, kind)
-            kind.check_tokenizer(start.tokenizer, start.max_seq_length)
-            data = load_data(config, kind)
-            metric = best_metric(config, kind)  # of `tags`, the rows decide
-            make_model(start, kind, config.from_scratch)  # weights that cannot be loaded are refused here
-            features = {
-                split: kind.features(table, start.tokenizer, start.max_seq_length)
-                for split, table in data.splits().items()
-            }
+        with devices.together():
+            run = Run(config, state.num_processes)
+        with contextlib.ExitStack() as stack:
+            devices.on_main(lambda: stack.enter_context(output.output_folder(config, run.folder)), share_result=False)
+            devices.on_main(output.start_folder, config, run.folder, run.record)
+            message = run.finish(*run.train())
+        if state.is_main_process:
+            messages.report.info(message)
             if config.push_to_hub:
-                if not (is_ours(start.config) or start.config.model_type == "bert"):
-                    raise UserError(
-                        f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
-                        f"{start.config.model_type} model; leave push_to_hub out"
-                    )
-                repository = config.hub_model_id or output.folder_of(config).resolve().name
-                on_main(check_push, repository, config.license, config.hub_private_repo, False)
-        return _run(config, kind, metric, data, start, features, state)
-
-
-def _run(config, kind, metric, data, start, features, state):
-    """The run after all checks of options, data and model."""
-    rates = config.learning_rates() or [default_rate(getattr(start.config, "hidden_size", 768))]
-    with contextlib.ExitStack() as stack:
-        folder = on_main(lambda: stack.enter_context(output.output_folder(config)))
-        record = output.make_record(config, kind, data, start, rates, state.num_processes)
-        on_main(output.start_folder, config, folder, record)
-        _say_sizes(config, data, features, start, rates, state.num_processes)
-        work = Work(config, kind, data, start, features, metric, folder / output.WORK_FOLDER, state)
-        tried, seeds, kept = run_all(work, rates)
-        message = on_main(_finish, work, folder, record, tried, seeds, kept)
+                messages.report.info(
+                    publish.publish(run.folder, run.repository, PublishConfig(public=not config.hub_private_repo))
+                )
         state.wait_for_everyone()
-    if state.is_main_process:
-        report.info(message)
-        if config.push_to_hub:
-            repository = config.hub_model_id or folder.resolve().name
-            report.info(publish(folder, repository, PublishConfig(public=not config.hub_private_repo)))
-    state.wait_for_everyone()
-    return folder
+    return run.folder
 
 
-def _say_sizes(config, data, features, start, rates, processes):
-    """Log what is trained on, and how many texts are truncated."""
-    for split, table in data.splits().items():
-        labels = "" if split != "test" or data.test_is_labelled else ", without labels"
-        lost = features[split].note or f"none is longer than {start.max_seq_length} tokens"
-        logger.info(f"{split}: {counted(len(table), 'row')} of {table.name}{labels}; {lost}")
-    given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
-    logger.info(f"rate {', '.join(f'{rate:g}' for rate in rates)}{given}")
-    if config.num_seeds > 1 and data.validation is None:
-        logger.info(f"no validation rows choose among the seeds: the model of seed {config.seed} is kept")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The end of a run
-
-
-def _finish(work: Work, folder: Path, record: dict, tried: list[dict], seeds: list[dict], kept: int) -> str:
+class Run:
     """
-    Write the finished folder; only the main process calls this. Until then all models stand in `WORK_FOLDER`.
+    A fine-tuning run: its models for each rate and seed, and what they share.
 
-    Returns:
-        The report for the user: the table of figures, and what the folder holds.
-    """
-    kind, data, best = work.kind, work.data, seeds[kept]
-    name = attempt_name(best["learning_rate"], best["seed"])
-    source = work.folder / name / MODEL_FOLDER
-    model = getattr(transformers, kind.auto_class).from_pretrained(source, trust_remote_code=False)
-    logs = {attempt_name(result["learning_rate"], result["seed"]): result["log"] for result in (*tried, *seeds)}
-    title = f"{folder.resolve().name}: {work.config.task}, seed {best['seed']}, rate {best['learning_rate']:g}"
-    with folders.replacing_files(folder, last=output.WEIGHTS_FILE) as partial:
-        save_with_code(model, partial) if is_ours(model.config) else save_model(model, partial)
-        save_tokenizer(work.start.tokenizer, partial)
-        if data.test is not None:
-            predicted = kind.predicted_columns(data.test, work.features["test"], saved_outputs(source, "test"))
-            output.write_table(partial / output.PREDICTIONS_FILE, data.test.columns, predicted)
-        draw_curves(logs, name, work.metric, title, partial / CURVES_FILE)
-        pictures = {CURVES_FILE: "Loss and metric over the steps"}
-        # Of the test rows, or of the validation rows if the test rows have no labels.
-        for split in data.measured()[-1:]:
-            outputs = saved_outputs(source, split)
-            pictures |= kind.pictures(data.splits()[split], work.features[split], outputs, partial)
-        metrics = make_metrics(kind, work.metric, data, tried, seeds, kept) | {
-            "unknown_share": {
-                split: unknown_share(work.start.tokenizer, itertools.chain.from_iterable(kind.texts(table)))
-                for split, table in data.splits().items()
-                if split != "train"
-            },
-            "lost_to_length": {split: made.note for split, made in work.features.items()},
-            "shared_with_training": data.shared,
-            "diverged_rates": sorted(set(record["learning_rates"]) - {result["learning_rate"] for result in tried}),
-            "pictures": pictures,
-        }
-        folders.write_json(partial / METRICS_FILE, metrics)
-        folders.write_json(partial / RUN_FILE, record)
-        (partial / CARD_FILE).write_text(render_card(partial, folder.resolve().name), encoding="utf-8")
-    shutil.rmtree(folder / output.WORK_FOLDER, ignore_errors=True)
-    return results_text(folder, metrics, data)
-
-
-def make_metrics(kind: Kind, metric: str, data: Data, tried: list[dict], seeds: list[dict], kept: int) -> dict:
-    """
-    The content of metrics.json.
-
-    Returns:
-        `test_accuracy` and the like: the figures of the model in the folder. `mean` and `sd`: mean and standard
-        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `most_frequent_class`:
-        for classes, the share of the most frequent one, by split. `seeds`: each seed's figures. `rates`: the figures
-        of the first seed with each rate.
-    """
-    names = (*kind.metrics_shown, "loss")
-    measured = data.measured()
-
-    def figures(result):
-        return {
-            "seed": result["seed"],
-            "learning_rate": result["learning_rate"],
-            "steps": result["steps"],
-            "best_step": result["best_step"],
-            "seconds": round(result["seconds"], 2),
-            **{split: {name: result[split][name] for name in names} for split in measured},
-        }
-
-    over = {split: {name: [result[split][name] for result in seeds] for name in names} for split in measured}
-    return {
-        **{f"{split}_{name}": seeds[kept][split][name] for split in measured for name in names},
-        "most_frequent_class": {
-            split: share for split in measured if (share := kind.most_frequent_share(data.splits()[split])) is not None
-        },
-        "best_metric": metric,
-        "kept_seed": seeds[kept]["seed"],
-        "learning_rate": seeds[kept]["learning_rate"],
-        "mean": {
-            split: {name: statistics.fmean(values) for name, values in over[split].items()} for split in measured
-        },
-        "sd": {
-            split: {name: statistics.stdev(values) if len(seeds) > 1 else None for name, values in over[split].items()}
-            for split in measured
-        },
-        "seeds": [figures(result) for result in seeds],
-        "rates": [figures(result) for result in tried],
-        "metrics_shown": list(kind.metrics_shown),
-        "train_seconds": round(math.fsum(result["seconds"] for result in (*tried, *seeds[1:])), 2),
-    }
-
-
-def results_text(folder: Path, metrics: dict, data: Data) -> str:
-    """The table at the end of a run: a line for each seed, mean and standard deviation, and what the folder holds."""
-    names, lines = metrics["metrics_shown"], []
-    for split in data.measured():
-        table = data.splits()[split]
-        rows = {f"seed {result['seed']}": result[split] for result in metrics["seeds"]}
-        if len(rows) > 1:
-            rows |= {"mean": metrics["mean"][split], "sd": metrics["sd"][split]}
-        unknown = f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
-        lines.append(f"{split}: {counted(len(table), 'row')} of {table.name}; {unknown}")
-        lines.append("".join([f"  {'':>8}", *(f"{name:>{max(9, len(name)) + 2}}" for name in names)]))
-        for label, row in rows.items():
-            cells = (f"{shown_metric(name, row[name]):>{max(9, len(name)) + 2}}" for name in names)
-            kept = " (kept)" if len(rows) > 1 and label == f"seed {metrics['kept_seed']}" else ""
-            lines.append("".join([f"  {label:>8}", *cells]) + kept)
-        if comparison := no_better(metrics, split):
-            lines.append(f"  {comparison}")
-    lines.append(
-        f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
-        f"{metrics['learning_rate']:g} is in {folder}"
-    )
-    if (folder / output.PREDICTIONS_FILE).exists():
-        lines.append(f"predictions for the test rows: {folder / output.PREDICTIONS_FILE}")
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-# A line for each name in `config.KINDS`.
-CLASSES = {
-    "classification": Classification,
-    "multilabel": Multilabel,
-    "regression": Regression,
-    "tags": Tags,
-    "answers": Answers,
-    "multiple_choice": MultipleChoice,
-}
-
-
-def best_metric(config: FinetuneConfig, kind: Kind) -> str:
-    """
-    The name of the metric that chooses checkpoint, rate and seed.
+    Args:
+        config: the options.
+        processes: how many processes train.
 
     Raises:
-        UserError: `metric_for_best_model` is not a metric of the task.
+        UserError: options, rows, model or output folder cannot be used; nothing has been written.
     """
-    known = (*kind.metrics_shown, "loss")
-    if config.metric_for_best_model is None:
-        return config.named_task().metric if config.named_task() else kind.main_metric
-    chosen = config.metric_for_best_model.removeprefix("eval_")
-    if chosen not in known:
-        raise UserError(f"metric_for_best_model {chosen!r}: --task {config.task} has {', '.join(known)}; give one")
-    return chosen
+
+    def __init__(self, config: FinetuneConfig, processes: int):
+        self.config, self.processes = config, processes
+        self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
+        self.task = task = CLASSES[config.task_type](config)
+        self.seeds = range(config.seed, config.seed + config.num_seeds)
+        self.repository = config.hub_model_id or self.folder.resolve().name
+        if config.fp16 and not torch.cuda.is_available():
+            raise messages.UserError(
+                "fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16"
+            )
+        log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
+        # What can be refused without the rows, which may be many, is refused before the rows are read.
+        task.metric()
+        run_folder.check_output_folder(config, self.folder, config.model, is_finetuning=True)
+        self.start = start = trainer.read_start(config, task)
+        task.check_tokenizer(start.tokenizer, start.max_seq_length)
+        self.splits = splits.load_splits(config, task)
+        self.metric = task.metric()  # of token classification, the rows decide
+        trainer.make_model(start, task, config.from_scratch)  # weights that cannot be loaded are refused here
+        is_ours = isinstance(start.config, configuration_d2l_bert.D2lBertConfig)
+        if config.push_to_hub and not (is_ours or start.config.model_type == "bert"):
+            raise messages.UserError(
+                f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
+                f"{start.config.model_type} model; leave push_to_hub out"
+            )
+        if config.push_to_hub:
+            devices.on_main(push.check_push, self.repository, config.license, config.hub_private_repo, False)
+        for name, split in self.splits.items():
+            task.features(split, start.tokenizer, start.max_seq_length)
+            labels = "" if split.is_labelled else ", without labels"
+            note = split.note or f"none is longer than {start.max_seq_length} tokens"
+            logger.info(f"{name}: {messages.counted(len(split.cells), 'row')} of {split.name}{labels}; {note}")
+        self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
+        given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
+        logger.info(f"rate {', '.join(f'{rate:g}' for rate in self.rates)}{given}")
+        if config.num_seeds > 1 and "validation" not in self.splits:
+            logger.info(f"no validation rows choose among the seeds: the model of seed {config.seed} is kept")
+        self.record = output.make_record(self)
+
+    def folder_of(self, rate: float, seed: int) -> Path:
+        """The folder of one model."""
+        return self.folder / output.WORK_FOLDER / f"rate-{rate:g}-seed-{seed}"
+
+    def arguments(self, rate: float, seed: int) -> transformers.TrainingArguments:
+        """Trainer's arguments for one model."""
+        return trainer.make_arguments(self.config, self.task, self.folder_of(rate, seed), rate, seed, self.processes)
+
+    def measured(self) -> list[str]:
+        """The splits to measure on, the one to report last: `validation`, `test`, as far as they have labels."""
+        return [name for name, split in self.splits.items() if name != "train" and split.is_labelled]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Training
+
+    def train(self) -> tuple[list[dict], list[dict], dict]:
+        """
+        Train all models: each rate with the first seed, then the best rate with the further seeds.
+
+        A rate or a seed whose training diverges is left out, if there are others.
+
+        Returns:
+            The results of the rates with the first seed, those of the seeds with the best rate, and the best of these.
+
+        Raises:
+            UserError: the training diverged with every seed.
+        """
+        tried = self.stable([(rate, self.config.seed) for rate in self.rates])
+        rate = self.best(tried)["learning_rate"] if tried else min(self.rates)
+        if len(tried) > 1:
+            logger.info(f"rate {rate:g} is best on validation rows ({self.metric})")
+        seeds = self.stable([(rate, seed) for seed in self.seeds])
+        if not seeds:
+            raise messages.UserError(
+                f"the training diverged (weights are not finite); give a lower learning_rate than {rate:g}, or more "
+                f"warm-up, and --overwrite_output_dir"
+            )
+        return tried, seeds, self.best(seeds)
+
+    def stable(self, places: list[tuple[float, int]]) -> list[dict]:
+        """The results of models, given by their rates and seeds; those that diverge are left out."""
+        results = [self.attempt(*place) for place in places]
+        return [result for result in results if not result.get("diverged")]
+
+    def best(self, results: list[dict]) -> dict:
+        """The best result by the validation rows; of equal ones that of the lower loss, then the first."""
+        if "validation" not in self.splits:
+            return results[0]
+        sign = -1 if self.metric in metrics.LOWER_IS_BETTER else 1
+        return max(results, key=lambda r: (sign * r["validation"][self.metric], -r["validation"]["loss"]))
+
+    def attempt(self, rate: float, seed: int) -> dict:
+        """
+        Train one model, or go on with it, or take its result from the folder if it is finished.
+
+        Returns:
+            The content of the model's `result.json`: `learning_rate`, `seed`, `steps`, `best_step`, `seconds`, the
+            metrics by split, and `log`, the rows of Trainer's log. If the training diverged, `diverged` is true, and
+            there are no metrics and no model.
+        """
+        folder, config, task = self.folder_of(rate, seed), self.config, self.task
+        if (result := folders.read_json(folder / RESULT_FILE)) != {}:
+            return result
+        checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
+        arguments = self.arguments(rate, seed)
+        marker = trainer.MarkComplete(before)
+        patience = config.early_stopping_patience
+        transformers.set_seed(seed)
+        model, fresh = trainer.make_model(self.start, task, config.from_scratch)
+        trained = trainer.make_trainer(
+            model,
+            arguments,
+            self.start.tokenizer,
+            task,
+            train_dataset=self.splits["train"].features,
+            eval_dataset=self.splits["validation"].features if "validation" in self.splits else None,
+            compute_metrics=lambda output: task.metrics(self.splits["validation"], task.rescaled(output.predictions)),
+            callbacks=[
+                *(marker, trainer.Lines()),
+                *([trainer.Bar()] if sys.stderr.isatty() else []),
+                *([transformers.EarlyStoppingCallback(patience)] if patience is not None else []),
+            ],
+        )
+        if fresh:
+            logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
+        if checkpoint is not None:
+            logger.info(f"{folder.name}: goes on from {Path(checkpoint).name}")
+        trained.train(resume_from_checkpoint=checkpoint)
+        result = {
+            "learning_rate": rate,
+            "seed": seed,
+            "steps": trained.state.global_step,
+            "best_step": trained.state.best_global_step or trained.state.global_step,
+            "seconds": marker.seconds(),
+            "log": [row for row in trained.state.log_history if "loss" in row or "eval_loss" in row],
+        }
+        model = trained.accelerator.unwrap_model(trained.model, keep_fp32_wrapper=False)
+        if all(parameter.isfinite().all() for parameter in model.parameters()):
+            for name in self.measured():
+                outputs, loss = self.outputs(model, name, arguments)
+                result[name] = {"loss": loss, **task.metrics(self.splits[name], outputs)}
+        else:
+            model, result["diverged"] = None, True
+            logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
+        devices.on_main(_keep, folder, model, result)
+        return json.loads(json.dumps(result))
+
+    def outputs(self, model, name: str, arguments: transformers.TrainingArguments) -> tuple:
+        """
+        The outputs of a trained model for a split, in the units of the labels, and its loss; None without labels.
+
+        Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
+        """
+        rows = self.splits[name].features
+        AcceleratorState._reset_state()  # the training may have had another precision
+        arguments.mixed_precision = "no"
+        arguments.report_to = []  # a tracker would begin a run of its own
+        found = trainer.make_trainer(model, arguments, self.start.tokenizer, self.task, eval_dataset=rows).predict(
+            rows
+        )
+        return self.task.rescaled(found.predictions), found.metrics.get("test_loss")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+
+    def finish(self, tried: list[dict], seeds: list[dict], kept: dict) -> str:
+        """
+        Write the finished folder, whose model is that of the best seed.
+
+        Returns:
+            The report for the user: the table of figures, and what the folder holds.
+        """
+        place = kept["learning_rate"], kept["seed"]
+        source = self.folder_of(*place) / output.MODEL_FOLDER
+        model = getattr(transformers, self.task.auto_class).from_pretrained(source, trust_remote_code=False)
+        # For the table of predictions, and for the report by class.
+        names = sorted({*self.measured()[-1:], *(["test"] if "test" in self.splits else [])})
+        outputs = {name: self.outputs(model, name, self.arguments(*place))[0] for name in names}
+        logs = {self.folder_of(r["learning_rate"], r["seed"]).name: r["log"] for r in (kept, *tried, *seeds)}
+        metrics = output.make_metrics(self, tried, seeds, kept)
+        return devices.on_main(output.write_folder, self, model, outputs, metrics, logs)
+
+
+def _keep(folder, model, result):
+    """Write a trained model (None if the training diverged) and its result; then delete the checkpoints."""
+    shutil.rmtree(folder / output.MODEL_FOLDER, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is not None:
+        conversion.save_model(model, folder / output.MODEL_FOLDER)
+        folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)
+    folders.write_json(folder / RESULT_FILE, result)
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    if (folder / "runs").exists():  # TensorBoard's files stand beside those of the other models
+        (folder.parent.parent / "runs").mkdir(exist_ok=True)
+        (folder / "runs").rename(folder.parent.parent / "runs" / folder.name)

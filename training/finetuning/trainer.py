@@ -1,49 +1,160 @@
-"""Transformers' `Trainer` for fine-tuning: its arguments, rates by layer, progress, checkpoints marked as complete."""
+"""The encoder that a fine-tuning starts from, with a fresh head; Transformers' `Trainer`, and its checkpoints."""
 
+import copy
 import logging
-import re
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import SequentialSampler
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+import transformers
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
-from d2l_bert.folders import read_json, write_json
-from d2l_bert.messages import UserError
+from d2l_bert import folders
+from d2l_bert.messages import UserError, reading_model
 from d2l_bert.model_cards.figures import shown_metric
+from d2l_bert.modeling import configuration_d2l_bert, conversion, loading
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.kind import LOWER_IS_BETTER
-from d2l_bert.training.finetuning.start import is_ours
+from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
+from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
+# Dropout for fine-tuning if the model was pretrained without: BERT's (Devlin et al., 2018, appendix A.2).
+DROPOUT = 0.1
 
-# Defaults of options whose default is None, because another option may replace them.
-EPOCHS = 4.0
-WARMUP_RATIO = 0.1
-BATCH_SIZE = 32
-LOGGED_ROWS = 50
+# The names of the dropout rates in the configurations of Transformers' encoders, the usual name first.
+DROPOUT_FIELDS = {
+    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout"),
+    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
+}
+
+# The options that go to Trainer as they are.
+AS_GIVEN = (
+    *("per_device_eval_batch_size", "gradient_accumulation_steps", "weight_decay", "lr_scheduler_type", "eval_steps"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "dataloader_num_workers", "report_to"),
+)
 
 # Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
 # file is never resumed from.
-# The options that go to Trainer as they are.
-AS_GIVEN = (
-    *("per_device_eval_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "weight_decay"),
-    *("lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
-    *("dataloader_num_workers", "report_to", "eval_steps"),
-)
-
 COMPLETE_FILE = "complete"
+
+
+@dataclass
+class Start:
+    """
+    The model that a run starts from.
+
+    Args:
+        name: the folder or the id on the Hub.
+        config: the configuration, with the dropout of the run.
+        revision: the commit of a model on the Hub; None for a folder.
+        fingerprint: a hash of the files of a folder; None for a model on the Hub.
+        max_seq_length: most tokens of a row.
+        dropout: the dropout rates of the run, by the names of `DROPOUT_FIELDS`.
+    """
+
+    name: str
+    config: object
+    tokenizer: transformers.PreTrainedTokenizerBase
+    revision: str | None
+    fingerprint: str | None
+    max_seq_length: int
+    dropout: dict[str, float]
+
+
+def read_start(config: FinetuneConfig, task: Task) -> Start:
+    """
+    Read the configuration and the tokenizer of the model, and set the dropout.
+
+    Raises:
+        UserError: there is no such model, the model has no tokenizer, its class has no head for the task, or an option
+            does not fit the model.
+    """
+    name, auto_class = config.model, getattr(transformers, task.auto_class)
+    with reading_model(name):
+        model_config, tokenizer = loading.read_parts(auto_class, name)
+    model_config, dropout = copy.deepcopy(model_config), {}
+    for option, names in DROPOUT_FIELDS.items():
+        field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
+        if field is None and given is not None:
+            raise UserError(f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out")
+        if field is not None:
+            dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
+            setattr(model_config, field, dropout[option])
+    with reading_model(name), torch.device("meta"):  # no memory is taken for the weights
+        model = auto_class.from_config(copy.deepcopy(model_config))
+    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer)
+    if config.max_seq_length and most is not None and wanted > most:
+        raise UserError(f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it")
+    is_folder = Path(name).exists()
+    return Start(
+        name=name,
+        tokenizer=tokenizer,
+        revision=None if is_folder else extract_commit_hash(cached_file(name, "config.json"), None),
+        fingerprint=loading.hash_of_model(name) if is_folder else None,
+        dropout=dropout,
+        max_seq_length=wanted if most is None else min(wanted, most),
+        config=model_config,
+    )
+
+
+@torch.no_grad()
+def make_model(start: Start, task: Task, from_scratch: bool = False) -> tuple[transformers.PreTrainedModel, list[str]]:
+    """
+    The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
+
+    PyTorch's global generator draws the fresh weights.
+
+    Args:
+        from_scratch: draw all weights.
+
+    Returns:
+        The model, and the names of the modules with fresh weights; [] with `from_scratch`.
+
+    Raises:
+        UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
+    """
+    auto_class = getattr(transformers, task.auto_class)
+    config = copy.deepcopy(start.config)
+    config.update(task.settings)
+    if from_scratch:
+        return auto_class.from_config(config, dtype=torch.float32).train(), []
+    with reading_model(start.name), conversion.without_log_messages():
+        model, report = auto_class.from_pretrained(
+            start.name,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
+            output_loading_info=True,
+            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
+        )
+        missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
+        encoder = f"{model.base_model_prefix}."
+        needed = mismatched | {name for name in missing if "pooler." not in name}
+        if unfit := {name for name in needed if name.startswith(encoder)}:
+            raise UserError(
+                f"it has no weights for {min(unfit)}, or not in the shape that config.json gives; give a pretrained "
+                f"encoder with its config.json"
+            )
+        head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
+        if not head <= missing | mismatched:  # the saved model has a head of another task: it is drawn anew
+            for name, module in model.named_modules():
+                if name and name.partition(".")[0] != model.base_model_prefix:
+                    for parameter in module.parameters(recurse=False):
+                        parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
+                    model._init_weights(module)
+        conversion.check_finite(model)
+    return model.train(), sorted({name.rpartition(".")[0] for name in missing | head})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainer
 
 
 def default_rate(hidden_size: int) -> float:
@@ -56,26 +167,9 @@ def default_rate(hidden_size: int) -> float:
     return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
 
 
-def batch_size(config: FinetuneConfig, processes: int) -> int:
-    """The rows of a process at once: `per_device_train_batch_size`, or `BATCH_SIZE` divided by the processes."""
-    return config.per_device_train_batch_size or max(1, BATCH_SIZE // processes)
-
-
-def rows_per_step(config: FinetuneConfig, processes: int) -> int:
-    """The rows in an optimizer step of all processes."""
-    return batch_size(config, processes) * processes * config.gradient_accumulation_steps
-
-
-def warmup(config: FinetuneConfig) -> float:
-    """Steps of the warm-up, or, below 1, their share of all steps: Trainer's `warmup_steps`."""
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    return WARMUP_RATIO if config.warmup_ratio is None else config.warmup_ratio
-
-
 def make_arguments(
-    config: FinetuneConfig, folder: Path, rate: float, seed: int, processes: int, metric: str, labels
-) -> TrainingArguments:
+    config: FinetuneConfig, task: Task, folder: Path, rate: float, seed: int, processes: int
+) -> transformers.TrainingArguments:
     """
     Trainer's arguments for one model of a run.
 
@@ -83,22 +177,24 @@ def make_arguments(
         folder: for the checkpoints of this model.
         rate, seed: of this model.
         processes: how many processes train.
-        metric: the metric that chooses the best checkpoint.
-        labels: the names of labels in a batch.
     """
-    arguments = TrainingArguments(
+    metric = task.metric()
+    ratio = 0.1 if config.warmup_ratio is None else config.warmup_ratio
+    arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
         run_name=folder.name,
-        per_device_train_batch_size=batch_size(config, processes),
-        num_train_epochs=EPOCHS if config.num_train_epochs is None else config.num_train_epochs,
+        per_device_train_batch_size=config.per_device_train_batch_size or max(1, 32 // processes),
+        num_train_epochs=config.num_train_epochs or 4.0,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
-        warmup_steps=warmup(config),
+        warmup_steps=ratio if config.warmup_steps is None else config.warmup_steps,  # below 1 a share of the steps
         seed=seed,
         data_seed=seed,
+        bf16=config.bf16,
+        fp16=config.fp16,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
-        logging_steps=config.logging_steps or 1 / LOGGED_ROWS,
+        logging_steps=config.logging_steps or 1 / 50,
         # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
         eval_strategy=config.eval_strategy if config.validates() else "no",
         save_strategy=config.eval_strategy,
@@ -107,7 +203,7 @@ def make_arguments(
         metric_for_best_model=f"eval_{metric}",
         greater_is_better=metric not in LOWER_IS_BETTER,
         disable_tqdm=True,
-        label_names=list(labels),
+        label_names=list(task.label_names),
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
@@ -117,61 +213,20 @@ def make_arguments(
     return arguments
 
 
-class FinetuneTrainer(Trainer):
-    """`Trainer` with rates by layer (`layerwise_decay`), and one mean loss for any gradient accumulation."""
-
-    def __init__(self, *arguments, layerwise_decay: float | None = None, **options):
-        super().__init__(*arguments, **options)
-        self.layerwise_decay = layerwise_decay
-        self.remove_callback(PrinterCallback)  # which Trainer adds where it has no bar
-        # Stock BERT takes `num_items_in_batch` and ignores it: with gradient accumulation, loss and gradient would be
-        # too large by the number of batches in a step. Without it, Trainer averages the batches' losses.
-        if not is_ours(self.accelerator.unwrap_model(self.model).config):
-            self.model_accepts_loss_kwargs = False
-
-    def _get_eval_sampler(self, eval_dataset):
-        """The rows in their order, as the metrics need them; Trainer would group them by length as in training."""
-        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
-
-    def create_optimizer(self, model=None):
-        """As Trainer's; with `layerwise_decay`, the rate falls by this factor from each layer to the layer below."""
-        if self.optimizer is not None or self.layerwise_decay in (None, 1.0):
-            return super().create_optimizer(model)
-        model = self.model if model is None else model
-        optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        depth_of = depths([name for name, _ in model.named_parameters()])
-        decayed, top, groups = self.get_decay_parameter_names(model), max(depth_of.values()), {}
-        if top < 2:  # the embeddings have depth 0 and the head has depth 1
-            kind = self.accelerator.unwrap_model(model).config.model_type
-            raise UserError(f"layerwise_decay: no layers are found in a {kind} model; leave layerwise_decay out")
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                groups.setdefault((depth_of[name], name in decayed), []).append(parameter)
-        self.optimizer = optimizer(
-            [
-                {
-                    "params": parameters,
-                    "lr": self.args.learning_rate * self.layerwise_decay ** (top - depth),
-                    "weight_decay": self.args.weight_decay if is_decayed else 0.0,
-                }
-                for (depth, is_decayed), parameters in groups.items()
-            ],
-            **options,
-        )
-        return self.optimizer
+def make_trainer(
+    model, arguments: transformers.TrainingArguments, tokenizer, task: Task, **options
+) -> transformers.Trainer:
+    """A `Trainer` without messages of its own, and with one mean loss for any gradient accumulation."""
+    trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer), **options)
+    trainer.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
+    # Stock BERT takes `num_items_in_batch` and ignores it: with gradient accumulation, loss and gradient would be too
+    # large by the number of batches in a step. Without it, Trainer averages the batches' losses.
+    if not isinstance(model.config, configuration_d2l_bert.D2lBertConfig):
+        trainer.model_accepts_loss_kwargs = False
+    return trainer
 
 
-def depths(names: list[str]) -> dict[str, int]:
-    """The depth of each parameter of an encoder: 0 for embeddings, 1 for the first layer, ..., the head at the top."""
-    layer = {name: re.search(r"\.layers?\.(\d+)\.", name) for name in names}
-    layers = 1 + max((int(found[1]) for found in layer.values() if found), default=-1)
-    return {
-        name: int(found[1]) + 1 if found else 0 if "embeddings." in name else layers + 1
-        for name, found in layer.items()
-    }
-
-
-class Bar(ProgressCallback):
+class Bar(transformers.ProgressCallback):
     """Transformers' progress bar, with the loss beside it instead of lines."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -179,65 +234,54 @@ class Bar(ProgressCallback):
             self.training_bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
 
 
-class Lines(TrainerCallback):
+class Lines(transformers.TrainerCallback):
     """Logs a line for each evaluation."""
 
-    def __init__(self, name: str, metric: str):
-        self.name, self.metric = name, metric
-
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if state.is_world_process_zero and metrics and state.epoch is not None:
-            parts = [f"validation loss {metrics['eval_loss']:.4f}"]
-            if self.metric != "loss":
-                parts.append(f"{self.metric} {shown_metric(self.metric, metrics[f'eval_{self.metric}'])}")
-            logger.info(
-                f"{self.name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: {', '.join(parts)}"
-            )
+        if state.is_world_process_zero:
+            shown, chooses = f"validation loss {metrics['eval_loss']:.4f}", args.metric_for_best_model
+            if chooses != "eval_loss":
+                name = chooses.removeprefix("eval_")
+                shown += f", {name} {shown_metric(name, metrics[chooses])}"
+            step = f"step {state.global_step}/{state.max_steps}"
+            logger.info(f"{args.run_name}: epoch {state.epoch:.3g}, {step}: {shown}")
 
 
-class MarkComplete(TrainerCallback):
+class MarkComplete(transformers.TrainerCallback):
     """
-    Marks each checkpoint as complete after Trainer has written all of its files; then deletes older checkpoints.
+    Marks each checkpoint as complete after Trainer has written all of its files; then deletes all but it and the best.
 
     Trainer itself would delete an older checkpoint before the new one is marked; a run killed in between would then
     have no checkpoint to resume from.
 
     Args:
-        limit: the checkpoints to keep in all; the best and the last are always kept.
+        before: the seconds of training before the checkpoint that training goes on from.
     """
 
-    def __init__(self, limit: int):
-        self.limit, self.before, self.began = limit, 0.0, None
+    def __init__(self, before: float):
+        self.began = time.monotonic() - before
+
+    def seconds(self) -> float:
+        """The seconds of training so far."""
+        return round(time.monotonic() - self.began, 2)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.began = time.monotonic()
         if state.best_global_step:  # the folder may have been moved since the state was saved
             state.best_model_checkpoint = str(Path(args.output_dir, f"checkpoint-{state.best_global_step}"))
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        self.before = seconds_before(folder) if state.global_step else 0.0
 
     def on_save(self, args, state, control, **kwargs):
         if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint
             return
         args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        if not state.is_world_process_zero or not last.is_dir():
-            return
-        write_json(last / COMPLETE_FILE, {"seconds": round(self.before + time.monotonic() - self.began, 2)})
-        by_steps = checkpoints(last.parent)[::-1]
-        best = [path for path in by_steps if path.name == Path(state.best_model_checkpoint or "").name]
-        kept = list(dict.fromkeys([last, *best, *by_steps]))[: max(self.limit, len({last, *best}))]
-        for path in by_steps:
-            if path not in kept:
-                shutil.rmtree(path)
+        if state.is_world_process_zero and last.is_dir():
+            folders.write_json(last / COMPLETE_FILE, {"seconds": self.seconds()})
+            for path in checkpoints(last.parent):
+                if path.name not in (last.name, Path(state.best_model_checkpoint or "").name):
+                    shutil.rmtree(path)
 
 
-def seconds_before(checkpoint: Path) -> float:
-    """The seconds of training before a complete checkpoint."""
-    return read_json(checkpoint / COMPLETE_FILE)["seconds"]
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of most steps in the folder of one model; None without one."""
+def last_checkpoint(folder: Path) -> tuple[str | None, float]:
+    """The complete checkpoint of most steps in the folder of one model, and the seconds to it; None and 0 without."""
     complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
-    return complete[-1] if complete else None
+    return (str(complete[-1]), folders.read_json(complete[-1] / COMPLETE_FILE)["seconds"]) if complete else (None, 0.0)

@@ -1,15 +1,56 @@
-"""Metrics of entities and answers, against cases worked out by hand."""
+"""Metrics of fine-tuned models, against cases worked out by hand."""
 
+import math
+
+import numpy as np
 import pytest
 
 from d2l_bert.training.finetuning.metrics import (
     answer_metrics,
     answer_scores,
+    class_metrics,
     entities,
-    entity_counts,
+    multilabel_metrics,
     normalised_answer,
+    number_metrics,
+    report_by_class,
     tag_metrics,
+    types_at_spans,
 )
+
+
+def test_class_metrics_are_those_of_their_definitions():
+    # 3 true positives, 1 false positive, 2 false negatives, 4 true negatives
+    true, said = [1, 1, 1, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    found = class_metrics(true, said, 2)
+    assert found["accuracy"] == pytest.approx(0.7)
+    assert found["f1"] == pytest.approx(2 * 3 / (2 * 3 + 1 + 2))
+    assert found["matthews_correlation"] == pytest.approx((3 * 4 - 1 * 2) / math.sqrt(4 * 5 * 5 * 6))
+    assert found["accuracy_f1_mean"] == pytest.approx((0.7 + 6 / 9) / 2)
+    assert class_metrics([0, 1], [0, 0], 2)["matthews_correlation"] == 0
+    # Three classes: the mean of F1 = 1, 2/3 and 0.
+    macro = class_metrics([0, 0, 1, 2], [0, 0, 1, 1], 3)["f1"]
+    assert macro == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
+def test_multilabel_metrics_are_those_of_their_definitions():
+    true, said = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]]), np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0]])
+    found = multilabel_metrics(true, said)
+    assert found["exact_match"] == pytest.approx(2 / 3)
+    assert found["f1"] == pytest.approx(2 * 2 / (3 + 3))
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+
+
+def test_number_metrics_are_those_of_their_definitions():
+    true, said = [1.0, 2.0, 3.0, 10.0], [2.0, 1.0, 4.0, 5.0]
+    found = number_metrics(true, said)
+    mean_true, mean_said = 4.0, 3.0
+    covariance = sum((a - mean_true) * (b - mean_said) for a, b in zip(true, said, strict=True))
+    spread = math.sqrt(sum((a - mean_true) ** 2 for a in true) * sum((b - mean_said) ** 2 for b in said))
+    assert found["pearson"] == pytest.approx(covariance / spread)
+    assert found["spearman"] == pytest.approx(1 - 6 * (1 + 1) / (4 * 15))  # the ranks are 1 2 3 4 and 2 1 3 4
+    assert found["mse"] == pytest.approx((1 + 1 + 1 + 25) / 4) and found["mae"] == pytest.approx(8 / 4)
+    assert number_metrics(true, [1.0] * 4)["pearson"] == 0
 
 
 @pytest.mark.parametrize(
@@ -25,6 +66,9 @@ from d2l_bert.training.finetuning.metrics import (
         ("I-PER B-PER I-PER", [("PER", 0, 1), ("PER", 1, 3)], [("PER", 1, 3)]),
         ("B-A-B I-A-B", [("A-B", 0, 2)], [("A-B", 0, 2)]),
         ("B I O B", [("", 0, 2), ("", 3, 4)], [("", 0, 2), ("", 3, 4)]),
+        ("B-X I-X E-X S-X O", [("X", 0, 3), ("X", 3, 4)], [("X", 0, 3), ("X", 3, 4)]),  # BIOES
+        ("U-X B-X L-X L-X", [("X", 0, 1), ("X", 1, 3), ("X", 3, 4)], [("X", 0, 1), ("X", 1, 3)]),  # BILOU
+        ("E-X I-X S-Y I-Y", [("X", 0, 1), ("X", 1, 2), ("Y", 2, 3), ("Y", 3, 4)], [("Y", 2, 3)]),
     ],
 )
 def test_entities_are_those_that_the_tags_mark(tags, lenient, strict):
@@ -40,11 +84,11 @@ def test_precision_recall_and_f1_count_whole_entities():
     found = tag_metrics(gold, said, has_entities=True)
     assert found["precision"] == found["recall"] == found["f1"] == found["strict_f1"] == pytest.approx(2 / 4)
     assert found["accuracy"] == pytest.approx(7 / 9)
-    counts = entity_counts(gold, said)
-    assert {name: dict(counter) for name, counter in counts.items()} == {
-        "right": {"PER": 1, "LOC": 1},
-        "predicted": {"PER": 3, "LOC": 1},
-        "gold": {"PER": 2, "LOC": 2},
+    true, predicted, types = types_at_spans(gold, said)
+    report = report_by_class(true, predicted, types, types)
+    assert {name: tuple(report[name].values()) for name in ("PER", "LOC")} == {
+        "PER": (pytest.approx(1 / 3), 1 / 2, pytest.approx(2 * 1 / (3 + 2)), 2),
+        "LOC": (1, 1 / 2, pytest.approx(2 * 1 / (1 + 2)), 2),
     }
 
 
@@ -56,6 +100,7 @@ def test_a_lone_inside_tag_counts_for_conll_and_not_for_iob2():
 
 def test_without_predicted_or_true_entities_the_figures_are_zero():
     nothing = tag_metrics([["O"]], [["O"]], has_entities=True)
+    assert types_at_spans([["O"]], [["O"]]) == (["O"], ["O"], ["entity"])
     assert nothing == {"accuracy": 1, "precision": 0, "recall": 0, "f1": 0, "strict_f1": 0}
     assert tag_metrics([["DET", "NOUN"]], [["DET", "DET"]], has_entities=False) == {"accuracy": 0.5}
 
