@@ -24,8 +24,8 @@ PROBABILITY_COLUMNS = 20
 # The largest number that can be predicted: models compute in float32.
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
-# The standard deviation of numbers to learn has at least so many steps of float32 at their mean: with fewer, the
-# finished model, which adds the mean, rounds away what it has learnt.
+# Numbers to learn are refused if their standard deviation is less than this many times the distance of neighbouring
+# float32 numbers at their mean. The finished model adds the mean in float32, which would round their differences away.
 LEAST_STEPS = 10
 
 

@@ -35,8 +35,19 @@ DROPOUT_FIELDS = {
 
 # The options that go to Trainer as they are.
 AS_GIVEN = (
-    *("per_device_eval_batch_size", "gradient_accumulation_steps", "weight_decay", "lr_scheduler_type", "eval_steps"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "dataloader_num_workers", "report_to"),
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "weight_decay",
+    "lr_scheduler_type",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "dataloader_num_workers",
+    "report_to",
+    "eval_steps",
 )
 
 # Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
@@ -191,8 +202,6 @@ def make_arguments(
         warmup_steps=ratio if config.warmup_steps is None else config.warmup_steps,  # below 1 a share of the steps
         seed=seed,
         data_seed=seed,
-        bf16=config.bf16,
-        fp16=config.fp16,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
         logging_steps=config.logging_steps or 1 / 50,
         # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
