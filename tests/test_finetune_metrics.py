@@ -1,6 +1,8 @@
 """Metrics of fine-tuned models, against cases worked out by hand."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from d2l_bert.training.finetuning.metrics import (
     tag_metrics,
     types_at_spans,
 )
+from d2l_bert.training.finetuning.output import results_text
 
 
 def test_class_metrics_are_those_of_their_definitions():
@@ -149,3 +152,20 @@ def test_answer_metrics_are_means_over_questions():
         "exact_match": 0.5,
         "f1": pytest.approx((2 / 3 + 1) / 2),
     }
+
+
+def test_large_figures_stand_apart_in_the_table():
+    rows = SimpleNamespace(cells=[{}], name="rows.csv")
+    run = SimpleNamespace(measured=lambda: ["test"], splits={"test": rows}, folder=Path("out"))
+    figures = {"pearson": 0.5, "mse": 1234567890.25, "mae": 456.1174}
+    metrics = {
+        "metrics_shown": list(figures),
+        "seeds": [{"seed": 42, "test": figures}],
+        "unknown_share": {"test": 0.0},
+        "f1_of": None,
+        "kept_seed": 42,
+        "learning_rate": 1e-3,
+        "train_seconds": 1.0,
+    }
+    line = next(line for line in results_text(run, metrics).splitlines() if "seed 42  " in line)
+    assert [float(cell) for cell in line.split()[2:]] == pytest.approx(list(figures.values()))
