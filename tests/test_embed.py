@@ -6,12 +6,13 @@ import random
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from encoders import WORDS, write_encoders
 from numpy.testing import assert_allclose
 
 from d2l_bert.inference import embed as module
 from d2l_bert.inference.config import EmbedConfig
-from d2l_bert.inference.embed import embed, text_lines
+from d2l_bert.inference.embed import embed, evened, text_rows
 from d2l_bert.messages import UserError
 
 
@@ -62,7 +63,76 @@ READ_AS = {
 @pytest.mark.parametrize("name", READ_AS)
 def test_a_line_is_a_line_in_every_kind_of_file(tmp_path, name):
     (tmp_path / name).write_bytes(READ_AS[name])
-    assert list(text_lines(str(tmp_path / name))) == ["one", "two", "", "four"]
+    assert [line for line, _ in text_rows(str(tmp_path / name))] == ["one", "two", "", "four"]
+
+
+def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails):
+    (tmp_path / "rows.csv").write_text("id,text,note\n007,the crane,a\n008,a crane,\n")
+    embed(str(encoders / "ours"), str(tmp_path / "rows.csv"), EmbedConfig(output=str(tmp_path / "rows.parquet")))
+    table = pq.read_table(tmp_path / "rows.parquet")
+    assert table.select(["id", "text", "note"]).to_pydict() == {
+        "id": ["007", "008"],
+        "text": ["the crane", "a crane"],
+        "note": ["a", ""],
+    }
+    assert table.column_names == ["id", "text", "note", "vector"]
+    (tmp_path / "mixed.jsonl").write_text('{"text": "a", "x": 1}\n{"text": "b", "x": "one"}\n')
+    words = ["embed", encoders / "ours", tmp_path / "mixed.jsonl", "--output", tmp_path / "mixed.parquet"]
+    assert "several kinds" in fails(*words)
+
+
+def nearest_shown(said):
+    """The cosines and the numbers of the lines that `embed` shows, for each text."""
+    shown = [[]]
+    for line in said.splitlines():
+        if line.startswith("nearest to"):
+            shown.append([])
+        else:
+            shown[-1].append((float(line.split()[0]), int(line.split()[2].replace(",", "")) - 1))
+    return [each for each in shown if each]
+
+
+def test_the_nearest_lines_are_those_of_the_largest_cosine_after_half_of_whitening(encoders, tmp_path):
+    """Whitening is written here by the singular values of the centred vectors, not by the covariance."""
+    lines = [line for line in make_lines(300, seed=1) if line.strip()]
+    queries = [lines[3], "the crane"]
+    (tmp_path / "lines.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "all.txt").write_text("\n".join([*lines, *queries]) + "\n")
+    embed(str(encoders / "ours"), str(tmp_path / "all.txt"), EmbedConfig(output=str(tmp_path / "all.npy")))
+    vectors = np.load(tmp_path / "all.npy").astype(np.float64)
+    mean = vectors[: len(lines)].mean(0)
+    _, values, directions = np.linalg.svd(vectors[: len(lines)] - mean, full_matrices=False)
+    deviations = values / np.sqrt(len(lines) - 1)
+    even = (vectors - mean) @ directions.T / np.sqrt(np.maximum(deviations, np.sqrt(1e-3) * deviations.max()))
+    even /= np.linalg.norm(even, axis=1, keepdims=True)
+    shown = nearest_shown(
+        embed(str(encoders / "ours"), str(tmp_path / "lines.txt"), EmbedConfig(nearest=queries, top_k=5))
+    )
+    for found, cosines in zip(shown, even[len(lines) :] @ even[: len(lines)].T, strict=True):
+        assert [cosine for cosine, _ in found] == pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
+        assert [cosines[number] for _, number in found] == pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
+
+
+def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
+    encoders, tmp_path, monkeypatch, fails
+):
+    (tmp_path / "lines.txt").write_text("\n".join(make_lines(200, seed=2)) + "\n")
+    model, config = str(encoders / "ours"), EmbedConfig(nearest=["the crane"], top_k=4)
+    fresh = embed(model, str(tmp_path / "lines.txt"), config)
+    embed(model, str(tmp_path / "lines.txt"), EmbedConfig(output=str(tmp_path / "saved.parquet")))
+    computed, vectors_of = [], module.vectors_of
+    monkeypatch.setattr(
+        module, "vectors_of", lambda texts, *more: computed.append(len(texts)) or vectors_of(texts, *more)
+    )
+    assert nearest_shown(embed(model, str(tmp_path / "saved.parquet"), config)) == nearest_shown(fresh)
+    assert computed == [1]
+    words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
+    assert "has vectors already" in fails(*words)
+
+
+def test_few_lines_are_compared_as_they_are():
+    vectors = torch.randn(99, 8)
+    assert evened(vectors)(vectors) is vectors
 
 
 def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):

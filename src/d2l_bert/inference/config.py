@@ -19,14 +19,14 @@ class EmbedConfig(Options):
 
     output: str | None = option(
         None,
-        "new file for the vectors: .npy (an array, a row for each line) or .parquet (columns text and vector)",
+        "new file for the vectors: .npy (an array, a row for each line) or .parquet (your columns and vector)",
         OUTPUT,
         metavar="FILE",
         common=True,
     )
-    nearest: str | None = option(
-        None,
-        "show the lines whose vectors are nearest to that of this text, by cosine",
+    nearest: list[str] = option(
+        [],
+        "show the lines whose vectors are nearest to that of this text, or of each of several",
         OUTPUT,
         metavar="TEXT",
         common=True,
@@ -61,7 +61,7 @@ class EmbedConfig(Options):
         """As in `Options`."""
         return {
             "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both": (
-                self.output is None and self.nearest is None
+                self.output is None and not self.nearest
             ),
             f"output {self.output}: give a name that ends in .npy or .parquet": (
                 self.output is not None and Path(self.output).suffix not in (".npy", ".parquet")

@@ -1,10 +1,11 @@
-"""Lines of text -> one vector each: written to .npy or Parquet, and compared with the vector of another text."""
+"""Lines of text -> one vector each: written to .npy or Parquet, and compared with the vectors of other texts."""
 
 import contextlib
+import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,20 @@ GROUP_CHARACTERS = 2**22
 
 STDIN = "-"
 
+VECTOR = "vector"  # the column of vectors in Parquet
+
+MIXED = "make each column of one kind, or give --output a name that ends in .npy"
+
+# From this many lines on, `evened` compares better than plain cosines do (docs/embed.md).
+FEWEST_LINES = 100
+
+# A direction in which vectors differ by less than this share of the largest variance counts as if by this share.
+LEAST_VARIANCE = 1e-3
+
 
 def embed(name: str, file: str, config: EmbedConfig) -> str:
     """
-    Compute a vector for each line of a file; write the vectors, or find the lines nearest to a text, or both.
+    Compute a vector for each line of a file; write the vectors, or find the lines nearest to texts, or both.
 
     Line i of the file is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP].
     Lines with more tokens than `max_seq_length` are cut. Cut and empty lines are counted and logged, and the share of
@@ -38,17 +49,18 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `text_lines`.
+        file: as in `text_rows`. Vectors that it has are taken as they are.
 
     Returns:
-        A message: what was written, and the nearest lines, nearest first, with their cosine and number from 1.
+        A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
+        and number from 1.
 
     Raises:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
     source = "standard input" if file == STDIN else file
-    all_lines = text_lines(file, config.text_column, config.separator)
+    all_rows = text_rows(file, config.text_column, config.separator)
     model, tokenizer = loading.load_encoder(name)
     most = conversion.longest_input(model, tokenizer) or sys.maxsize
     limit = config.max_seq_length or most
@@ -58,23 +70,27 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.enable_truncation(limit, direction=tokenizer.truncation_side)
-    totals = Counter()
-    nearest = []
-    if config.nearest is not None:
-        query = backend.encode(config.nearest)
-        if query.overflowing:
-            logger.warning(f"nearest: the text is cut off after {limit:,} tokens")
-        wanted = vectors_of([query], model, tokenizer, config)
+    totals, even = Counter(), None
+    nearest = [[] for _ in config.nearest]
+    queries = backend.encode_batch(config.nearest)
+    if any(query.overflowing for query in queries):
+        logger.warning(f"nearest: a text is cut off after {limit:,} tokens")
+    wanted = vectors_of(queries, model, tokenizer, config)
     with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
-        for lines in messages.with_progress(groups(all_lines), f"embedding {source}", documents_in=len, unit="line"):
+        for rows in messages.with_progress(groups(all_rows), f"embedding {source}", documents_in=len, unit="line"):
+            lines, cells = zip(*rows, strict=True)
             encodings = backend.encode_batch_fast(lines)
-            vectors = vectors_of(encodings, model, tokenizer, config)
+            if VECTOR in cells[0]:
+                vectors = saved_vectors(cells, size, source, config)
+            else:
+                vectors = vectors_of(encodings, model, tokenizer, config)
             if config.output:
-                append(lines, vectors.numpy())
-            if config.nearest is not None:
-                negative = (-torch.cosine_similarity(vectors, wanted)).tolist()  # the largest cosine comes first
-                found = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
-                nearest = sorted([*nearest, *(each for each in found if each[2].strip())])[: config.top_k]
+                append(cells, vectors.numpy())
+            even = even or evened(vectors[[bool(line.strip()) for line in lines]])
+            for found, query in zip(nearest, even(wanted), strict=True):
+                negative = (-torch.cosine_similarity(even(vectors), query)).tolist()  # the largest cosine comes first
+                new = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
+                found[:] = sorted([*found, *(each for each in new if each[2].strip())])[: config.top_k]
             has_unknown = any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
             totals.update(
                 lines=len(lines),
@@ -99,48 +115,92 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     }
     for line in filter(lost.get, lost):
         logger.warning(line)
-    said = [
-        f"  {-negative:7.4f}  line {number:,}  {messages.shortened(line, 160)}" for negative, number, line in nearest
-    ]
-    written = f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"
-    return "\n".join([written, *said] if config.output else said)
+    said = [f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"]
+    said = said if config.output else []
+    for text, found in zip(config.nearest, nearest, strict=True):
+        said += [f"nearest to {messages.shortened(text, 160)}:"] if len(nearest) > 1 else []
+        said += [f"  {-cos:7.4f}  line {number:,}  {messages.shortened(line, 160)}" for cos, number, line in found]
+    return "\n".join(said)
 
 
-def text_lines(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[str]:
+def text_rows(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
     """
-    The lines of a file in order, each without the characters at its end; empty lines are empty strings.
+    The lines of a file in order, each without the characters at its end, and the cells of each row by their columns.
 
     Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
-    (`tables.LINE_END`). In a table each row counts as a line; rows without text are empty strings.
+    (`tables.LINE_END`). In a table each row counts as a line. Empty lines and rows without text are empty strings.
 
     Args:
         file: a text file as in `sources.decoded`, or a table; `-` for text on the standard input. The file may be
             larger than the memory, a line may not.
-        text_column: the column of text in a table.
+        text_column: the column of text in a table, and in the cells of other lines.
         separator: between the cells of a CSV file, as in `tables.table_rows`.
 
     Raises:
         UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
             read, is damaged or is not text, or has no such column.
     """
-    if file == STDIN:
-        return sources.decoded(Path("standard input"), sys.stdin.buffer)
-    kind = tables.file_kind(Path(file)) if Path(file).is_file() else None
+    path = Path(file)
+    kind = "text" if file == STDIN else tables.file_kind(path) if path.is_file() else None
     if kind in (None, "json"):
         raise messages.UserError(
             f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
             f"JSON as lines of JSON (.jsonl)"
         )
-    rows = (text or "" for text in tables.text_rows(Path(file), text_column, separator))
-    return sources.decoded(Path(file)) if kind == "text" else rows
+    if kind != "text":
+        return _table_rows(path, text_column, separator)
+    lines = sources.decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else sources.decoded(path)
+    return ((line, {text_column: line}) for line in lines)
 
 
-def groups(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of consecutive lines, of about `GROUP_CHARACTERS`."""
+def _table_rows(file, text_column, separator):
+    with messages.explained(file, "", *messages.READ_ERRORS):
+        for_texts, for_cells = itertools.tee(tables.table_rows(file, separator=separator))
+        for text, (_, cells) in zip(tables.texts_in(for_texts, text_column), for_cells, strict=True):
+            yield text or "", cells
+
+
+def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    A function that makes vectors comparable by cosine: it subtracts the mean, and evens out the directions.
+
+    The vectors of a masked language model all point in similar directions, and differ in few. Each direction in which
+    `vectors` (n, H) vary is divided by the square root of its standard deviation: half of whitening (Su et al., 2021),
+    which needs fewer lines, and keeps more of what is common to a text. Of fewer than `FEWEST_LINES` nothing is
+    learnt; the function then leaves vectors as they are.
+    """
+    if len(vectors) < FEWEST_LINES:
+        return lambda given: given
+    mean = vectors.mean(0)
+    variances, directions = torch.linalg.eigh(torch.cov((vectors - mean).T))
+    scaled = directions / variances.clamp_min(LEAST_VARIANCE * float(variances[-1])) ** 0.25
+    return lambda given: (given - mean) @ scaled
+
+
+def saved_vectors(cells: list[dict], size: int, source: str, config: EmbedConfig) -> torch.Tensor:
+    """
+    The vectors (n, H) in the rows of a file that `embed` has written.
+
+    Raises:
+        UserError: they have another size than the model's, or are to be written again.
+    """
+    vectors = [row[VECTOR] for row in cells]
+    messages.refuse_first(
+        {
+            f"{source}: has vectors already; leave output out": config.output,
+            f"{source}: column {VECTOR!r} holds no vectors of {size} numbers, as this model's are; give the model "
+            f"that made them": any(not isinstance(row, list) or len(row) != size for row in vectors),
+        }
+    )
+    return torch.tensor(vectors, dtype=torch.float32)
+
+
+def groups(rows: Iterable[tuple[str, dict]]) -> Iterator[list[tuple[str, dict]]]:
+    """Groups of consecutive rows of `text_rows`, with lines of about `GROUP_CHARACTERS`."""
     group, characters = [], 0
-    for line in lines:
-        group.append(line)
-        characters += max(len(line), 256)
+    for row in rows:
+        group.append(row)
+        characters += max(len(row[0]), 256)
         if characters >= GROUP_CHARACTERS:
             yield group
             group, characters = [], 0
@@ -179,13 +239,15 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
 
 
 @contextlib.contextmanager
-def vector_file(output: Path, size: int) -> Iterator[Callable[[list[str], np.ndarray], object]]:
-    """Make a new file for vectors of `size` numbers; yields a function that appends texts (n,) and vectors (n, H).
-
-    A `.npy` file has the vectors alone. A Parquet file has the columns `text` and `vector`, in float32. Neither needs
-    to fit into memory.
+def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], np.ndarray], object]]:
     """
-    with folders.new_file(output) as partial:
+    Make a new file for vectors of `size` numbers; yields a function that appends the cells of rows (n) and their
+    vectors (n, H).
+
+    A `.npy` file has the vectors alone. A Parquet file has the columns of the rows and `vector`, in float32. Neither
+    needs to fit into memory.
+    """
+    with folders.new_file(output) as partial, contextlib.ExitStack() as stack:
         if output.suffix == ".npy":
             header = {"descr": "<f4", "fortran_order": False, "shape": (0, size)}
             with partial.open("wb") as file:
@@ -196,11 +258,17 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[list[str], np.nda
                 file.seek(0)
                 np.lib.format.write_array_header_1_0(file, header)  # NumPy pads it: its length stays the same
         else:
-            schema = pa.schema([("text", pa.large_string()), ("vector", pa.list_(pa.float32(), size))])
-            with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+            writer, schema = None, None
 
-                def append(texts, vectors):
-                    lists = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
-                    writer.write_table(pa.table([texts, lists], schema=schema))
+            def append(cells, vectors):
+                nonlocal writer, schema
+                with messages.explained(f"{output}: a column holds values of several kinds", MIXED, pa.ArrowException):
+                    table = pa.Table.from_pylist(cells, schema=schema)
+                if writer is None:
+                    schema = table.schema
+                    with_vectors = schema.append(pa.field(VECTOR, pa.list_(pa.float32(), size)))
+                    writer = stack.enter_context(pq.ParquetWriter(partial, with_vectors, compression="zstd"))
+                lists = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
+                writer.write_table(table.append_column(writer.schema.field(VECTOR), lists))
 
-                yield append
+            yield append
