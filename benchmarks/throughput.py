@@ -107,7 +107,7 @@ def exit_on_signals():
 
 def make_task(size, pairing, arguments) -> Task:
     if size == "small":
-        architecture, run = RECIPES["d2l"]()
+        architecture, run = RECIPES["d2l-50-steps"]()
         pairs = 512
     else:
         _, run = RECIPES["base"]()

@@ -47,6 +47,11 @@ METRICS = {
 }
 
 
+# An encoder whose vectors of different tokens have a mean cosine above this has collapsed. Trained models had 0.27 to
+# 0.73, and those that a high rate had made constant 0.9996 to 1 (benchmarks/LOG.md).
+COLLAPSED = 0.95
+
+
 class ReportedMetric(NamedTuple):
     """
     A metric that the card shows.
@@ -130,6 +135,11 @@ def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
             name = f"{match['task']}: {match['split']} {match['figure'].replace('_', ' ')}"
             found.append(ReportedMetric(name, key, unit, metric_type, text=""))
     return found
+
+
+def has_collapsed(metrics: dict) -> bool:
+    """Whether a run's encoder gives every token nearly the same vector, by `metrics`, the content of metrics.json."""
+    return metrics.get("eval_token_cosine", 0) > COLLAPSED
 
 
 def formatted(value: float, unit: str) -> str:

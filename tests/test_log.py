@@ -72,7 +72,7 @@ def row_of(run_log, *steps):
 def test_padding_and_waiting_time_are_measured(start):
     run_log = start()
     for step in (1, 2):
-        with run_log.waiting():
+        with run_log.time_added_to("waited"):
             time.sleep(0.05)
         time.sleep(0.05)
         run_log.add_step(step, STEP, 0.1)
@@ -98,7 +98,7 @@ def test_mfu_is_arithmetic_divided_by_time_and_peak(start):
 
 def test_an_evaluation_takes_no_time_from_the_speed(start):
     run_log = start()
-    with run_log.clock_stopped():
+    with run_log.time_added_to("clock_start"):
         time.sleep(0.3)
     row_of(run_log, STEP)
     assert run_log.speed()["train_seconds"] < 0.2
@@ -184,7 +184,7 @@ def made_again(run_log, first, last):
         run_log.add_step(step, LEFT_OUT if step == 5 else STEP._replace(mlm_loss=0.1 * step), 0.1)
         run_log.write_row()
         if step % 2 == 0:
-            run_log.write_evaluation({"eval_mlm_loss": 0.2 * step, "eval_mlm_accuracy": 0.5})
+            run_log.record({"step": step, "eval_mlm_loss": 0.2 * step, "eval_mlm_accuracy": 0.5})
 
 
 def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, tmp_path, monkeypatch):

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
+from transformers import get_scheduler, get_wsd_schedule
 
 from d2l_bert.messages import UserError
-from d2l_bert.training import schedule
+from d2l_bert.training import recipes, schedule
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.steps import Stage
 from d2l_bert.training.devices import make_accelerator
@@ -17,18 +17,16 @@ from d2l_bert.training.schedule import due_after, learning_rate, steps_for_minut
 # ---------------------------------------------------------------------------------------------------------------------
 # The learning rate
 
-KINDS = ["linear", "cosine", "warmup_stable_decay"]
+KINDS = ["linear", "cosine", "constant_with_warmup", "warmup_stable_decay"]
 
 
 def transformers_shares(kind, warmup_steps, max_steps, decay_steps):
     """The factors by which Transformers' scheduler multiplies the learning rate, for each step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-    if kind == "linear":
-        scheduler = get_linear_schedule_with_warmup(optimizer, warmup_steps, max_steps)
-    elif kind == "cosine":
-        scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, max_steps)
-    else:
+    if kind == "warmup_stable_decay":
         scheduler = get_wsd_schedule(optimizer, warmup_steps, decay_steps, max_steps, decay_type="1-sqrt")
+    else:
+        scheduler = get_scheduler(kind, optimizer, warmup_steps, max_steps)
     return [scheduler.lr_lambdas[0](step) for step in range(max_steps + 1)]
 
 
@@ -42,6 +40,15 @@ def test_learning_rates_equal_transformers_except_that_the_first_step_is_not_zer
     run = PretrainConfig(max_steps=100, lr_scheduler_type=kind, learning_rate=1.0, **ratios)
     ours = [learning_rate(run, step) for step in range(1, 101)]
     assert ours == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_constant_rate_has_no_warm_up():
+    _, run = recipes.RECIPES["tiny"]()
+    run = recipes.override_options(run, {"lr_scheduler_type": "constant"})
+    run.check()
+    assert {learning_rate(run, step) for step in range(1, run.max_steps + 1)} == {run.learning_rate}
+    with pytest.raises(UserError, match="warm-up"):
+        recipes.override_options(run, {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}).check()
 
 
 def test_the_rates_of_a_run_rise_to_its_learning_rate_and_fall_in_its_last_steps():

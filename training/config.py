@@ -139,9 +139,10 @@ class PretrainConfig(TextConfig):
         "adamw", "AdamW; or Muon for the matrices of the encoder blocks, and AdamW for all other parameters", OPTIMIZER
     )
     learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER, within="(0, inf)", common=True)
-    lr_scheduler_type: Literal["linear", "cosine", "warmup_stable_decay"] = option(
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"] = option(
         "linear",
-        "how the learning rate falls after warm-up: linearly, along half a cosine, or only in the last steps",
+        "how the learning rate falls after warm-up: linearly, along half a cosine, not at all, or only in the last "
+        "steps; constant has no warm-up either",
         OPTIMIZER,
     )
     warmup_ratio: float = option(
@@ -319,6 +320,9 @@ class PretrainConfig(TextConfig):
             f"more than all tokens to predict; lower one": self.mask_replace_prob + self.random_replace_prob > 1,
             f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_ratio}) are more than all steps; "
             f"lower one": self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_ratio > 1,
+            "lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave warmup_ratio out": (
+                self.lr_scheduler_type == "constant" and self.warmup_ratio
+            ),
             f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}": not are_weights,
             "source_weights are all 0; give one source at least some weight": (
                 self.source_weights and are_weights and not any(map(float, self.source_weights))

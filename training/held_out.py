@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from d2l_bert.messages import refuse_first
+from d2l_bert.messages import counted, refuse_first
+from d2l_bert.model_cards.figures import has_collapsed
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
@@ -191,6 +192,36 @@ MANY_PASSES = 20
 # at 0.9, models predict "the", "," and "." nearly everywhere.
 LITTLE_LEARNT = 0.9
 
+ROWS_COMPARED = 64  # held-out rows of which `variety` compares the tokens
+
+
+@torch.no_grad()
+def variety(model, batch) -> dict[str, float]:
+    """
+    How much a model's vectors and predictions differ from token to token. The model is left in evaluation mode.
+
+    Args:
+        batch: the model's arguments for held-out rows, of which the first `ROWS_COMPARED` are read.
+
+    Returns:
+        `eval_token_cosine`, the mean cosine of the encoder's vectors of two different tokens, over all such pairs: 1
+        for an encoder that gives every token the same vector; and `eval_distinct_predictions`, how many different
+        tokens the model predicts.
+    """
+    batch = {name: tensor[:ROWS_COMPARED].to(model.device) for name, tensor in batch.items()}
+    outputs = model.eval()(**batch, output_hidden_states=True)
+    is_token = batch["attention_mask" if "attention_mask" in batch else "sequence_ids"] != 0
+    vectors = F.normalize(outputs.hidden_states[-1][is_token], dim=1)
+    _, kinds, counts = batch["input_ids"][is_token].unique(return_inverse=True, return_counts=True)
+    # The sum of the cosines of all pairs is the square of the summed vectors; those of equal tokens are taken off.
+    by_kind = vectors.new_zeros(len(counts), vectors.shape[1]).index_add_(0, kinds, vectors)
+    sum_of_cosines = by_kind.sum(0).square().sum() - by_kind.square().sum()
+    guesses = outputs.get("prediction_logits", outputs.get("logits")).argmax(-1)[batch["labels"] != -100]
+    return {
+        "eval_token_cosine": float(sum_of_cosines / (len(vectors) ** 2 - counts.square().sum())),
+        "eval_distinct_predictions": len(guesses.unique()),
+    }
+
 
 @torch.no_grad()
 def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
@@ -281,12 +312,20 @@ def token_entropy(text) -> float:
 
 def advice(metrics: dict, train_words: int) -> str:
     """
-    What to change, in one line, if a run took many passes over a small text or has learnt little; else nothing.
+    What to change, in one line, if the encoder has collapsed, or the run took many passes over a small text, or has
+    learnt little; else nothing.
 
     Args:
         metrics: the content of metrics.json.
         train_words: the number of words in the training text.
     """
+    if has_collapsed(metrics):
+        return (
+            f"the encoder has collapsed: the vectors of different tokens have a mean cosine of "
+            f"{metrics['eval_token_cosine']:.3f}, and of the masked tokens in {ROWS_COMPARED} rows it predicts "
+            f"{counted(metrics['eval_distinct_predictions'], 'different one', 'different ones')}; likely the rate "
+            f"is too high: lower --learning_rate, or raise --warmup_ratio"
+        )
     passes = metrics["train_words_seen"] / train_words
     if round(passes) > MANY_PASSES:
         return (
@@ -313,7 +352,6 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
     """
     task = pair_task(metrics)
     units = unit(task)
-    speed = f"{metrics[f'train_{units}_per_second']:,.0f} {'sentence ' if task else ''}{units}/s"
     pair_line = ""
     if task:
         loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
@@ -322,8 +360,9 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
             f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}; chance is 0.693 and 50%, one segment "
             f"alone gives {one_segment:.1%} ({task.question})"
         )
-    skipped = metrics["train_skipped_steps"]
-    skipped_line = f"\n  steps skipped because their loss or gradient was not finite: {skipped:,}" if skipped else ""
+    skipped_line = ""
+    if metrics["train_skipped_steps"]:
+        skipped_line = f"\n  steps skipped as their loss or gradient was not finite: {metrics['train_skipped_steps']:,}"
     filled_masks = "\n".join(
         f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
         for filled in metrics["predictions"]
@@ -336,7 +375,8 @@ What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["
   MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
 accuracy {metrics["eval_mlm_accuracy"]:.1%}, on rows as this objective has them \
 (`evaluate --objective none` has the same for all){pair_line}
-  trained in {metrics["train_seconds"]:.0f} s at {speed}, \
+  trained in {metrics["train_seconds"]:.0f} s at \
+{metrics[f"train_{units}_per_second"]:,.0f} {"sentence " if task else ""}{units}/s, \
 {metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
 {metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped_line}
 

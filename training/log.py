@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -64,24 +65,19 @@ def line_of(row: dict, total: int) -> str:
         )
         one_segment = f" (one segment alone: {row[f'eval_{task.key}_one_segment_accuracy']:.1%})" if task else ""
         return f"held out: {'; '.join(figures)}{one_segment}"
+    losses = "no loss"  # each of its steps was left out, or had no token to predict
+    if "loss" in row:
+        pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
+        losses = f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
     parts = (
         f"step {row['step']:>{len(str(total))}}/{total}",
-        losses_of(row),
+        losses,
         f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
         f"rate {row['learning_rate']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}",
         f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
     )
     return "  ".join(filter(None, parts))
-
-
-def losses_of(row: dict) -> str:
-    """The losses in a row of kind `train`; "no loss" if each of its steps was left out or had no token to predict."""
-    if "loss" not in row:
-        return "no loss"
-    task = pair_task(row)
-    pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
-    return f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
 
 
 def stage_changes(run: PretrainConfig) -> dict[int, dict]:
@@ -95,8 +91,8 @@ def stage_changes(run: PretrainConfig) -> dict[int, dict]:
     changes = {}
     for (_, length_before, batch_before), (first, length, batch) in itertools.pairwise(run.stages(run.max_steps)):
         label = [f"{length_before} → {length} tokens"] if length != length_before else []
-        reason = f"step {first + 1}: from here on, a step has {run.pairs_a_step(batch, length):,} "
-        reason += f"{unit(PAIR_TASKS.get(run.objective))} of {length} tokens"
+        units = f"{run.pairs_a_step(batch, length):,} {unit(PAIR_TASKS.get(run.objective))}"
+        reason = f"step {first + 1}: from here on, a step has {units} of {length} tokens"
         reason += f"; the evaluation always uses {run.max_seq_length} tokens" if label else ""
         label += [f"batch {batch_before} → {batch}"] if batch != batch_before else []
         changes[first + 1] = {"step": first + 1, "event": "stage", "reason": reason, "label": ", ".join(label)}
@@ -161,12 +157,12 @@ class RunLog:
         self.steps.append(stats)
         self.bar.update()
         if step in self.changes:
-            self._record(self.changes[step])
+            self.record(self.changes[step])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
         if stats.skipped:
             values = f"loss {stats.mlm_loss + stats.pair_loss:g}, gradient norm {stats.grad_norm:g}"
             reason = f"step {step} is left out, as it is not finite: {values}"
-            self._record({"step": step, "event": "skipped", "reason": reason})
+            self.record({"step": step, "event": "skipped", "reason": reason})
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             last = checkpoints(self.path.parent)[-1:]
             way_out = "".join(f", or lower the rate from --init_from {path}" for path in last)
@@ -205,11 +201,7 @@ class RunLog:
             **({"skipped_steps": round(total.skipped)} if total.skipped else {}),
         }
         self.steps, self.waited, self.clock_start = [], 0.0, time.monotonic()
-        self._record({"step": self.step, **row})
-
-    def write_evaluation(self, metrics: dict) -> None:
-        """Write a row with the result of `Learner.evaluate` after the last step."""
-        self._record({"step": self.step, **metrics})
+        self.record({"step": self.step, **row})
 
     def held_out_metrics(self) -> dict:
         """The result of the last evaluation, if it was after the last step; else nothing."""
@@ -234,33 +226,28 @@ class RunLog:
         seconds = sum(row["seconds"] for row in rows)
         tokens = [row["tokens_per_second"] * row["seconds"] for row in rows]
         padded = sum(count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True))
-        means = {
-            f"train_{name}": sum(row[name] * row["seconds"] for row in rows) / seconds
-            for name in ("data_wait_share", "mfu")
-        }
         return {
             "train_seconds": seconds,
             f"train_{self.unit}_per_second": sum(row[self.unit] for row in rows) / seconds,
             "train_tokens_per_second": sum(tokens) / seconds,
             "train_padding_share": 1 - sum(tokens) / padded,
-            **means,
+            **{
+                f"train_{name}": sum(row[name] * row["seconds"] for row in rows) / seconds
+                for name in ("data_wait_share", "mfu")
+            },
             "train_skipped_steps": sum(row.get("skipped_steps", 0) for row in rows),
             "train_memory_mb": max(row["memory_mb"] for row in rows),
         }
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measures the block as time that the training waits for a batch."""
+    def time_added_to(self, clock: Literal["waited", "clock_start"]) -> Iterator[None]:
+        """
+        Add the seconds of the block to `waited`, as the training waits for a batch; or to `clock_start`: then they do
+        not count, as those of an evaluation or a save.
+        """
         start = time.monotonic()
         yield
-        self.waited += time.monotonic() - start
-
-    @contextlib.contextmanager
-    def clock_stopped(self) -> Iterator[None]:
-        """A block, such as an evaluation or a save, whose time does not count."""
-        start = time.monotonic()
-        yield
-        self.clock_start += time.monotonic() - start
+        setattr(self, clock, getattr(self, clock) + time.monotonic() - start)
 
     def _losses(self):
         counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
@@ -289,8 +276,8 @@ class RunLog:
             partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
         return kept
 
-    def _record(self, row):
-        """Send a row to the log file, the trackers and the terminal."""
+    def record(self, row: dict) -> None:
+        """Send a row with its `step` to the log file, the trackers and the terminal."""
         on_main(self._append, row)
         self.rows.append(row)
         if "event" not in row:

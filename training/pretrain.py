@@ -155,7 +155,8 @@ def train(
     ranks, tokenizer = Ranks(accelerator.num_processes, accelerator.process_index), text.tokenizer
     with together():
         held_out = HeldOutPairs(text.held_out, tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
-        example, one_segment = held_out.one(), held_out.beside()
+        held_out.one()  # a text without a pair is refused before the first step
+        one_segment = held_out.beside()
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
     torch.manual_seed(run.seed)
@@ -197,7 +198,7 @@ def train(
             """Evaluate on the held-out batches; log nothing if a signal stops the run meanwhile."""
             metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
             if metrics and not stop.should_stop():
-                log.write_evaluation({**metrics, **one_segment})
+                log.record({"step": log.step, **metrics, **one_segment})
 
         def save(step):
             scaler = accelerator.scaler
@@ -223,7 +224,7 @@ def train(
             evaluate()
         log.clock_start = time.monotonic()
         for number in range(start + 1, max_steps + 1):
-            with log.waiting():
+            with log.time_added_to("waited"):
                 step = next(loaded, None)  # None if a signal has stopped the run
             if stop.should_stop():
                 break
@@ -233,7 +234,7 @@ def train(
             due = schedule.due_after(run, number)
             if "log" in due:
                 log.write_row()
-            with log.clock_stopped():
+            with log.time_added_to("clock_start"):
                 if "evaluate" in due:
                     evaluate()
                 saved_by_words = words.save_due(number) if not log.skipped_in_a_row else []
@@ -261,7 +262,7 @@ def train(
     model = learner.full_model(averaged=True)
     metrics = {**log.held_out_metrics(), **on_main(log.speed), "train_words_seen": words.seen}
     metrics["eval_token_entropy"] = token_entropy(text)
-    report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, example))
+    report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
         report.info(on_main(Pusher.finish, pusher))
     devices.shut_down(accelerator)

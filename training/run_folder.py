@@ -234,7 +234,13 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
 
 
 def finish_folder(
-    folder: Path, text: PreparedText, record: dict, model, metrics: dict, rows: list[dict], pair: dict
+    folder: Path,
+    text: PreparedText,
+    record: dict,
+    model,
+    metrics: dict,
+    rows: list[dict],
+    pairs: held_out.HeldOutPairs,
 ) -> str:
     """
     Write the finished model, its tokenizer, code, `metrics.json`, curves and card to the output folder.
@@ -248,7 +254,7 @@ def finish_folder(
         model: an unsharded model on the CPU.
         metrics: the content of `metrics.json`, without the example predictions.
         rows: of the training log, for the curves.
-        pair: a held-out batch of one pair, shown as an example.
+        pairs: the held-out pairs; one is shown as an example.
 
     Returns:
         A text for the user: the results, and examples of predictions.
@@ -265,7 +271,7 @@ def finish_folder(
         pictures.plot_curves(rows, partial / card.CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
-        example = held_out.show_example(published, text.tokenizer, pair, pair_task(metrics))
+        example = held_out.show_example(published, text.tokenizer, pairs.one(), pair_task(metrics))
         sentences = held_out.example_sentences(text, model.config.max_position_embeddings)
         fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(partial), tokenizer=text.tokenizer)
         filled = [fill(sentence, top_k=min(5, len(text.tokenizer))) for sentence in sentences]
@@ -273,7 +279,7 @@ def finish_folder(
             {"text": sentence, "output": [{"label": e["token_str"], "score": round(e["score"], 4)} for e in best]}
             for sentence, best in zip(sentences, filled, strict=True)
         ]
-        metrics = {**metrics, "predictions": predictions}
+        metrics = {**metrics, **held_out.variety(published, next(iter(pairs))), "predictions": predictions}
         folders.write_json(partial / card.RUN_FILE, record)
         folders.write_json(partial / card.METRICS_FILE, metrics)
         (partial / card.CARD_FILE).write_text(card.render_card(partial, folder.resolve().name), encoding="utf-8")

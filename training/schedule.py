@@ -28,6 +28,8 @@ PROVISIONAL_STEPS, STEPS_TIMED = 1000, 20
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
     "cosine": lambda left: math.sin(math.pi / 2 * left) ** 2,
+    "constant": lambda left: 1.0,
+    "constant_with_warmup": lambda left: 1.0,
     "warmup_stable_decay": lambda left: 1 - math.sqrt(1 - left),
 }
 
@@ -38,7 +40,7 @@ def learning_rate(run: PretrainConfig, step: int) -> float:
 
     The rate rises on a straight line; the last step of warm-up has the peak rate. `linear` and `cosine` (half a wave:
     Loshchilov and Hutter, 2016) fall from the end of warm-up on; `warmup_stable_decay` (Hu et al., 2024) falls in the
-    last steps alone, as 1 - sqrt.
+    last steps alone, as 1 - sqrt. `constant` and `constant_with_warmup` do not fall.
     """
     warmup_steps = math.ceil(run.warmup_ratio * run.max_steps)
     if step <= warmup_steps:
