@@ -21,8 +21,7 @@ def rows_of(count, seed, classes=2):
     """Sentences, each with the number of its hero as its label."""
     rng = random.Random(seed)
     for number in range(count):
-        hero = rng.randrange(classes)
-        thing, place = rng.choice(THINGS), rng.choice(PLACES)
+        hero, thing, place = rng.randrange(classes), rng.choice(THINGS), rng.choice(PLACES)
         text = f"Then {NAMES[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
         yield {"text": text, "label": NAMES[hero]}
 

@@ -18,53 +18,38 @@ def write_rows(path, rows):
 
 def tag_rows(count, seed):
     """Sentences with BIO tags: a person, a place of one or two words, and a thing."""
-    rng = random.Random(seed)
-    rows = []
+    rng, rows = random.Random(seed), []
     for _ in range(count):
         who, where, what = (rng.choice(words) for words in WORDS.values())
-        old = rng.random() < 0.5
-        place, tags = (["old", where], ["B-LOC", "I-LOC"]) if old else ([where], ["B-LOC"])
-        parts = [
-            ([who], ["B-PER"]),
-            (["walked", "to", "the"], ["O"] * 3),
-            (place, tags),
-            (["with", "a"], ["O"] * 2),
-            ([what], ["B-OBJ"]),
-        ]
-        if rng.random() < 0.3:
-            parts = parts[2:] + parts[:2]
-        rows.append({"tokens": sum((p[0] for p in parts), []), "ner_tags": sum((p[1] for p in parts), [])})
+        place = ["old", where][rng.randrange(2) :]
+        tokens, tags = (
+            [who, "walked", "to", "the", *place],
+            ["B-PER", "O", "O", "O", "B-LOC", "I-LOC"][: 4 + len(place)],
+        )
+        rows.append({"tokens": [*tokens, "with", "a", what], "ner_tags": [*tags, "O", "O", "B-OBJ"]})
     return rows
 
 
 def answer_rows(count, seed, unanswerable=0.0):
     """Questions who, where and what about a sentence; some ask for what the sentence does not say."""
-    rng = random.Random(seed)
-    rows = []
+    rng, rows = random.Random(seed), []
     for number in range(count):
-        asked = rng.choice(list(WORDS))
-        kinds = rng.sample(list(WORDS), 3)
-        says_nothing = rng.random() < unanswerable
-        if says_nothing:
-            kinds.remove(asked)
-        said = {kind: rng.choice(WORDS[kind]) for kind in kinds}
-        context = f"then {', '.join(f'the {said[kind]}' for kind in kinds)} and nobody"
-        answers = {"text": [], "answer_start": []}
-        if not says_nothing:
-            answers = {"text": [said[asked]], "answer_start": [context.index(said[asked])]}
+        asked, is_said = rng.choice(list(WORDS)), rng.random() >= unanswerable
+        said = {kind: rng.choice(WORDS[kind]) for kind in rng.sample(list(WORDS), 3) if is_said or kind != asked}
+        context = f"then {', '.join(f'the {word}' for word in said.values())} and nobody"
+        found = [said[asked]] if is_said else []
+        answers = {"text": found, "answer_start": [context.index(word) for word in found]}
         rows.append({"id": str(number), "context": context, "question": f"{asked} was there?", "answers": answers})
     return rows
 
 
 def choice_rows(count, seed):
     """A question who, where or what, with a person, a place and a thing to choose from."""
-    rng = random.Random(seed)
-    rows = []
+    rng, rows = random.Random(seed), []
     for _ in range(count):
         asked, kinds = rng.choice(list(WORDS)), rng.sample(list(WORDS), 3)
         choices = [f"the {rng.choice(WORDS[kind])}" for kind in kinds]
-        context = f"{asked} was there?"
-        rows.append({"context": context, "choices": choices, "label": kinds.index(asked)})
+        rows.append({"context": f"{asked} was there?", "choices": choices, "label": kinds.index(asked)})
     return rows
 
 

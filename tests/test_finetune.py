@@ -1,6 +1,7 @@
 """`d2l-bert finetune` from end to end: its card, other models and data, errors at the end, several rates."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from huggingface_hub import ModelCard
 from local_hub import TOKEN, environment
 from matplotlib.figure import Figure
 from publishing import published
+from small_tasks import answer_rows, tag_rows, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
+from d2l_bert.folders import read_json
 from d2l_bert.model_cards import card
+from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.finetuning import metrics as measures
-from d2l_bert.training.finetuning import output as output_folder
+from d2l_bert.training.finetuning import metrics, output
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,14 +47,12 @@ def tuned(trained, files, tmp_path_factory):
 
 
 def test_the_card_names_the_base_model_the_data_and_the_command(tuned, trained):
-    card, record = (tuned / "README.md").read_text(), json.loads((tuned / "run_config.json").read_text())
-    metrics = json.loads((tuned / "metrics.json").read_text())
-    assert f"fingerprint `{record['base_model']['fingerprint']}`" in card and "base_model" not in card.split("---")[1]
-    for split in ("train", "validation", "test"):
-        assert record["data"]["splits"][split]["fingerprint"] in card
-    assert f"| test accuracy | {100 * metrics['test_accuracy']:.1f} % |" in card
+    card, record = (tuned / "README.md").read_text(), read_json(tuned / "run_config.json")
+    assert "base_model" not in card.split("---")[1] and str(trained) not in card and "confusion_matrix.png" in card
+    for made_of in (record["base_model"], *record["data"]["splits"].values()):
+        assert f"fingerprint `{made_of['fingerprint']}`" in card
+    assert f"| test accuracy | {100 * read_json(tuned / 'metrics.json')['test_accuracy']:.1f} % |" in card
     assert "d2l-bert finetune model --task text-classification --train_file train.csv" in card
-    assert str(trained) not in card and "confusion_matrix.png" in card
 
 
 @pytest.mark.slow  # a process of its own: the libraries ask the Hub whose address they read when they are imported
@@ -63,11 +64,11 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
         command, env=environment(here, tmp_path, TOKEN), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    record, (commit, *_) = json.loads((tmp_path / "out" / "run_config.json").read_text()), here.commits("someone/bert")
+    record, (commit, *_) = read_json(tmp_path / "out" / "run_config.json"), here.commits("someone/bert")
     assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
-    metadata = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
-    assert (metadata["base_model"], metadata["base_model_relation"]) == ("someone/bert", "finetune")
-    assert f"someone/bert, revision `{commit}`" in (tmp_path / "out" / "README.md").read_text()
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.base_model, card.data.base_model_relation) == ("someone/bert", "finetune")
+    assert f"someone/bert, revision `{commit}`" in card.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,14 +81,10 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     torch.manual_seed(0)
     BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "bert")
     save_tokenizer(tokenizer, tmp_path / "bert")
-    metrics = finetune(
-        tmp_path / "bert", tmp_path / "out", "--task=classification", *files, *FAST, "--num_train_epochs=12"
-    )
-    assert metrics["test_accuracy"] > 0.9
-    assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")).__module__.startswith("transf")
+    options = ["--task=classification", *files, *FAST, "--num_train_epochs=12"]
+    assert finetune(tmp_path / "bert", tmp_path / "out", *options)["test_accuracy"] > 0.9
     assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in NAMES
-    record = json.loads((tmp_path / "out" / "run_config.json").read_text())
-    assert record["dropout"]["hidden_dropout_prob"] == 0
+    assert read_json(tmp_path / "out" / "run_config.json")["dropout"]["hidden_dropout_prob"] == 0
     assert main(["publish", str(tmp_path / "out"), "someone/stock", "--license=mit"]) == 0
     files = published(here, "someone/stock")
     assert set(files) == LEFT - {"predictions.csv", "configuration_d2l_bert.py", "modeling_d2l_bert.py"}
@@ -127,16 +124,21 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
         raise KeyError("type")
 
     options = write_splits(tmp_path / "rows")
-    for name, module in (("render_card", card), ("draw_curves", output_folder)):
+    for name, module in (("render_card", card), ("draw_curves", output)):
         monkeypatch.setattr(module, name, fail)
-        output = tmp_path / name
-        command = ["finetune", str(trained), f"--output_dir={output}", "--task=classification", "--max_steps=2"]
+        command = [
+            "finetune",
+            str(trained),
+            f"--output_dir={tmp_path / name}",
+            "--task=classification",
+            "--max_steps=2",
+        ]
         assert main([*command, *options]) == 1
         monkeypatch.undo()
         monkeypatch.setattr(Trainer, "train", fail)  # the model is there, and is not trained again
         assert main([*command, *options, "--resume_from_checkpoint=latest"]) == 0
-        AutoModelForSequenceClassification.from_pretrained(output)
-        assert (output / "predictions.csv").exists()
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        assert (tmp_path / name / "predictions.csv").exists()
         monkeypatch.undo()
 
 
@@ -193,18 +195,66 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
 
 
 def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
-    metrics, card = json.loads((tuned / "metrics.json").read_text()), (tuned / "README.md").read_text()
+    metrics, card = read_json(tuned / "metrics.json"), (tuned / "README.md").read_text()
     assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
     rows, report = read_csv(tuned / "predictions.csv"), metrics["classification_report"]["test"]
     for name in ("anna", "boris"):
         right = sum(row["label"] == row["prediction"] == name for row in rows)
         both = sum((row["label"] == name) + (row["prediction"] == name) for row in rows)
         assert report[name]["f1-score"] == pytest.approx(2 * right / both)
-        assert f"| `{name}` | " in card
     assert report["boris"]["f1-score"] == pytest.approx(metrics["test_f1"])
+    assert "| `anna` | " in card and "macro avg" not in card
     finetune(trained, tuned.parent / "short", "--task=classification", *files, "--max_steps=1")
     said = capsys.readouterr()
     assert "F1 is that of the class 'boris'" in said.err and "f1 is that of the class 'boris'" in said.out
+
+
+def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
+    for path in (tuned / "attempts").glob("*/result.json"):
+        rows = [row for row in read_json(path)["log"] if "eval_loss" in row]
+        best = max(rows, key=lambda row: (row["eval_accuracy"], -row["eval_loss"]))
+        assert read_json(path)["best_step"] == best["step"]
+        assert best["step"] > min(row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"])
+
+
+@pytest.mark.parametrize("task", ["regression", "multi_label_classification"])
+def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(task, trained, tmp_path, capsys):
+    labels = {"train": [1, 2, 6], "validation": [2, 5], "test": [3, 4, 8]}
+    expected = {"mse": (0 + 1 + 25) / 3, "mae": (0 + 1 + 5) / 3}  # always 3
+    if task == "multi_label_classification":
+        labels = {
+            "train": [["a", "b"], ["a"], ["c"]],
+            "validation": [["a"], ["b"]],
+            "test": [["a", "b"], ["b"], ["a"]],
+        }
+        expected = {"f1": 2 * 2 / (3 + 4), "macro_f1": (4 / 5 + 0 + 0) / 3, "exact_match": 1 / 3}  # always a
+    rows = {split: [{"text": str(n), "label": label} for n, label in enumerate(of)] for split, of in labels.items()}
+    options = [f"--{split}_file={write_rows(tmp_path / f'{split}.jsonl', of)}" for split, of in rows.items()]
+    known = finetune(trained, tmp_path / "out", f"--task={task}", *options, "--max_steps=1")["know_nothing"]["test"]
+    assert known["figures"] == pytest.approx(expected)
+    assert f"{known['prediction']}: {list(expected)[0]} " in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f'"By frequency alone" is {known["prediction"]}.' in card
+    guessed = shown_metric(list(expected)[0], list(expected.values())[0])
+    assert re.search(rf"^\| test {list(expected)[0]} \| .* \| {re.escape(guessed)} \|$", card, re.MULTILINE)
+
+
+@pytest.mark.parametrize("task, rows", [("tags", tag_rows), ("answers", answer_rows)])
+def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, trained, tmp_path):
+    made = {
+        split: write_rows(tmp_path / f"{split}.jsonl", rows(21, n)) for n, split in enumerate(("train", "validation"))
+    }
+    options = [f"--task={task}", *FAST[2:], "--max_seq_length=40", "--learning_rate=1e-3", "--num_train_epochs=2"]
+    options += [f"--{split}_file={path}" for split, path in made.items()]
+    logs = []
+    for rows_at_once, batches in ((8, 1), (2, 4)):
+        ways = {"train_batch_size": rows_at_once, "eval_batch_size": rows_at_once}
+        way = [f"--per_device_{name}={count}" for name, count in ways.items()]
+        finetune(trained, tmp_path / str(batches), *options, *way, f"--gradient_accumulation_steps={batches}")
+        logs.append(read_json(next((tmp_path / str(batches)).glob("attempts/*/result.json")))["log"])
+    for one, other in zip(*logs, strict=True):
+        for key in one.keys() & {"loss", "eval_loss"}:
+            assert other[key] == pytest.approx(one[key], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +267,7 @@ def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labe
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
     )
-    shown = measures.draw_confusion([0, 1], [1, 1], classes, "rows of $1 or $2", tmp_path)
+    shown = metrics.draw_confusion(classes[:2], [classes[1]] * 2, classes, "rows of $1 or $2", tmp_path)
     if labels is None:
         assert shown == {} and not figures
     else:

@@ -13,8 +13,12 @@ from small_tasks import answer_rows, tag_rows, write_rows
 from d2l_bert.training.finetuning.output import write_table
 
 
+def read(split):
+    return [(row.texts, row.label) for row in split.rows]
+
+
 def labels_of(split):
-    return [example.label for example in split.examples]
+    return [label for _, label in read(split)]
 
 
 def labelled(*labels):
@@ -44,6 +48,12 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(labels, classes, tmp
         assert labels_of(splits["train"]) == [str(label) for label in labels * 2]
 
 
+def test_spellings_of_a_label_that_look_alike_are_one_class(tmp_path):
+    rows = labelled("gr\u00fcn", "gru\u0308n", "blau")
+    task, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "text-classification")
+    assert task.classes == ["blau", "gr\u00fcn"] and labels_of(splits["train"]) == ["gr\u00fcn", "gr\u00fcn", "blau"]
+
+
 def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
     options = {"dataset": saved(tmp_path / "a", train=labelled(-1, 0, 1, 1), test=labelled(-1, -1))}
     task, splits = load(None, "text-classification", **options)
@@ -51,7 +61,7 @@ def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
     assert not splits["test"].is_labelled
     options = {"dataset": saved(tmp_path / "b", train=labelled(-1, 0, 1, 1))}
     task, splits = load(None, "sst2", **options, text_column="text")
-    assert task.classes == ["negative", "positive"] and len(splits["train"].examples) == 3
+    assert task.classes == ["negative", "positive"] and len(splits["train"].rows) == 3
     kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     options = {"dataset": saved(tmp_path / "c", kinds, train=labelled(-1, 0, 1, 1))}
     _, splits = load(None, "text-classification", **options)
@@ -61,7 +71,7 @@ def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
 def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_path):
     write_csv(tmp_path / "train.csv", labelled("None", "NA", "null", "yes", "None"))
     task, splits = load(None, "text-classification", dataset=str(tmp_path))
-    assert sorted(task.classes) == ["NA", "None", "null", "yes"] and len(splits["train"].examples) == 5
+    assert sorted(task.classes) == ["NA", "None", "null", "yes"] and len(splits["train"].rows) == 5
 
 
 def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
@@ -78,16 +88,18 @@ def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(t
     task, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "multilabel")
     outputs = 2 * task.targets(splits["train"]) - 1
     predicted = {"label": task.predictions(splits["train"], outputs)["prediction"]}
-    write_table(tmp_path / "predictions.csv", ["text"], rows, predicted)
+    splits["train"].columns.remove("label")
+    write_table(tmp_path / "predictions.csv", splits["train"], predicted)
     _, again = load(tmp_path / "predictions.csv", "multilabel")
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     rows = tag_rows(6, 0)
-    write_table(tmp_path / "rows.csv", list(rows[0]), rows, {})
-    _, splits = load(tmp_path / "rows.csv", "token-classification")
-    assert splits["train"].examples == [(tuple(row["tokens"]), row["ner_tags"]) for row in rows]
+    _, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "token-classification")
+    write_table(tmp_path / "rows.csv", splits["train"], {})
+    _, again = load(tmp_path / "rows.csv", "token-classification")
+    assert read(again["train"]) == read(splits["train"]) == [(tuple(r["tokens"]), r["ner_tags"]) for r in rows]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +123,7 @@ def test_labels_of_choices_from_one_on_are_read_and_predicted_as_such(tmp_path):
     assert predicted["prediction"] == [1, 2, 2, 1] and predicted["predicted_choice"] == ["a", "b1", "b2", "a"]
     copa = [{"premise": "p", "choice1": f"c{n}", "choice2": "d", "question": "cause", "label": n % 2} for n in (0, 1)]
     _, splits = load(write_csv(tmp_path / "copa.csv", copa), "multiple-choice")
-    assert splits["train"].examples == [(("p", "cause", f"c{n}", "d"), n) for n in (0, 1)]
+    assert read(splits["train"]) == [(("p", "cause", f"c{n}", "d"), n) for n in (0, 1)]
 
 
 def test_squads_impossible_questions_have_no_answer(tmp_path):
@@ -123,7 +135,7 @@ def test_squads_impossible_questions_have_no_answer(tmp_path):
 def test_numbers_far_from_zero_keep_their_digits(tmp_path):
     numbers = np.random.default_rng(0).normal(1e6, 5, 40)
     task, splits = load(write_rows(tmp_path / "rows.jsonl", labelled(*numbers)), "regression")
-    outputs = task.in_training(numbers)[:, None].astype(np.float32)  # as a perfect model gives them
+    outputs = task.targets(splits["train"])[:, None].astype(np.float32)  # as a perfect model gives them
     found = task.metrics(splits["train"], task.rescaled(outputs))
     assert found["pearson"] == pytest.approx(1, abs=1e-9) and found["mae"] < 1e-5
     predicted = task.predictions(splits["train"], task.rescaled(outputs))["prediction"]
@@ -141,15 +153,12 @@ def test_a_split_that_chooses_is_not_the_test_split_too(tmp_path, shown, capsys)
     assert "no test rows" in capsys.readouterr().err
 
 
-def test_held_out_rows_are_drawn_by_the_seed_and_share_no_text_with_training(tmp_path):
-    rows = [{"text": f"text {n % 50}", "label": n % 2} for n in range(100)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    _, splits = load(path, "text-classification", validation_share=0.2)
-    assert len(splits["validation"].cells) == 20 and len(splits["train"].cells) == 80
-    texts = [{example.texts for example in split.examples} for split in splits.values()]
-    assert not texts[0] & texts[1]
-    again, other = (load(path, "classification", validation_share=0.2, seed=seed)[1] for seed in (42, 7))
-    assert again["validation"].cells == splits["validation"].cells != other["validation"].cells
+def test_held_out_rows_are_drawn_by_the_seed(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", labelled(*range(100)))
+    one, again, other = (
+        load(path, "regression", validation_share=0.2, seed=seed)[1]["validation"].rows for seed in (42, 42, 7)
+    )
+    assert one == again != other and len(one) == 20
 
 
 @pytest.mark.parametrize("task", ["text-classification", "multilabel", "token-classification"])
@@ -171,7 +180,7 @@ def test_rows_are_held_out_by_class_and_no_class_loses_all_of_its_rows(task, tmp
 def test_a_small_share_of_many_classes_is_held_out_as_it_was_asked_for(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", labelled(*(str(number % 100) for number in range(300))))
     _, splits = load(path, "text-classification", validation_share=0.1)
-    assert len(splits["validation"].examples) == 30
+    assert len(splits["validation"].rows) == 30
     assert max(Counter(labels_of(splits["validation"])).values()) == 1
 
 
@@ -194,11 +203,11 @@ Bo _ B-PER
 def test_comments_in_a_conll_file_are_left_out_and_counted(tmp_path, shown, capsys):
     (tmp_path / "rows.conll").write_text(COMMENTS)
     task, splits = load(tmp_path / "rows.conll", "token-classification")
-    assert splits["train"].examples == [
+    assert read(splits["train"]) == [
         (("Ada", "left", "#"), ["B-PER", "O", "O"]),
         (("Bo", "#"), ["B-PER", "B-PER"]),
     ]
-    assert splits["train"].places == ["line 3", "line 9"]
+    assert [row.place for row in splits["train"].rows] == ["line 3", "line 9"]
     said = capsys.readouterr().err
     assert "4 lines" in said and "BIO" in said
 
@@ -226,4 +235,4 @@ def test_the_scheme_of_tags_is_found_and_said(tags, scheme, tmp_path, shown, cap
 def test_the_columns_of_choices_are_in_the_order_of_their_numbers(tmp_path):
     rows = [{"sent1": "a", **{f"ending{n}": str(n) for n in (10, *range(10))}, "label": 10 * n} for n in (0, 1)]
     _, splits = load(write_csv(tmp_path / "rows.csv", rows), "multiple-choice")
-    assert splits["train"].examples[1].texts[1:] == tuple(map(str, range(11)))
+    assert splits["train"].rows[1].texts[1:] == tuple(map(str, range(11)))

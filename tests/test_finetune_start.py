@@ -1,6 +1,5 @@
 """The model that a fine-tuning starts from, and what a new run deletes."""
 
-import json
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ from finetuning import finetune, load, rows_of, write_csv
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
+from d2l_bert.folders import read_json
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.output import start_folder
@@ -18,46 +18,45 @@ from d2l_bert.training.finetuning.trainer import make_model, read_start
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def rows_file(tmp_path):
-    return f"--train_file={write_csv(tmp_path / 'train.csv', rows_of(20, 0))}"
-
-
-def made(model, rows_file):
-    """The model that a run starts with, and the names of its modules with fresh weights."""
-    task, _ = load(rows_file.partition("=")[2], "classification", model=str(model))
-    torch.manual_seed(0)
-    return make_model(read_start(task.config, task), task)
-
-
 @pytest.mark.parametrize("labels", [2, 5])
-def test_the_head_of_another_task_is_drawn_anew(labels, trained, rows_file, tmp_path):
+def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
     saved = D2lBertForSequenceClassification.from_pretrained(trained, num_labels=labels)
     with torch.no_grad():
         saved.classifier.weight.fill_(7.0)
     saved.save_pretrained(tmp_path / "base")
     save_tokenizer(AutoTokenizer.from_pretrained(trained), tmp_path / "base")
-    model, fresh = made(tmp_path / "base", rows_file)
+    path = write_csv(tmp_path / "train.csv", rows_of(20, 0))
+    task, _ = load(path, "classification", model=str(tmp_path / "base"))
+    torch.manual_seed(0)
+    model, fresh = make_model(read_start(task.config, task), task)
     assert "classifier" in fresh and model.classifier.weight.shape[0] == 2
     assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
 
 
 @pytest.fixture(scope="module")
-def finished(trained, tmp_path_factory):
-    """A folder of a finished run with a constant rate, on files."""
-    folder = tmp_path_factory.mktemp("finished")
-    train, validation = (write_csv(folder / f"{name}.csv", rows_of(20, n)) for n, name in enumerate(("a", "b")))
-    finetune(
-        trained, folder / "out", "--task=classification", f"--train_file={train}", f"--validation_file={validation}",
-        "--max_steps=1", "--lr_scheduler_type=constant",
-    )  # fmt: skip
-    return folder / "out"
+def command(tmp_path_factory):
+    """The options of a short run with a constant rate, on files."""
+    folder = tmp_path_factory.mktemp("rows")
+    files = {
+        "train": write_csv(folder / "a.csv", rows_of(20, 0)),
+        "validation": write_csv(folder / "b.csv", rows_of(20, 1)),
+    }
+    options = [f"--{split}_file={path}" for split, path in files.items()]
+    return ["--task=classification", *options, "--max_steps=1", "--lr_scheduler_type=constant"]
+
+
+@pytest.fixture(scope="module")
+def finished(trained, command, tmp_path_factory):
+    """A folder of a finished run."""
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    finetune(trained, folder, *command)
+    return folder
 
 
 def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "out")
-    pictures = json.loads((folder / "metrics.json").read_text())["pictures"]
+    pictures = read_json(folder / "metrics.json")["pictures"]
     notes = [folder / "notes.txt", folder / "plots" / "mine.png", folder / "runs" / "mine" / "log"]
     for note in notes:
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -70,21 +69,21 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     assert not kept & {"model.safetensors", "metrics.json", "predictions.csv", "attempts", *pictures}
 
 
-def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, trained, fails, tmp_path):
-    folder, rows = shutil.copytree(finished, tmp_path / "out"), finished.parent
-    command = [
-        "--task=classification", f"--train_file={rows / 'a.csv'}", f"--validation_file={rows / 'b.csv'}",
-        "--max_steps=1", "--lr_scheduler_type=constant",
-    ]  # fmt: skip
+def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, trained, fails, tmp_path):
+    folder, go_on = shutil.copytree(finished, tmp_path / "out"), "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
     assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
-    before, weights = json.loads((folder / "metrics.json").read_text()), (folder / "model.safetensors").read_bytes()
-    metrics = finetune(trained, folder, *command, "--num_seeds=3", "--resume_from_checkpoint=latest")
+    before, weights = read_json(folder / "metrics.json"), (folder / "model.safetensors").read_bytes()
+    metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)
     assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
     best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))
     assert metrics["kept_seed"] == best["seed"]
     assert (weights == (folder / "model.safetensors").read_bytes()) == (best["seed"] == 42)
     whole = finetune(trained, tmp_path / "whole", *command, "--num_seeds=3")
     assert whole["mean"] == metrics["mean"] and whole["kept_seed"] == metrics["kept_seed"]
-    line = fails("finetune", trained, *command, f"--output_dir={folder}", "--resume_from_checkpoint=latest")
-    assert "num_seeds was 3" in line
+    other = f"--validation_file={write_csv(tmp_path / 'other.csv', rows_of(20, 7))}"
+    for options, said in (
+        ([], "num_seeds was 3"),
+        ([other, "--num_seeds=4"], "the file of the validation rows changed"),
+    ):
+        assert said in fails("finetune", trained, *command, *options, f"--output_dir={folder}", go_on)

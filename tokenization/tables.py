@@ -78,7 +78,7 @@ def open_unpacked(file: Path) -> pa.NativeFile:
     packed = (
         codec
         for suffix, (codec, magic) in PACKED_SUFFIXES.items()
-        if (beginning and file.suffix.lower() == suffix) or beginning.startswith(magic)
+        if file.suffix.lower() == suffix or beginning.startswith(magic)
     )
     # As bytes: PyArrow encodes a string as UTF-8, which not every name is.
     return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=next(packed, None))
@@ -195,7 +195,8 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
             the columns), or Parquet. A TSV file has no quotes: a tab or the end of a line ends a cell.
         column: the column that will be used, so that others need not be read; None for all.
         separator: between the cells of a line: `,`, `;`, `tab` or `pipe`. `auto` is the tab in TSV; in CSV it is the
-            one that stands most often in the first line, and is logged if it is not the comma.
+            one that a first line such as `sep=;` gives, as Excel writes it, or that stands most often in the first
+            line, and is logged if it is not the comma. Rows whose cells are all empty are left out.
 
     Raises:
         ValueError: the file is damaged or has no such column; the message says in which line and what to do.
@@ -259,9 +260,11 @@ def _object(pairs):
 def _cell_rows(file, column, separator, is_tsv):
     """The rows of a CSV or TSV file."""
     between = {"auto": "\t", "tab": "\t", "pipe": "|"}.get(separator, separator)
+    first = next(filter(str.strip, lines_of(file)), "")
+    declared = None if is_tsv else re.fullmatch(r"sep=([,;\t|])\s*", first)  # the first line that Excel writes
     if separator == "auto" and not is_tsv:
-        header = re.sub('"[^"]*"', "", next(filter(str.strip, lines_of(file)), ""))
-        between = max(",;\t|", key=header.count)
+        header = re.sub('"[^"]*"', "", first)
+        between = declared[1] if declared else max(",;\t|", key=header.count)
         if between != ",":
             logger.info(f"{file}: the separator is {between!r}, as the first line shows")
     csv.field_size_limit(LONGEST_CELL)
@@ -270,14 +273,17 @@ def _cell_rows(file, column, separator, is_tsv):
     names, number = None, 1  # the line at which a row begins
     try:
         for row in reader:
-            if row and names is None:
+            is_filled = any(map(str.strip, row))  # Excel writes rows of empty cells behind the last one
+            if row and declared:
+                declared = None
+            elif row and names is None:
                 _check_columns(names := row, column)
-            elif row and len(row) != len(names):
+            elif is_filled and len(row) != len(names):
                 raise ValueError(
                     f"line {number:,}: not the {len(names):,} cells of the header, but {len(row):,}, if {between!r} "
                     f"separates them; repair the line, or name another --separator"
                 )
-            elif row:
+            elif is_filled:
                 yield f"line {number:,}", dict(zip(names, row, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:

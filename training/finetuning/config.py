@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from d2l_bert.messages import UserError
@@ -16,8 +16,6 @@ from d2l_bert.training.finetuning.data_sets import NAMED, NamedDataSet
 # Further headings in `--help`.
 DATA = "task and data"
 MODEL = "model"
-
-LARGEST_RATE = 100.0
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
 # numbers. `run.py` has a class for each.
@@ -49,7 +47,7 @@ TASKS_OF = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class FinetuneConfig(Options):
     """
     A fine-tuning run. Every field but `model` is an option of `d2l-bert finetune`.
@@ -308,7 +306,6 @@ class FinetuneConfig(Options):
             field.name for field in dataclasses.fields(self) if vars(self)[field.name] != vars(defaults)[field.name]
         ]
         splits = [name for name in (self.train_split, self.validation_split, self.test_split) if name is not None]
-        pairs = (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16"))
         return {
             f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}": (
                 self.task not in (*TASKS, *NAMED)
@@ -350,7 +347,11 @@ class FinetuneConfig(Options):
             },
             **{
                 f"{one} and {other} contradict each other; give one": getattr(self, one) and getattr(self, other)
-                for one, other in pairs
+                for one, other in (
+                    ("num_train_epochs", "max_steps"),
+                    ("warmup_ratio", "warmup_steps"),
+                    ("bf16", "fp16"),
+                )
             },
             "eval_strategy steps needs the number of steps; give --eval_steps N": (
                 self.eval_strategy == "steps" and self.eval_steps is None
@@ -394,8 +395,56 @@ class FinetuneConfig(Options):
             rates = [float(text) for text in self.learning_rate]
         except ValueError:
             rates = [math.nan]
-        if not all(0 < rate <= LARGEST_RATE for rate in rates) or len(set(rates)) < len(rates):
+        if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
             raise UserError(
                 f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
             )
         return rates
+
+
+@dataclasses.dataclass(kw_only=True)
+class PredictConfig(Options):
+    """
+    What a fine-tuned model predicts. Every field is an option of `d2l-bert predict`.
+
+    Raises:
+        UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
+    """
+
+    output: str | None = option(
+        None,
+        "new file: .csv, .jsonl or .parquet, with the columns of FILE and the predictions",
+        OUTPUT,
+        metavar="FILE",
+        common=True,
+    )
+    excel: bool = option(
+        False, "write CSV that Excel opens: with ; between the cells, and a byte order mark", OUTPUT, common=True
+    )
+    text_column: str | None = option_of(
+        FinetuneConfig, "text_column", help="column of texts; default: that of the training"
+    )
+    text_pair_column: str | None = option_of(
+        FinetuneConfig, "text_pair_column", help="column of second texts; default: that of the training"
+    )
+    context_column: str | None = option_of(
+        FinetuneConfig, "context_column", help="column of contexts; default: that of the training"
+    )
+    question_column: str | None = option_of(
+        FinetuneConfig, "question_column", help="column of questions; default: that of the training"
+    )
+    choices_column: list[str] = option_of(
+        FinetuneConfig, "choices_column", help="columns of choices; default: those of the training"
+    )
+    separator: Separator = option_of(SourceConfig, "separator", group=DATA)
+    per_device_eval_batch_size: int = option_of(FinetuneConfig, "per_device_eval_batch_size")
+
+    def contradictions(self) -> dict[str, object]:
+        """As in `Options`."""
+        suffix = Path(self.output or "").suffix
+        return {
+            f"output {self.output}: give --output a name that ends in .csv, .jsonl or .parquet": (
+                suffix not in (".csv", ".jsonl", ".parquet")
+            ),
+            "excel is for .csv; leave it out": self.excel and suffix != ".csv",
+        }

@@ -1,5 +1,6 @@
 """Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), the entities that tags mark, and pictures."""
 
+import itertools
 import re
 import string
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib import figure, font_manager
+from matplotlib.ticker import PercentFormatter
 
 from d2l_bert.messages import explained, shortened
 from d2l_bert.model_cards.card import CURVES_FILE
@@ -30,10 +32,16 @@ LOWER_IS_BETTER = ("loss", "mse", "mae")
 # The letters before the type of an entity, by the name of the scheme: begin, inside, end or last, single or unit.
 SCHEMES = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU"}
 
+# The names of the figures in scikit-learn's reports.
+SHARES = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
+
 CONFUSION_FILE = "confusion_matrix.png"
 
 # With more classes than this, there is no confusion matrix: nothing in it could be read.
 MOST_CLASSES = 30
+
+# With more classes than this, the table of predictions has no column of probabilities for each.
+PROBABILITY_COLUMNS = 20
 
 LABEL_CHARACTERS = 24
 
@@ -186,16 +194,10 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
     pairs = [pair for true, said in zip(gold, predicted, strict=True) for pair in zip(true, said, strict=True)]
     found = {"accuracy": sum(true == said for true, said in pairs) / len(pairs)}
     if has_entities:
-        sides = (types_at_spans(gold, predicted, strict) for strict in (False, True))
-        figures, strict = (
-            sklearn.metrics.precision_recall_fscore_support(
-                true, said, labels=types, average="micro", zero_division=0.0
-            )
-            for true, said, types in sides
+        lenient, strict = (
+            report_by_class(*types_at_spans(gold, predicted, is_strict))["micro avg"] for is_strict in (False, True)
         )
-        found |= dict(
-            zip(("precision", "recall", "f1", "strict_f1"), map(float, (*figures[:3], strict[2])), strict=True)
-        )
+        found |= {name: lenient[key] for name, key in SHARES.items()} | {"strict_f1": strict["f1-score"]}
     return found
 
 
@@ -210,16 +212,35 @@ def probabilities(logits: np.ndarray, of_each: bool = False) -> np.ndarray:
     return np.round(scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1), 6)
 
 
-def report_by_class(true, predicted, labels, names: list[str]) -> dict:
+def probability_columns(names: list, shares: np.ndarray) -> dict[str, list[float]]:
+    """
+    Columns of the table of predictions, for few classes.
+
+    Args:
+        names: of the classes or choices; {} for more than `PROBABILITY_COLUMNS`.
+        shares: their probabilities (N, C).
+    """
+    columns = zip(names, shares.T.tolist(), strict=True)
+    return {f"probability of {name}": column for name, column in columns if len(names) <= PROBABILITY_COLUMNS}
+
+
+def report_by_class(true, predicted, names: list[str]) -> dict:
     """
     scikit-learn's `classification_report`: `precision`, `recall`, `f1-score`, `support` of each class; averages.
 
     Args:
-        true, predicted: classes (N,), or 0 or 1 for each row and class (N, C).
-        labels, names: the classes to report as they are in `true`, and their names.
+        true, predicted: names of classes (N,), or 0 or 1 for each row and class (N, C).
+        names: the classes to report.
     """
+    # scikit-learn reads one column as classes 0 and 1.
+    columns = range(len(names)) if len(names) > 1 else [1]
     return sklearn.metrics.classification_report(
-        true, predicted, labels=labels, target_names=names, output_dict=True, zero_division=0.0
+        true,
+        predicted,
+        labels=columns if np.ndim(true) == 2 else names,
+        target_names=names,
+        output_dict=True,
+        zero_division=0.0,
     )
 
 
@@ -262,8 +283,7 @@ def answer_metrics(predictions: list[str], gold: list[list[str]]) -> dict[str, f
         predictions: an answer for each question; "" for none.
         gold: the true answers of each question; [] for a question without an answer.
     """
-    scores = [answer_scores(said, true) for said, true in zip(predictions, gold, strict=True)]
-    exact, f1 = (sum(values) / len(scores) for values in zip(*scores, strict=True))
+    exact, f1 = np.mean(list(map(answer_scores, predictions, gold)), axis=0).tolist()
     return {"exact_match": exact, "f1": f1}
 
 
@@ -272,37 +292,39 @@ def answer_metrics(predictions: list[str], gold: list[list[str]]) -> dict[str, f
 
 
 @as_text
-def draw_confusion(true, predicted, classes: list[str], rows_name: str, folder: Path) -> dict[str, str]:
+def draw_confusion(true, predicted, names: list[str], rows_name: str, folder: Path) -> dict[str, str]:
     """
     Draw a confusion matrix: in each cell the share of the true class, so that rare classes show as clearly as others.
 
     Args:
-        true, predicted: numbers of classes (N,).
+        true, predicted, names: as in `report_by_class`.
         rows_name: the name of the data, for the title.
 
     Returns:
-        The file's name and what it shows; {} for more than `MOST_CLASSES`.
+        The file's name and what it shows; {} for more than `MOST_CLASSES`, for several labels of a row, and for
+        entities, which may have no type on one side.
     """
-    if len(classes) > MOST_CLASSES:
+    if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
         return {}
-    names, caption = [shortened(name, LABEL_CHARACTERS) for name in classes], f"Confusion matrix on {rows_name}"
+    shown, caption = [shortened(name, LABEL_CHARACTERS) for name in names], f"Confusion matrix on {rows_name}"
     known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
-    if any(ord(letter) not in known for letter in "".join(names)):  # matplotlib's font has no CJK, among others
-        names, caption = list(range(len(classes))), f"{caption}; classes by their numbers in config.json"
-    true, predicted = np.asarray(true), np.asarray(predicted)
+    if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
+        shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
+    share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
     drawing, panel = one_panel(
-        [max(5.0, 2.5 + 0.5 * len(classes))] * 2,
-        f"Confusion matrix on {rows_name}\n{len(true):,} labels, accuracy {np.mean(true == predicted):.1%}",
+        [max(5.0, 2.5 + 0.5 * len(names))] * 2,
+        f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}",
     )
     sklearn.metrics.ConfusionMatrixDisplay.from_predictions(
         true,
         predicted,
-        labels=range(len(classes)),
-        display_labels=names,
+        labels=names,
+        display_labels=shown,
         normalize="true",
         values_format=".0%",
         cmap="Blues",
-        xticks_rotation="vertical" if len(classes) > 2 else "horizontal",
+        colorbar=False,  # each cell has its number
+        xticks_rotation="vertical" if len(names) > 2 else "horizontal",
         ax=panel,
     )
     drawing.savefig(folder / CONFUSION_FILE, dpi=120)
@@ -321,25 +343,20 @@ def draw_curves(logs: dict[str, list[dict]], metric: str, title: str, folder: Pa
     Returns:
         The file's name and what it shows.
     """
-    kept = next(iter(logs))
-    is_share = METRICS[metric][1] == "%"
-    panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
+    kept, panels = next(iter(logs)), {"loss": {"loss": ("training", "C1"), "eval_loss": ("validation", "C0")}}
     if metric != "loss" and any("eval_loss" in row for row in logs[kept]):
-        panels[f"{metric.replace('_', ' ')}{', %' if is_share else ''}"] = {"validation": f"eval_{metric}"}
+        panels[metric] = {f"eval_{metric}": ("validation", "C0")}
     drawing = figure.Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
     drawing.suptitle(title, fontsize=10)
-    for panel, (name, keys) in zip(np.atleast_1d(drawing.subplots(1, len(panels))), panels.items(), strict=True):
-        for model in reversed(logs):
-            for curve, key in keys.items():
-                scale = 100 if is_share and name != "loss" else 1
-                points = [(row["step"], scale * row[key]) for row in logs[model] if key in row]
-                own, grey = ("C0", "0.6") if curve == "validation" else ("C1", "0.8")
-                style = {"color": own, "label": curve} if model == kept else {"color": grey, "linewidth": 0.8}
-                marker = "o" if curve == "validation" or len(points) == 1 else ""
-                panel.plot(*np.reshape(points, (-1, 2)).T, marker=marker, markersize=3, **style)
-        panel.set(title=name, xlabel="optimizer step")
-        if is_share and name != "loss":  # whole, so that one row of few does not look like a collapse
-            panel.set_ylim(0, 100)
+    for panel, (name, curves) in zip(np.atleast_1d(drawing.subplots(1, len(panels))), panels.items(), strict=True):
+        for model, (key, (label, color)) in itertools.product(reversed(logs), curves.items()):
+            points = np.array([(row["step"], row[key]) for row in logs[model] if key in row]).reshape(-1, 2)
+            style = {"color": color, "label": label} if model == kept else {"color": "0.8", "linewidth": 0.8}
+            panel.plot(*points.T, marker="o", markersize=3, **style)
+        panel.set(title=name.replace("_", " "), xlabel="optimizer step")
+        if METRICS[name][1] == "%":  # the whole axis, so that one row of few does not look like a collapse
+            panel.yaxis.set_major_formatter(PercentFormatter(1))
+            panel.set_ylim(0, 1)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=9)
     drawing.savefig(folder / CURVES_FILE, dpi=120)

@@ -10,13 +10,13 @@ from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import UserError, counted
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Example, Task
+from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
 # Columns with a choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
-CHOICE_COLUMN = re.compile(r"(ending|choice|option)_?(\d+)")
+CHOICE_COLUMN = re.compile(r"(ending|choice|option)_?\d+")
 
 # The options with the columns before the choices.
 FIRST = ("context_column", "question_column")
@@ -34,6 +34,7 @@ class MultipleChoice(Task):
 
     auto_class = "AutoModelForMultipleChoice"
     metrics_shown = ("accuracy",)
+    collator = DataCollatorForMultipleChoice
     usual_columns = {
         "context_column": ("context", "sent1", "premise"),
         "question_column": ("question", "sent2"),
@@ -41,19 +42,18 @@ class MultipleChoice(Task):
         "label_column": ("label", "answerKey"),
     }
 
-    def find_columns(self, train):
-        numbered = [
-            (match[1], int(match[2]), name) for name in train.columns if (match := CHOICE_COLUMN.fullmatch(name))
-        ]
-        if numbered and "choices" not in train.columns and not self.config.choices_column:
-            self.columns["choices_column"] = [name for *_, name in sorted(numbered)]
-        super().find_columns(train)
+    def find_columns(self, train, has_labels=True):
+        numbered = sorted(filter(CHOICE_COLUMN.fullmatch, train.columns), key=lambda name: (len(name), name))
+        if numbered and "choices" not in train.columns:
+            self.columns["choices_column"] = numbered
+        super().find_columns(train, has_labels)
         self.first = [option for option in FIRST if option in self.columns]
         if not self.first:
-            train.require("context", "context_column")
+            self.columns["context_column"] = ["context"]
+            self.check_columns(train, has_labels)
 
-    def example(self, cells, split):
-        columns, names = self.columns["choices_column"], []
+    def read(self, row, split):
+        columns, names, cells = self.columns["choices_column"], [], row.cells
         first = [self.text(cells, option) for option in self.first]
         choices, places = [cells.get(column) for column in columns], [f"column {column!r}" for column in columns]
         if len(columns) == 1:
@@ -66,74 +66,66 @@ class MultipleChoice(Task):
                     f"lists, or name a column for each choice with --choices_column"
                 )
             places = [f"choice {number} (from 0) of column {columns[0]!r}" for number in range(len(choices))]
-        texts = [*first, *map(tasks.check_text, choices, places)]
-        value, classes = cells.get(self.label), split.class_names.get(self.label)
-        if classes and isinstance(value, int) and 0 <= value < len(classes):
-            value = classes[value]
-        if not tasks.is_filled(value):
-            return Example(tuple(texts))
-        label = re.sub(r"\.0+$", "", str(value).strip())
-        return Example(tuple(texts), names.index(label) if label in names else label)
+        texts = (*first, *map(tasks.check_text, choices, places))
+        if not tasks.is_filled(cells.get(self.label)):
+            return row._replace(texts=texts)
+        label = str(cells[self.label]).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
+        return row._replace(texts=texts, label=names.index(label) if label in names else label)
 
     def learn(self, train):
-        counts = Counter(len(example.texts) - len(self.first) for example in train.examples)
-        labels = {example.label for example in train.examples}
+        counts = Counter(len(row.texts) - len(self.first) for row in train.rows)
+        labels = {row.label for row in train.rows}
         self.count = counts.most_common(1)[0][0]
         self.begin = int("0" not in labels and str(self.count) in labels)
         if self.begin:
             logger.info(f"labels run from 1 to {self.count}: choices are counted from 1")
         if self.count < 2:
             raise UserError(
-                f"{train.label}, {train.places[0]}: {counted(self.count, 'choice')} in column "
+                f"{train.label}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
                 f"{self.columns['choices_column'][0]!r}; name a column of lists of two choices at least, or several "
                 f"columns, with --choices_column"
             )
+        self.number_of = {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
+        self.number_of |= {str(number + self.begin): number for number in range(self.count)}
 
-    def checked(self, example, split):
-        count = len(example.texts) - len(self.first)
+    def checked(self, row, split):
+        super().checked(row, split)
+        count = len(row.texts) - len(self.first)
         if count != self.count:
             raise ValueError(
                 f"{counted(count, 'choice')}, and most training rows have {self.count}; give every row equally many"
             )
-        numbers = [str(number + self.begin) for number in range(count)]
-        for known in (numbers, string.ascii_uppercase[:count]):
-            if isinstance(example.label, str) and example.label in known:
-                return example._replace(label=known.index(example.label))
-        if isinstance(example.label, str):
+        if not isinstance(row.label, str):  # found by its name
+            return row
+        if row.label not in self.number_of:
             raise ValueError(
-                f"label {example.label!r} in column {self.label!r} is not the number of a choice "
+                f"label {row.label!r} in column {self.label!r} is not the number of a choice "
                 f"(from {self.begin}), its letter or its name; correct the label"
             )
-        return example
+        return row._replace(label=self.number_of[row.label])
 
     def features(self, split, tokenizer, max_seq_length):
         firsts, seconds = [], []
-        for example in split.examples:
-            *context, last = example.texts[: -self.count]
-            for choice in example.texts[-self.count :]:
-                firsts.append(context[0] if context else last)
-                seconds.append(f"{last.strip()} {choice}" if context else choice)
+        for row in split.rows:
+            first, *question = row.texts[: -self.count]
+            firsts += [first] * self.count
+            seconds += [" ".join([*map(str.strip, question), choice]) for choice in row.texts[-self.count :]]
         pairs, split.note = tasks.truncated(tokenizer, [firsts, seconds], max_seq_length)
-        for number, example in enumerate(split.examples):
+        for number, row in enumerate(split.rows):
             of_row = pairs[number * self.count : (number + 1) * self.count]
             inputs = {name: [pair[name] for pair in of_row] for name in of_row[0]}
-            split.features.append({**inputs, "labels": example.label if split.is_labelled else -100})
-
-    def collator(self, tokenizer):
-        return DataCollatorForMultipleChoice(tokenizer, pad_to_multiple_of=8)
+            split.features.append({**inputs, "labels": row.label if split.is_labelled else -100})
 
     def metrics(self, split, outputs):
-        labels = np.array([example.label for example in split.examples])
+        labels = np.array([row.label for row in split.rows])
         return {"accuracy": float((outputs.argmax(-1) == labels).mean())}
 
     def predictions(self, split, outputs):
-        chosen, probabilities = outputs.argmax(-1).tolist(), metrics.probabilities(outputs)
-        columns = {
-            "prediction": [number + self.begin for number in chosen],
+        chosen, numbers = outputs.argmax(-1), range(self.begin, self.begin + self.count)
+        return {
+            "prediction": [numbers[number] for number in chosen],
             "predicted_choice": [
-                example.texts[-self.count :][number] for example, number in zip(split.examples, chosen, strict=True)
+                row.texts[-self.count :][number] for row, number in zip(split.rows, chosen, strict=True)
             ],
-        }
-        return columns | {
-            f"probability of {number + self.begin}": probabilities[:, number].tolist() for number in range(self.count)
+            **metrics.probability_columns(numbers, metrics.probabilities(outputs)),
         }

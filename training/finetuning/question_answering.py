@@ -1,13 +1,13 @@
 """Question answering: the answer to a question is a span of a context, as in SQuAD (d2l, section 16.6.4)."""
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Example, Task
+from d2l_bert.training.finetuning.tasks import Task, Window
 
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
@@ -20,31 +20,17 @@ LEAST_CONTEXT = 10
 FORM = '{"text": ["..."], "answer_start": [0]}'
 
 
-class Window(NamedTuple):
-    """
-    The part of a context in one feature.
-
-    Args:
-        source: the number of the row.
-        first: the position of the context's first token in the feature.
-        begins, ends: for each token of the context, where its characters begin and end in the context (C,).
-        no_answer: the position whose scores mean that there is no answer: that of [CLS].
-    """
-
-    source: int
-    first: int
-    begins: np.ndarray
-    ends: np.ndarray
-    no_answer: int
+# The position of [CLS], whose scores mean that there is no answer.
+NO_ANSWER = 0
 
 
 class Span(NamedTuple):
-    """A predicted span: the sum of its two scores, its probability, its characters; begin is None for no answer."""
+    """A predicted span: the sum of its two scores, its probability, text and first character; None for no answer."""
 
     score: float
     probability: float = 0.0
+    text: str = ""
     begin: int | None = None
-    end: int = 0
 
 
 class QuestionAnswering(Task):
@@ -55,19 +41,19 @@ class QuestionAnswering(Task):
     window without the answer, the answer is [CLS] (Devlin et al., 2018, section 4.3). The prediction is the best span
     over all windows of a question. If training rows have questions without an answer, as in SQuAD 2, the lowest score
     of [CLS] over the windows stands for "no answer". An example's texts are question and context, its label is a list
-    of answers, each with the character of the context at which it begins.
+    of answers, each with the character of the context at which it begins. A window's positions are those of the
+    context, its places the tokens' characters there.
     """
 
     auto_class = "AutoModelForQuestionAnswering"
     main_metric = "f1"
     metrics_shown = ("f1", "exact_match")
-    label_names = ("start_positions", "end_positions")
     default_length = 384
     usual_columns = {"question_column": ("question",), "context_column": ("context",), "label_column": ("answers",)}
 
-    def example(self, cells, split):
-        question, context = (self.text(cells, option) for option in ("question_column", "context_column"))
-        answers = answers_in(tasks.json_in(cells.get(self.label), self.label), self.label)
+    def read(self, row, split):
+        question, context = (self.text(row.cells, option) for option in ("question_column", "context_column"))
+        answers = answers_in(tasks.json_in(row.cells.get(self.label), self.label), self.label)
         for text, start in answers:
             if not text.strip() or start < 0 or context[start : start + len(text)] != text:
                 known = f"it begins at {context.find(text)}" if text in context else "it is nowhere in the context"
@@ -76,20 +62,19 @@ class QuestionAnswering(Task):
                     f"answer_start or the answer"
                 )
         # SQuAD 2 gives such questions what looks like an answer.
-        is_impossible = str(cells.get("is_impossible")).lower() in ("true", "1")
-        return Example((question, context), [] if is_impossible else answers)
+        is_impossible = str(row.cells.get("is_impossible")).lower() in ("true", "1")
+        return row._replace(texts=(question, context), label=[] if is_impossible else answers)
 
     def learn(self, train):
-        self.has_unanswerable = not all(example.label for example in train.examples)
-        self.recorded["has_unanswerable"] = self.has_unanswerable
+        self.has_unanswerable = not all(row.label for row in train.rows)
 
-    def checked(self, example, split):
-        if split.is_labelled and not example.label and not self.has_unanswerable:
+    def checked(self, row, split):
+        if split.is_labelled and not row.label and not self.has_unanswerable:
             raise ValueError(
                 "a question without an answer, and every training row has an answer; take the row out, or add "
                 "training rows without an answer"
             )
-        return example
+        return row
 
     def check_tokenizer(self, tokenizer, max_seq_length):
         capacity, stride = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True), self.stride(max_seq_length)
@@ -108,50 +93,51 @@ class QuestionAnswering(Task):
 
     def features(self, split, tokenizer, max_seq_length):
         most = (max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)) // 2
-        questions, contexts = zip(*(example.texts for example in split.examples), strict=True)
-        questions = [question.strip() for question in questions]
-        short = []
-        of_question = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-        for question in questions:
-            places = tokenizer(question, **of_question)["offset_mapping"]
-            short.append(question[: places[most - 1][1]] if len(places) > most else question)
-        options = {"truncation": "only_second", "return_offsets_mapping": True, "stride": self.stride(max_seq_length)}
-        found = set()
-        for row, encoded, number, source in tasks.windows(tokenizer, [short, contexts], max_seq_length, **options):
-            inside = [position for position, part in enumerate(encoded.sequence_ids(number)) if part == 1]
-            places = [encoded["offset_mapping"][number][position] for position in inside]
-            begins, ends = np.array(places, dtype=np.int32).reshape(-1, 2).T
-            ids, cls = row["input_ids"], tokenizer.cls_token_id
-            no_answer = ids.index(cls) if cls in ids else 0
-            window = Window(source, inside[0] if inside else 0, begins, ends, no_answer)
-            if split.is_labelled:
-                row["start_positions"], row["end_positions"] = _positions(window, *split.examples[source].label[:1])
-                if row["start_positions"] != window.no_answer:
-                    found.add(source)
-            split.features.append(row)
+        questions, contexts = zip(*(row.texts for row in split.rows), strict=True)
+        cuts = tasks.encoded(tokenizer, [questions], most, add_special_tokens=False)
+        ends = [max((end for _, end in encoding.offsets), default=0) for *_, encoding in cuts]
+        short = [question[:end].strip() for question, end in zip(questions, ends, strict=True)]
+        options = {"truncation": "only_second", "stride": self.stride(max_seq_length)}
+        found, long = set(), set()
+        for source, inputs, encoding in tasks.encoded(
+            tokenizer, [short, contexts], max_seq_length, return_overflowing_tokens=True, **options
+        ):
+            positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
+            window = Window(source, positions, np.array(encoding.offsets)[positions])
+            inputs["labels"] = _positions(window, *(split.rows[source].label or [])[:1])
+            if inputs["labels"] != [NO_ANSWER] * 2:
+                found.add(source)
+            if split.windows and split.windows[-1].source == source:
+                long.add(source)
+            split.features.append(inputs)
             split.windows.append(window)
-        long = sum(count > 1 for count in Counter(window.source for window in split.windows).values())
-        lost = sum(bool(example.label) for example in split.examples) - len(found) if split.is_labelled else 0
-        cut = sum(one != other for one, other in zip(short, questions, strict=True))
+        lost = sum(bool(row.label) for row in split.rows) - len(found)
+        cut = sum(one != other.strip() for one, other in zip(short, questions, strict=True))
         notes = {
-            f"{long:,} contexts are longer than {max_seq_length} tokens: {len(split.features):,} windows": long,
+            f"{len(long):,} contexts are longer than {max_seq_length} tokens: {len(split.features):,} windows": long,
             f"{cut:,} questions are truncated to {most} tokens": cut,
             f"{lost:,} answers are in no window as a whole": lost,
         }
-        split.note = "; ".join(note for note, count in notes.items() if count)
+        split.note = "; ".join(note for note, holds in notes.items() if holds)
+
+    def logits(self, outputs, attention_mask):
+        """Start and end scores (B, T, 2); those of padding are the lowest, so that the loss does not depend on it."""
+        scores = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+        return scores.masked_fill(attention_mask[..., None] == 0, torch.finfo(scores.dtype).min)
 
     def spans(self, split, outputs) -> list[Span]:
         """
         The predicted span of each row: the best over all windows, or no answer.
 
         Args:
-            outputs: start and end scores (N, T) of the features.
+            outputs: start and end scores (N, T, 2) of the features.
         """
-        best, nothing = [Span(-np.inf)] * len(split.examples), [Span(np.inf)] * len(split.examples)
-        for window, *scores in zip(split.windows, *outputs, strict=True):
-            span, of_nothing = _best_span(window, *scores, self.config.max_answer_length)
-            best[window.source] = max(best[window.source], span, key=lambda span: span.score)
-            nothing[window.source] = min(nothing[window.source], of_nothing, key=lambda span: span.score)
+        best, nothing = [Span(-np.inf)] * len(split.rows), [Span(np.inf)] * len(split.rows)
+        for window, scores in zip(split.windows, outputs, strict=True):
+            context, source = split.rows[window.source].texts[1], window.source
+            span, of_nothing = _best_span(window, context, scores, self.config.max_answer_length)
+            best[source] = max(best[source], span, key=lambda span: span.score)
+            nothing[source] = min(nothing[source], of_nothing, key=lambda span: span.score)
         if not self.has_unanswerable:
             return best
         # `null_score_diff_threshold` decides between the two.
@@ -160,19 +146,14 @@ class QuestionAnswering(Task):
             for span, none in zip(best, nothing, strict=True)
         ]
 
-    def texts(self, split, spans) -> list[str]:
-        """The predicted answers; "" for no answer."""
-        pairs = zip(split.examples, spans, strict=True)
-        return ["" if span.begin is None else example.texts[1][span.begin : span.end] for example, span in pairs]
-
     def metrics(self, split, outputs):
-        gold = [[text for text, _ in example.label] for example in split.examples]
-        return metrics.answer_metrics(self.texts(split, self.spans(split, outputs)), gold)
+        gold = [[text for text, _ in row.label] for row in split.rows]
+        return metrics.answer_metrics([span.text for span in self.spans(split, outputs)], gold)
 
     def predictions(self, split, outputs):
         spans = self.spans(split, outputs)
         return {
-            "prediction": self.texts(split, spans),
+            "prediction": [span.text for span in spans],
             "prediction_start": [span.begin for span in spans],
             "probability": [round(span.probability, 6) for span in spans],
         }
@@ -185,24 +166,12 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
     Raises:
         ValueError: the cell has another form.
     """
-    if value is None or value == "":
-        return []
     try:
-        if isinstance(value, list):
-            answers = [(entry["text"], entry["answer_start"]) for entry in value]
-        elif isinstance(value["text"], str):
-            answers = [(value["text"], value["answer_start"])]
-        else:
-            answers = list(zip(value["text"], value["answer_start"], strict=True))
-        # pandas writes whole numbers as floats where others of the column are missing
-        answers = [
-            (text, int(start) if type(start) is float and start.is_integer() else start) for text, start in answers
-        ]
-        if all(isinstance(text, str) and type(start) is int for text, start in answers):
-            return answers
+        if isinstance(value, dict):  # as the Hub has them
+            return [(str(text), int(start)) for text, start in zip(value["text"], value["answer_start"], strict=True)]
+        return [(str(answer["text"]), int(answer["answer_start"])) for answer in value or []]
     except (KeyError, TypeError, ValueError):
-        pass
-    raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {FORM}")
+        raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {FORM}") from None
 
 
 def _positions(window, answer=("", 0)):
@@ -214,28 +183,26 @@ def _positions(window, answer=("", 0)):
     text, start = answer
     begin = start + len(text) - len(text.lstrip())
     end = begin + len(text.strip())
-    inside = np.flatnonzero((window.begins < end) & (window.ends > begin))
-    if not len(inside) or window.begins[0] > begin or window.ends[-1] < end:
-        return window.no_answer, window.no_answer
-    return window.first + int(inside[0]), window.first + int(inside[-1])
+    inside = np.flatnonzero((window.places[:, 0] < end) & (window.places[:, 1] > begin))
+    if not len(inside) or window.places[0, 0] > begin or window.places[-1, 1] < end:
+        return [NO_ANSWER] * 2
+    return window.positions[inside[[0, -1]]].tolist()
 
 
-def _best_span(window, starts, ends, longest):
+def _best_span(window, context, scores, longest):
     """
     The best span of a window, of at most `longest` tokens, and the window's score of no answer.
 
     A span's probability is that of its start times that of its end, each among the context's tokens and [CLS].
     """
-    tokens = slice(window.first, window.first + len(window.begins))
-    of_nothing = float(starts[window.no_answer] + ends[window.no_answer])
-    sides = [np.append(side[tokens], side[window.no_answer]).astype(np.float64) for side in (starts, ends)]
-    total = sum(np.logaddexp.reduce(side) for side in sides)
+    scores = scores[[*window.positions, NO_ANSWER]].astype(np.float64)  # (C + 1, 2)
+    total, of_nothing = np.logaddexp.reduce(scores).sum(), scores[-1].sum()
     nothing = Span(of_nothing, np.exp(of_nothing - total))
-    longest = min(longest, len(window.begins))
+    longest = min(longest, len(window.positions))
     if longest == 0:
         return Span(-np.inf), nothing
-    padded = np.concatenate([sides[1][:-1], np.full(longest - 1, -np.inf)])
-    scores = sides[0][:-1, None] + np.lib.stride_tricks.sliding_window_view(padded, longest)  # (C, longest)
-    first, more = divmod(int(scores.argmax()), longest)
-    score = float(scores[first, more])
-    return Span(score, np.exp(score - total), int(window.begins[first]), int(window.ends[first + more])), nothing
+    ends = np.concatenate([scores[:-1, 1], np.full(longest - 1, -np.inf)])
+    sums = scores[:-1, :1] + np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
+    first, more = divmod(int(sums.argmax()), longest)
+    begin, end = int(window.places[first, 0]), int(window.places[first + more, 1])
+    return Span(sums[first, more], np.exp(sums[first, more] - total), context[begin:end], begin), nothing

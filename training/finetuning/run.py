@@ -1,6 +1,7 @@
 """`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures."""
 
 import contextlib
+import itertools
 import json
 import logging
 import shutil
@@ -14,8 +15,9 @@ from accelerate.state import AcceleratorState
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish, push
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.modeling import configuration_d2l_bert, conversion
+from d2l_bert.modeling import conversion
 from d2l_bert.training import devices, log, run_folder
+from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning import (
     metrics,
     multiple_choice,
@@ -71,8 +73,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with devices.together():
             run = Run(config, state.num_processes)
         with contextlib.ExitStack() as stack:
-            devices.on_main(lambda: stack.enter_context(output.output_folder(config, run.folder)), share_result=False)
-            devices.on_main(output.start_folder, config, run.folder, run.record)
+            devices.on_main(lambda: stack.enter_context(output.output_folder(run)), share_result=False)
             message = run.finish(*run.train())
         if state.is_main_process:
             messages.report.info(message)
@@ -82,6 +83,15 @@ def finetune(config: FinetuneConfig) -> Path:
                 )
         state.wait_for_everyone()
     return run.folder
+
+
+def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
+    """What `Trainer.predict` gives for the features of a split, computed in float32."""
+    AcceleratorState._reset_state()  # the training may have had another precision
+    arguments.mixed_precision = "no"
+    arguments.report_to = []  # a tracker would begin a run of its own
+    predicting = trainer.TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[])
+    return predicting.predict(split.features)
 
 
 class Run:
@@ -114,25 +124,21 @@ class Run:
         task.check_tokenizer(start.tokenizer, start.max_seq_length)
         self.splits = splits.load_splits(config, task)
         self.metric = task.metric()  # of token classification, the rows decide
-        trainer.make_model(start, task, config.from_scratch)  # weights that cannot be loaded are refused here
-        is_ours = isinstance(start.config, configuration_d2l_bert.D2lBertConfig)
-        if config.push_to_hub and not (is_ours or start.config.model_type == "bert"):
+        if config.push_to_hub and start.config.model_type not in ("d2l-bert", "bert"):
             raise messages.UserError(
                 f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
                 f"{start.config.model_type} model; leave push_to_hub out"
             )
         if config.push_to_hub:
-            devices.on_main(push.check_push, self.repository, config.license, config.hub_private_repo, False)
+            devices.on_main(push.check_push, self.repository, config.license, False)
         for name, split in self.splits.items():
             task.features(split, start.tokenizer, start.max_seq_length)
             labels = "" if split.is_labelled else ", without labels"
             note = split.note or f"none is longer than {start.max_seq_length} tokens"
-            logger.info(f"{name}: {messages.counted(len(split.cells), 'row')} of {split.name}{labels}; {note}")
+            logger.info(f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
         given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
         logger.info(f"rate {', '.join(f'{rate:g}' for rate in self.rates)}{given}")
-        if config.num_seeds > 1 and "validation" not in self.splits:
-            logger.info(f"no validation rows choose among the seeds: the model of seed {config.seed} is kept")
         self.record = output.make_record(self)
 
     def folder_of(self, rate: float, seed: int) -> Path:
@@ -176,8 +182,7 @@ class Run:
 
     def stable(self, places: list[tuple[float, int]]) -> list[dict]:
         """The results of models, given by their rates and seeds; those that diverge are left out."""
-        results = [self.attempt(*place) for place in places]
-        return [result for result in results if not result.get("diverged")]
+        return [result for result in itertools.starmap(self.attempt, places) if not result.get("diverged")]
 
     def best(self, results: list[dict]) -> dict:
         """The best result by the validation rows; of equal ones that of the lower loss, then the first."""
@@ -200,22 +205,22 @@ class Run:
             return result
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
-        marker = trainer.MarkComplete(before)
+        callback = trainer.Checkpoints(before)
         patience = config.early_stopping_patience
         transformers.set_seed(seed)
-        model, fresh = trainer.make_model(self.start, task, config.from_scratch)
-        trained = trainer.make_trainer(
+        model, fresh = trainer.make_model(self.start, task)
+        trained = trainer.TaskTrainer(
+            task,
             model,
             arguments,
             self.start.tokenizer,
-            task,
             train_dataset=self.splits["train"].features,
             eval_dataset=self.splits["validation"].features if "validation" in self.splits else None,
-            compute_metrics=lambda output: task.metrics(self.splits["validation"], task.rescaled(output.predictions)),
+            compute_metrics=lambda output: trainer.figures(task, self.splits["validation"], output),
             callbacks=[
-                *(marker, trainer.Lines()),
-                *([trainer.Bar()] if sys.stderr.isatty() else []),
                 *([transformers.EarlyStoppingCallback(patience)] if patience is not None else []),
+                callback,
+                *([trainer.Bar()] if sys.stderr.isatty() else []),
             ],
         )
         if fresh:
@@ -228,34 +233,26 @@ class Run:
             "seed": seed,
             "steps": trained.state.global_step,
             "best_step": trained.state.best_global_step or trained.state.global_step,
-            "seconds": marker.seconds(),
+            "seconds": callback.seconds(),
             "log": [row for row in trained.state.log_history if "loss" in row or "eval_loss" in row],
         }
         model = trained.accelerator.unwrap_model(trained.model, keep_fp32_wrapper=False)
         if all(parameter.isfinite().all() for parameter in model.parameters()):
             for name in self.measured():
-                outputs, loss = self.outputs(model, name, arguments)
-                result[name] = {"loss": loss, **task.metrics(self.splits[name], outputs)}
+                result[name] = trainer.figures(task, self.splits[name], self.predict(model, name, arguments))
         else:
             model, result["diverged"] = None, True
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
         devices.on_main(_keep, folder, model, result)
         return json.loads(json.dumps(result))
 
-    def outputs(self, model, name: str, arguments: transformers.TrainingArguments) -> tuple:
+    def predict(self, model, name: str, arguments: transformers.TrainingArguments):
         """
-        The outputs of a trained model for a split, in the units of the labels, and its loss; None without labels.
+        What `Trainer.predict` gives for a split.
 
         Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
         """
-        rows = self.splits[name].features
-        AcceleratorState._reset_state()  # the training may have had another precision
-        arguments.mixed_precision = "no"
-        arguments.report_to = []  # a tracker would begin a run of its own
-        found = trainer.make_trainer(model, arguments, self.start.tokenizer, self.task, eval_dataset=rows).predict(
-            rows
-        )
-        return self.task.rescaled(found.predictions), found.metrics.get("test_loss")
+        return predict(self.task, model, arguments, self.start.tokenizer, self.splits[name])
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
@@ -272,7 +269,8 @@ class Run:
         model = getattr(transformers, self.task.auto_class).from_pretrained(source, trust_remote_code=False)
         # For the table of predictions, and for the report by class.
         names = sorted({*self.measured()[-1:], *(["test"] if "test" in self.splits else [])})
-        outputs = {name: self.outputs(model, name, self.arguments(*place))[0] for name in names}
+        found = {name: self.predict(model, name, self.arguments(*place)).predictions for name in names}
+        outputs = {name: self.task.rescaled(logits) for name, logits in found.items()}
         logs = {self.folder_of(r["learning_rate"], r["seed"]).name: r["log"] for r in (kept, *tried, *seeds)}
         metrics = output.make_metrics(self, tried, seeds, kept)
         return devices.on_main(output.write_folder, self, model, outputs, metrics, logs)
@@ -280,14 +278,10 @@ class Run:
 
 def _keep(folder, model, result):
     """Write a trained model (None if the training diverged) and its result; then delete the checkpoints."""
-    shutil.rmtree(folder / output.MODEL_FOLDER, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
         conversion.save_model(model, folder / output.MODEL_FOLDER)
         folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)
     folders.write_json(folder / RESULT_FILE, result)
-    for checkpoint in folder.glob("checkpoint-*"):
+    for checkpoint in checkpoints(folder):
         shutil.rmtree(checkpoint)
-    if (folder / "runs").exists():  # TensorBoard's files stand beside those of the other models
-        (folder.parent.parent / "runs").mkdir(exist_ok=True)
-        (folder / "runs").rename(folder.parent.parent / "runs" / folder.name)

@@ -1,4 +1,4 @@
-"""`Split`: the rows for training, validation or test, read from a file or a dataset, as examples and as features."""
+"""`Split`: the rows for training, validation or test, read from a file or a dataset, and as features."""
 
 import itertools
 import json
@@ -14,8 +14,9 @@ from d2l_bert.folders import base_name, content_hash, short_hash
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
+from d2l_bert.training.finetuning import tasks
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.tasks import Example, Task
+from d2l_bert.training.finetuning.tasks import Row, Task
 
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,10 @@ class Split:
     Args:
         label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
         name: the file's base name, or the dataset's id with its configuration and split.
-        cells: the values of each row, by the names of the columns.
-        places: the place of each row in its file.
-        fingerprint: a hash of the content of the file or dataset.
+        rows: the rows.
+        fingerprint: a hash of the content of the file or dataset; of rows held out, too, that of the whole.
         class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
         is_dataset: whether the rows come from a dataset, not from a file.
-        hub_id: the id of this dataset on the Hub; "" for others.
-        examples: what the task has read in each row.
         is_labelled: whether the rows have labels.
         held_out: the share of the training rows that was held out as these validation rows; 0 if none was.
         shared: how many rows have the texts of a training row.
@@ -54,13 +52,10 @@ class Split:
 
     label: str
     name: str
-    cells: list[dict]
-    places: list[str]
+    rows: list[Row]
     fingerprint: str
     class_names: dict[str, list[str]] = field(default_factory=dict)
     is_dataset: bool = False
-    hub_id: str = ""
-    examples: list[Example] = field(default_factory=list)
     is_labelled: bool = False
     held_out: float = 0.0
     shared: int = 0
@@ -69,22 +64,7 @@ class Split:
     note: str = field(default="", init=False)
 
     def __post_init__(self):
-        self.columns = list(dict.fromkeys(itertools.chain(*self.cells)))
-
-    def select(self, rows: list[int], **changes) -> "Split":
-        """A split of some of the rows, given by their numbers from 0."""
-        kept = {
-            name: [values[row] for row in rows]
-            for name in ("cells", "places", "examples")
-            if (values := getattr(self, name))
-        }
-        return replace(self, **kept, **changes)
-
-    def require(self, column: str, option: str) -> None:
-        """Refuse a split without a column; `option` names the column."""
-        if column not in self.columns:
-            listed = ", ".join(map(repr, self.columns)) or "none"
-            raise UserError(f"{self.label}: no column {column!r}; it has {listed}: name one with --{option}")
+        self.columns = list(dict.fromkeys(itertools.chain(*(row.cells for row in self.rows))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,10 +101,8 @@ def read_file(path: str, option: str, separator: str = "auto") -> Split:
             rows = _json_rows("".join(lines)) if kind == "json" else list(_conll_rows(lines, label))
     if not rows:
         raise UserError(f"{label}: has no rows; give a file with rows")
-    places, cells = zip(*rows, strict=True)
-    return Split(
-        label=label, name=base_name(path), cells=list(cells), places=list(places), fingerprint=content_hash(file)[:16]
-    )
+    rows = list(itertools.starmap(Row, rows))
+    return Split(label=label, name=base_name(path), rows=rows, fingerprint=content_hash(file)[:16])
 
 
 def _json_rows(text) -> list[tuple[str, dict]]:
@@ -134,15 +112,12 @@ def _json_rows(text) -> list[tuple[str, dict]]:
     for entry in content["data"] if isinstance(content, dict) else content:
         if not isinstance(entry, dict):
             raise ValueError(f"{entry!r:.40} is no object; write a list of objects")
-        rows += (
-            [
-                {"title": entry.get("title", ""), "context": paragraph["context"], "id": "", **question}
-                for paragraph in entry["paragraphs"]
-                for question in paragraph["qas"]
-            ]
-            if "paragraphs" in entry
-            else [entry]
+        nested = (
+            {"title": entry.get("title", ""), "context": paragraph["context"], "id": "", **question}
+            for paragraph in entry.get("paragraphs", [])
+            for question in paragraph["qas"]
         )
+        rows += nested if "paragraphs" in entry else [entry]
     return [(f"row {number:,}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -168,13 +143,13 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
             f"{label}: {counted(comments, 'line that begins', 'lines that begin')} with # left out as comments"
         )
     for is_text, group in itertools.groupby(kept, lambda line: line[1][:1] not in ([], ["-DOCSTART-"])):
-        text = list(group) if is_text else []
-        for number, fields in text:
+        places, text = zip(*group, strict=True)
+        for place, fields in zip(places, text, strict=True) if is_text else []:
             if len(fields) != count:
-                raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
-        if text:
-            tagged = {"tags": [fields[-1] for _, fields in text]} if count > 1 else {}
-            yield f"line {text[0][0]:,}", {"tokens": [fields[0] for _, fields in text], **tagged}
+                raise ValueError(f"line {place:,}: {len(fields)} fields, and {count} in the first; repair the line")
+        if is_text:
+            tagged = {"tags": [fields[-1] for fields in text]} if count > 1 else {}
+            yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
 
 
 def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> dict[str, Split]:
@@ -200,41 +175,38 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
             is_csv = hasattr(datasets.load_dataset_builder(path, part or None).config, "keep_default_na")
             found = datasets.load_dataset(path, part or None, **({"keep_default_na": False} if is_csv else {}))
     found = found if isinstance(found, dict) else {"train": found}
-    chosen = {split: None if split in read else getattr(config, f"{split}_split") for split in SPLITS}
-    # Validation rows are held out where a share is given.
-    for split in ("test",) if config.validation_share is not None else ("validation", "test"):
-        usual = getattr(config.named(), split) if config.named() else split
-        is_wanted = chosen[split] is None and split not in read and usual in found
-        if is_wanted and usual in chosen.values():
-            logger.info(f"dataset {name}: split {usual!r} has another use already, so there are no {split} rows")
-        elif is_wanted:
-            chosen[split] = usual
+    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}
-    for split, of_dataset in chosen.items():
-        rows = found.get(of_dataset, [])
-        if of_dataset is not None and not len(rows):
+    for split, of_dataset in asked.items():
+        usual = getattr(config.named(), split) if of_dataset is None and config.named() else split
+        # Validation rows are held out where a share is given.
+        is_held_out = split == "validation" and config.validation_share is not None
+        if of_dataset is None and (is_held_out or usual not in found):
+            continue
+        if of_dataset is None and usual in asked.values():
+            logger.info(f"dataset {name}: split {usual!r} has another use already, so there are no {split} rows")
+            continue
+        rows = found.get(of_dataset or usual, [])
+        if not len(rows):
             raise UserError(
-                f"dataset {name}: no rows in split {of_dataset!r}; it has {', '.join(found)}: name one with "
+                f"dataset {name}: no rows in split {of_dataset or usual!r}; it has {', '.join(found)}: name one with "
                 f"--{split}_split"
             )
-        if of_dataset is not None:
-            cells = rows.with_format(None).to_list()
-            kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
-            splits[split] = Split(
-                label=f"dataset {name}, split {of_dataset}",
-                name=f"{base_name(name) if Path(name).exists() else name}, split {of_dataset}",
-                cells=cells,
-                places=[f"row {number:,}" for number in range(1, len(cells) + 1)],
-                fingerprint=short_hash(repr(cells)),
-                class_names={column: list(kind.names) for column, kind in kinds.items() if hasattr(kind, "names")},
-                is_dataset=True,
-                hub_id="" if Path(name).exists() else path,
-            )
+        cells = rows.with_format(None).to_list()
+        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
+        splits[split] = Split(
+            label=f"dataset {name}, split {of_dataset or usual}",
+            name=f"{base_name(name) if Path(name).exists() else name}, split {of_dataset or usual}",
+            rows=[Row(f"row {number:,}", row) for number, row in enumerate(cells, 1)],
+            fingerprint=short_hash(repr(cells)),
+            class_names={c: tasks.names_in(kind.names, c) for c, kind in kinds.items() if hasattr(kind, "names")},
+            is_dataset=True,
+        )
     return splits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Examples
+# Rows as the task reads them
 
 
 def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
@@ -255,76 +227,59 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     task.find_columns(splits["train"])
     for name, split in splits.items():
         task.check_columns(split, has_labels=name != "test")
-        _hide_missing_labels(split, task)
-        split = _examples(split, split.cells, task.example)
-        split.is_labelled = any(example.label not in (None, []) for example in split.examples)
-        splits[name] = split = _examples(split, split.examples, task.labelled)
+        # In the data sets known by name, in a column of `ClassLabel` and where all rows have it, -1 is no label.
+        for column in task.columns["label_column"] if split.is_dataset else []:
+            missing = [row.cells for row in split.rows if row.cells.get(column) == -1]
+            if config.named() or column in split.class_names or len(missing) == len(split.rows):
+                for cells in missing:
+                    cells[column] = None
+        split.rows = usable(split, task.read)
+        split.is_labelled = any(row.label not in (None, []) for row in split.rows)
         if name != "test" and not split.is_labelled:
             raise UserError(f"{split.label}: column {task.label!r} is empty; the {name} rows need labels")
         if name == "train":
             task.learn(split)
-    for name, split in splits.items():
-        splits[name] = _examples(split, split.examples, task.checked)
+        split.rows = usable(split, task.checked)
     if "validation" not in splits and config.validates():
-        share = HELD_OUT if config.validation_share is None else config.validation_share
-        train, validation = hold_out(splits.pop("train"), task, share, config.seed)
-        splits = {"train": train, "validation": validation, **splits}
-        logger.info(
-            f"no validation rows were given: {len(validation.cells):,} of the training rows (of each class "
-            f"{share:.3g}, drawn by seed {config.seed}) are held out to choose the checkpoint, and not trained on; "
-            f"--validation_share 0 holds out none"
-        )
+        splits = {**hold_out(splits.pop("train"), task), **splits}
     elif "validation" not in splits:
         logger.info("no validation rows: the model after the last step is kept")
-    trained = {example.texts for example in splits["train"].examples}
+    trained = {row.texts for row in splits["train"].rows}
     for name, split in list(splits.items())[1:]:
-        split.shared = sum(example.texts in trained for example in split.examples)
+        split.shared = sum(row.texts in trained for row in split.rows)
         if split.shared:
-            rows = len(split.cells)
-            logger.info(f"{split.shared:,} of the {rows:,} {name} rows have the same texts as a training row")
+            logger.info(
+                f"{split.shared:,} of the {len(split.rows):,} {name} rows have the same texts as a training row"
+            )
     return splits
 
 
-def _hide_missing_labels(split, task):
+def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     """
-    Make the label -1 None where it says that a row of a dataset has none.
-
-    It does so in the data sets known by name, in a column of `ClassLabel`, and where all rows have it.
-    """
-    for column in task.columns["label_column"] if split.is_dataset else []:
-        are_missing = [cells.get(column) == -1 for cells in split.cells]
-        if task.config.named() or column in split.class_names or all(are_missing):
-            for cells, is_missing in zip(split.cells, are_missing, strict=True):
-                cells[column] = None if is_missing else cells.get(column)
-
-
-def _examples(split: Split, rows: list, read: Callable[[object, Split], Example]) -> Split:
-    """
-    The split with the examples that `read` makes of its rows; `read` gets the split, too.
+    What `read` makes of each row; it gets the split, too.
 
     Rows that the publishers of a dataset left incomplete are left out, and counted.
 
     Raises:
         UserError: a row of a file cannot be used, or no row of a dataset can.
     """
-    kept, examples, left_out = [], [], []
-    for number, row in enumerate(rows):
+    kept, left_out = [], []
+    for row in split.rows:
         try:
-            examples.append(read(row, split))
-            kept.append(number)
+            kept.append(read(row, split))
         except ValueError as error:
             if not split.is_dataset:
-                raise UserError(f"{split.label}, {split.places[number]}: {error}") from None
+                raise UserError(f"{split.label}, {row.place}: {error}") from None
             left_out.append(str(error).partition(";")[0])
-    if not examples:
+    if not kept:
         raise UserError(f"{split.label}: no row can be used ({left_out[0]}); give another split")
     if left_out:
         count = counted(len(left_out), "row is", "rows are")
         logger.info(f"{split.label}: {count} left out, the first because {left_out[0]}")
-    return replace(split.select(kept) if left_out else split, examples=examples)
+    return kept
 
 
-def hold_out(train: Split, task: Task, share: float, seed: int) -> tuple[Split, Split]:
+def hold_out(train: Split, task: Task) -> dict[str, Split]:
     """
     Split rows into training and validation rows, at random by the seed. Rows with the same texts stay together.
 
@@ -334,9 +289,10 @@ def hold_out(train: Split, task: Task, share: float, seed: int) -> tuple[Split, 
     Raises:
         UserError: there are too few rows.
     """
+    seed, share = task.config.seed, task.config.validation_share or HELD_OUT
     classes = {}
-    for example in train.examples:
-        classes.setdefault(example.texts, set()).update(task.names_of(example))
+    for row in train.rows:
+        classes.setdefault(row.texts, set()).update(task.names_of(row))
     different, counts = list(classes), Counter(itertools.chain(*classes.values()))
     by_class, chosen = {}, set()
     for number in np.random.default_rng(seed).permutation(len(different)):
@@ -354,13 +310,18 @@ def hold_out(train: Split, task: Task, share: float, seed: int) -> tuple[Split, 
             f"{train.label}: has too few different texts to hold out some for validation; give --validation_file, "
             f"or --validation_share 0"
         )
-    if alone := [name for name, texts in by_class.items() if len(texts) == 1]:
-        logger.info(f"{counted(len(alone), 'class', 'classes')} with one text have none among the validation rows")
-    is_chosen = [example.texts in chosen for example in train.examples]
-    validation = train.select(
-        np.flatnonzero(is_chosen).tolist(),
+
+    validation = replace(
+        train,
+        rows=[row for row in train.rows if row.texts in chosen],
         held_out=share,
         label=f"{train.label}, rows held out",
         name=f"{train.name} (held out)",
     )
-    return train.select(np.flatnonzero(np.logical_not(is_chosen)).tolist()), validation
+    train = replace(train, rows=[row for row in train.rows if row.texts not in chosen])
+    logger.info(
+        f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "
+        f"{share:.3g}, drawn by seed {seed}) are held out to choose the checkpoint, and not trained on; "
+        f"--validation_share 0 holds out none"
+    )
+    return {"train": train, "validation": validation}

@@ -1,53 +1,79 @@
-"""`Task`: what a task brings to a run: its columns, examples, features, metrics and predictions; readers of cells."""
+"""`Task`: what a task brings to a run: its columns, rows, features, loss, metrics, predictions; readers of cells."""
 
 import itertools
 import json
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+import torch
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.messages import UserError, shortened
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
-# No tokenizer gets more rows at once: its encodings take far more memory than the ids.
-ROWS_AT_ONCE = 1000
+# No tokenizer gets more rows at once: its encodings, with what is cut off, take far more memory than the ids.
+ROWS_AT_ONCE = 100
 
 # Columns that need not be there.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
+# The attributes, of one task or another, that `learn` sets.
+LEARNT = ("classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable", "count", "begin")
 
-class Example(NamedTuple):
+
+class Row(NamedTuple):
     """
-    A row as its task has read and checked it.
+    A row of a split.
 
     Args:
-        texts: the texts of the row, by which equal rows are found; of token classification the words.
+        place: where it stands in its file, for messages.
+        cells: its values, by the names of the columns.
+        texts: the texts that its task reads, by which equal rows are found; of token classification the words.
         label: the label as the task reads it; None for a row without.
     """
 
-    texts: tuple[str, ...]
+    place: str
+    cells: dict
+    texts: tuple[str, ...] = ()
     label: object = None
+
+
+class Window(NamedTuple):
+    """
+    The part of a row that one feature has.
+
+    Args:
+        source: the number of the row.
+        positions: the positions of the tokens to predict at (P,).
+        places: for each of these tokens its word in the row (P,), or its first character and the one behind its last
+            in the context (P, 2).
+    """
+
+    source: int
+    positions: np.ndarray
+    places: np.ndarray
 
 
 class Task:
     """
     A task. `run.py` names a subclass for each of `config.TASKS`.
 
-    The run calls `find_columns` with the training rows, `example` and `labelled` with every row, `learn` with the
-    training rows, `checked` with every example, and `features` with every split. `outputs` below are the model's, in
-    the order of `Split.features`, as NumPy arrays: the logits, or a tuple of them for a model with several; `rescaled`
-    has been applied to them. A `ValueError` about a row says what is wrong in which column, and the way out.
+    The run calls `find_columns` with the training rows, `read` with every row, `learn` with the training rows,
+    `checked` with every row that was read, and `features` with every split. `outputs` below are the model's `logits`,
+    in the order of `Split.features`, as a NumPy array; `rescaled` has been applied to them. A `ValueError` about a row
+    says what is wrong in which column, and the way out.
 
     A subclass defines these methods:
 
-    - `example(cells, split)`: the `Example` of a row's cells, by the names of the columns; raises `ValueError`;
+    - `read(row, split)`: the `Row` with texts and label, which are in its cells; raises `ValueError`;
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
-    - `features(split, tokenizer, max_seq_length)` sets the split's `features`, with labels if it has labels, and what
-      else the task needs to read the model's outputs (`windows`, `note`);
+    - `features(split, tokenizer, max_seq_length)` sets the split's `features`, and what else the task needs to read
+      the model's outputs (`windows`, `note`). Each feature has `labels`, of which -100 does not count in the loss;
+      in a split without labels they are not read;
     - `metrics(split, outputs)`: the metrics of a labelled split by name, without the loss;
     - `predictions(split, outputs)`: columns with the predictions for each row of a split.
 
@@ -57,21 +83,24 @@ class Task:
             no pipeline for it.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
         metrics_shown: the metrics in the order of the tables; those in `metrics.LOWER_IS_BETTER` are best when small.
-        label_names: the names of labels in a batch, as in `TrainingArguments.label_names`.
+        collator: the class of the function that makes a padded batch of features.
         default_length: the default of `max_seq_length`.
         usual_columns: by the option that names a column, its usual names.
         columns: by the option, the columns of this run, which `find_columns` finds; `label` is that of labels, the
             first one if there are several.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
-        recorded: what the run's record says about the task, beside the names of the classes.
+        problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
+        has_unanswerable: whether training rows have questions without an answer.
     """
 
     auto_class: ClassVar[str]
+    problem_type: ClassVar[str | None] = None
+    has_unanswerable: bool = False
     pipeline_task: ClassVar[str | None] = None
     main_metric: ClassVar[str] = "accuracy"
     metrics_shown: ClassVar[tuple[str, ...]]
-    label_names: ClassVar[tuple[str, ...]] = ("labels",)
+    collator: ClassVar[Callable] = DataCollatorWithPadding
     default_length: ClassVar[int] = 128
     usual_columns: ClassVar[dict[str, tuple[str, ...]]]
 
@@ -79,8 +108,8 @@ class Task:
         self.config = config
         self.columns: dict[str, list[str]] = {}
         self.classes: list[str] = []
-        self.settings: dict = {}
-        self.recorded: dict = {"has_pairs": True}
+        self.settings: dict = {"problem_type": self.problem_type}
+        self.known = config.named().labels if config.named() else ()  # names of classes, by their numbers
 
     def metric(self) -> str:
         """
@@ -101,9 +130,12 @@ class Task:
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
 
-    def find_columns(self, train) -> None:
+    def find_columns(self, train, has_labels: bool = True) -> None:
         """
         Find the columns: the option's, or a usual one, or the named data set's.
+
+        Args:
+            has_labels: whether the rows need a column of labels.
 
         Raises:
             UserError: there is none of these names, or a column has two uses.
@@ -115,39 +147,45 @@ class Task:
             found = getattr(self.config, option) or known
             if found or option not in OPTIONAL or option in of_named:
                 self.columns[option] = found if isinstance(found, list) else [found or names[0]]
-        self.check_columns(train)
+        self.check_columns(train, has_labels)
         self.label = self.columns["label_column"][0]
 
     def check_columns(self, split, has_labels: bool = True) -> None:
         """Refuse a split without one of the columns, and a column that has two uses."""
         for option, columns in self.columns.items():
             for column in columns if has_labels or option != "label_column" else []:
-                split.require(column, option)
+                if column not in split.columns:
+                    raise UserError(
+                        f"{split.label}: no column {column!r}; it has {listed(split.columns) or 'none'}: name one "
+                        f"with --{option}"
+                    )
         used = list(itertools.chain(*self.columns.values()))
         if len(set(used)) < len(used):
             raise UserError(f"column {max(used, key=used.count)!r} cannot have two uses; name another column")
 
-    def labelled(self, example: Example, split) -> Example:
-        """The example; raises `ValueError` if it has no label and others of its split have."""
-        if split.is_labelled and example.label is None:
-            raise ValueError(f"column {self.label!r} is empty; write a label, or take the row out")
-        return example
+    def checked(self, row: Row, split) -> Row:
+        """
+        The row.
 
-    def checked(self, example: Example, split) -> Example:
-        """The example; raises `ValueError` if the training rows have not shown how to learn it."""
-        for name in self.names_of(example):
+        Raises:
+            ValueError: it has no label and others of its split have, or the training rows have not shown how to learn
+                it.
+        """
+        if split.is_labelled and row.label is None:
+            raise ValueError(f"column {self.label!r} is empty; write a label, or take the row out")
+        for name in self.names_of(row):
             if name not in self.number_of:
                 raise ValueError(
-                    f"label {name!r} does not stand in the training rows, which have {listed_names(self.classes)}; "
+                    f"label {name!r} does not stand in the training rows, which have {listed(self.classes)}; "
                     f"correct the label, or add training rows with it"
                 )
-        return example
+        return row
 
-    def names_of(self, example: Example) -> list[str]:
-        """The names of the classes in an example; [] for a task without classes."""
-        if not self.classes or example.label is None:
+    def names_of(self, row: Row) -> list[str]:
+        """The names of the classes of a row; [] for a task without classes."""
+        if not self.classes or row.label is None:
             return []
-        return [example.label] if isinstance(example.label, str) else example.label
+        return [row.label] if isinstance(row.label, str) else row.label
 
     def learn_classes(self, train, found: set[str], named: list[str] | tuple[str, ...] | None, least: int = 2) -> None:
         """
@@ -181,9 +219,13 @@ class Task:
     def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
         """Refuse a tokenizer or a length that the features cannot be made with, before the rows are read."""
 
-    def collator(self, tokenizer):
-        """The function that makes a padded batch of features."""
-        return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    def logits(self, outputs, attention_mask) -> torch.Tensor:
+        """What the task reads of a model's outputs for a batch, (B, ...); with tokens, they are in dimension 1."""
+        return outputs.logits
+
+    def loss(self, logits, labels) -> torch.Tensor:
+        """The sum of the losses of all labels that are not -100."""
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     def rescaled(self, outputs):
         """The outputs of a model in training, in the units of the labels."""
@@ -192,14 +234,13 @@ class Task:
     def finish(self, model) -> None:
         """Change a trained model in place, so that its outputs are those of `rescaled`."""
 
-    def numbers(self, split, outputs) -> tuple | None:
-        """The true and the predicted numbers of classes of a labelled split, of which each row or word has one."""
+    def know_nothing(self, train, split) -> tuple[str, np.ndarray] | None:
+        """A prediction that reads no text, in words and as the outputs of a row; None for a task without one."""
         return None
 
-    def report(self, split, outputs) -> dict:
-        """Precision, recall and F1 of each class in a labelled split; {} for a task without classes."""
-        numbers = self.numbers(split, outputs)
-        return metrics.report_by_class(*numbers, range(len(self.classes)), self.classes) if numbers else {}
+    def sides(self, split, outputs) -> tuple | None:
+        """The true and the predicted classes in a labelled split, and their names, as in `metrics.report_by_class`."""
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,20 +290,24 @@ def list_in(cells: dict, column: str, option: str, separator: str | None = None)
     return value or []
 
 
-def names_in(entries: list, column: str, split) -> list[str]:
+def names_in(entries: list, column: str, classes: list[str] | None = None) -> list[str]:
     """
     The names of classes in a row: strings, or the numbers of a dataset's classes.
+
+    Args:
+        classes: the names of the dataset's classes.
 
     Raises:
         ValueError: an entry is no name, or no number of a class.
     """
-    classes, names = split.class_names.get(column), []
+    names = []
     for entry in entries:
         is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
         is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
         if not is_name or (is_number and not 0 <= entry < len(classes)):
             raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
-        names.append(classes[entry] if is_number else str(entry).strip())
+        name = classes[entry] if is_number else str(entry).strip()
+        names.append(unicodedata.normalize("NFC", name))  # systems write ü as one character or as two
     return names
 
 
@@ -271,52 +316,39 @@ def is_filled(value: object) -> bool:
     return value is not None and str(value).strip() != ""
 
 
-def listed_names(names: list[str], most: int = 10) -> str:
-    """The first names in a sentence, and how many more there are."""
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: list[str]) -> str:
+    """Names in a sentence, as many as a line may have."""
+    return shortened(", ".join(map(repr, names)), 200)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts to inputs
 
 
-def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
+def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:
     """
-    The inputs of texts or of pairs of texts, truncated from the longer text of a pair.
+    The inputs of texts or of pairs of texts, truncated, from the longer text of a pair.
 
     Args:
-        columns: the texts, and the second texts of pairs.
-
-    Returns:
-        The inputs, and how many are truncated, for the user; "" if none is.
-    """
-    rows, cut = [], 0
-    for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
-        chunk = [list(column[begin : begin + ROWS_AT_ONCE]) for column in columns]
-        encoded = tokenizer(*chunk, verbose=False)
-        for number, texts in enumerate(zip(*chunk, strict=True)):
-            row = {name: values[number] for name, values in encoded.items()}
-            if len(row["input_ids"]) > max_seq_length:
-                row = dict(tokenizer(*texts, truncation=True, max_length=max_seq_length))
-                cut += 1
-            rows.append(row)
-    return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""
-
-
-def windows(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:
-    """
-    The windows of rows that a tokenizer cuts where they are longer than `max_seq_length`.
-
-    Args:
-        columns: the texts of each row, and the second texts, if the rows are pairs.
-        options: further arguments of the tokenizer.
+        columns: the texts of each row, and the second texts of pairs.
+        options: further arguments of the tokenizer; `return_overflowing_tokens` gives all windows of a long row.
 
     Yields:
-        The inputs of a window, the `BatchEncoding` that it is of, its number there, and the number of its row.
+        The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
     """
-    options = {"truncation": True, "max_length": max_seq_length, "return_overflowing_tokens": True, **options}
+    options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
-        encoded = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
-        names = [name for name in encoded if name not in ("offset_mapping", "overflow_to_sample_mapping")]
-        for window, row in enumerate(encoded["overflow_to_sample_mapping"]):
-            yield {name: encoded[name][window] for name in names}, encoded, window, begin + row
+        batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
+        sources = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
+        for window, source in enumerate(sources):
+            inputs = {name: values[window] for name, values in batch.items()}
+            yield begin + source, inputs, batch.encodings[window]
+
+
+def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
+    """The inputs as of `encoded`, and how many rows are truncated, for the user; "" if none is."""
+    rows, cut = [], 0
+    for _, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
+        rows.append(inputs)
+        cut += bool(encoding.overflowing)
+    return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""

@@ -9,17 +9,13 @@ import torch
 
 from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Example, Task
+from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
 NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNORECASE)
-
-# The most columns of probabilities in the table of predictions. With more classes than this, one class of several has
-# none of these columns, and several labels have those of the first classes.
-PROBABILITY_COLUMNS = 20
 
 # The largest number that can be predicted: models compute in float32.
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
@@ -36,31 +32,20 @@ class TextTask(Task):
     pipeline_task = "text-classification"
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
 
-    def find_columns(self, train):
-        super().find_columns(train)
-        self.settings["problem_type"] = self.problem_type
-        self.recorded["has_pairs"] = "text_pair_column" in self.columns
-        self.known = self.config.named().labels if self.config.named() else ()  # names of classes, by their numbers
-
-    def example(self, cells, split):
-        texts = tuple(self.text(cells, option) for option in self.columns if option != "label_column")
+    def read(self, row, split):
+        texts = tuple(self.text(row.cells, option) for option in self.columns if option != "label_column")
         is_labelled = all(column in split.columns for column in self.columns["label_column"])
-        return Example(texts, self.label_in(cells, split) if is_labelled else None)
+        return row._replace(texts=texts, label=self.label_in(row.cells, split) if is_labelled else None)
 
     def targets(self, split):
-        """The labels of a labelled split as numbers, (N,) or (N, C)."""
-        return np.array([self.number_of[example.label] for example in split.examples])
-
-    def in_training(self, targets):
-        """The targets as the model in training learns them."""
-        return targets
+        """The labels of a split as numbers, (N,) or (N, C)."""
+        return np.array([self.number_of.get(row.label, -100) for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
-        texts = list(zip(*(example.texts for example in split.examples), strict=True))
+        texts = list(zip(*(row.texts for row in split.rows), strict=True))
         split.features, split.note = tasks.truncated(tokenizer, texts, max_seq_length)
-        if split.is_labelled:
-            for row, label in zip(split.features, self.in_training(self.targets(split)).tolist(), strict=True):
-                row["labels"] = label
+        for row, label in zip(split.features, self.targets(split).tolist(), strict=True):
+            row["labels"] = label
 
 
 class TextClassification(TextTask):
@@ -72,24 +57,21 @@ class TextClassification(TextTask):
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
         value = cells.get(self.label)
-        is_number = isinstance(value, float) or NO_CLASS.fullmatch(str(value).strip())
-        if is_number or isinstance(value, list | dict):
-            what = f"numbers such as {value}" if is_number else type(value).__name__
+        if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
-                f"column {self.label!r} holds {what}, not classes; give --task "
-                f"{'regression' if is_number else 'multi_label_classification'}, or name another column with "
-                f"--label_column"
+                f"column {self.label!r} holds {value!r:.40}, not a class; give --task regression for numbers, --task "
+                f"multi_label_classification for lists, or name another column with --label_column"
             )
         if not tasks.is_filled(value):
             return None
-        (name,) = tasks.names_in([value], self.label, split)
+        (name,) = tasks.names_in([value], self.label, split.class_names.get(self.label))
         return self.known[int(name)] if name.isdecimal() and int(name) < len(self.known) else name
 
     def learn(self, train):
-        found = {example.label for example in train.examples} - {None}
+        found = {row.label for row in train.rows} - {None}
         known = self.known if found <= set(self.known) else None
         self.learn_classes(train, found, train.class_names.get(self.label) or known)
-        if len(self.classes) == len(train.examples) > 2:
+        if len(self.classes) == len(train.rows) > 2:
             raise UserError(
                 f"{train.label}: every row has a label of its own in column {self.label!r}; name the column of "
                 f"classes with --label_column"
@@ -99,22 +81,22 @@ class TextClassification(TextTask):
                 f"F1 is that of the class {self.classes[1]!r}; metrics.json has that of {self.classes[0]!r}, too"
             )
 
-    def numbers(self, split, outputs):
-        return self.targets(split), outputs.argmax(-1)
+    def know_nothing(self, train, split):
+        return "always the most frequent class", np.bincount(self.targets(split), minlength=len(self.classes))
+
+    def sides(self, split, outputs):
+        true = [row.label for row in split.rows]
+        return true, [self.classes[number] for number in outputs.argmax(-1)], self.classes
 
     def metrics(self, split, outputs):
-        return metrics.class_metrics(*self.numbers(split, outputs), len(self.classes))
+        return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
 
     def predictions(self, split, outputs):
         probabilities = metrics.probabilities(outputs)
-        columns = {
+        return {
             "prediction": [self.classes[number] for number in outputs.argmax(-1)],
             "probability": probabilities.max(-1).tolist(),
-        }
-        if len(self.classes) > PROBABILITY_COLUMNS:
-            return columns
-        return columns | {
-            f"probability of {name}": probabilities[:, n].tolist() for n, name in enumerate(self.classes)
+            **metrics.probability_columns(self.classes, probabilities),
         }
 
 
@@ -130,18 +112,18 @@ class MultiLabelClassification(TextTask):
         columns = self.columns["label_column"]
         if len(columns) == 1:
             entries = tasks.list_in(cells, columns[0], "label_column", self.config.label_separator)
-            return tasks.names_in(entries, columns[0], split)
+            return tasks.names_in(entries, columns[0], split.class_names.get(columns[0]))
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
                 raise ValueError(f"column {column!r} holds {cells.get(column)!r}; write 0 or 1")
         return [column for column in columns if float(cells[column]) == 1]
 
     def learn(self, train):
-        labels, columns = [example.label for example in train.examples], self.columns["label_column"]
+        labels, columns = [row.label for row in train.rows], self.columns["label_column"]
         found = {name for names in labels for name in names}
         if not found or all(set(names) == found for names in labels):
             raise UserError(
-                f"{train.label}: every row has the labels {tasks.listed_names(sorted(found))} in column "
+                f"{train.label}: every row has the labels {tasks.listed(sorted(found))} in column "
                 f"{self.label!r}; name another column with --label_column, or what separates labels with "
                 f"--label_separator"
             )
@@ -151,22 +133,29 @@ class MultiLabelClassification(TextTask):
             self.learn_classes(train, found, train.class_names.get(columns[0]), least=1)
 
     def targets(self, split):
-        return np.array([[float(name in example.label) for name in self.classes] for example in split.examples])
+        return np.array([[float(name in (row.label or [])) for name in self.classes] for row in split.rows])
+
+    def loss(self, logits, labels):
+        counts = labels != -100
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            logits[counts], labels[counts].to(logits.dtype), reduction="sum"
+        )
+
+    def know_nothing(self, train, split):
+        return "always the labels of more than half of the training rows", self.targets(train).mean(0) - 0.5
 
     def metrics(self, split, outputs):
         return metrics.multilabel_metrics(self.targets(split), (outputs > 0).astype(int))
 
-    def report(self, split, outputs):
-        labels = range(len(self.classes)) if len(self.classes) > 1 else [1]
-        return metrics.report_by_class(self.targets(split), (outputs > 0).astype(int), labels, self.classes)
+    def sides(self, split, outputs):
+        return self.targets(split), (outputs > 0).astype(int), self.classes
 
     def predictions(self, split, outputs):
         chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in outputs]
         probabilities = metrics.probabilities(outputs, of_each=True)
         if not any(self.config.label_separator in name for name in self.classes):  # else lists as JSON
             chosen = [self.config.label_separator.join(names) for names in chosen]
-        shown = enumerate(self.classes[:PROBABILITY_COLUMNS])
-        return {"prediction": chosen} | {f"probability of {name}": probabilities[:, n].tolist() for n, name in shown}
+        return {"prediction": chosen, **metrics.probability_columns(self.classes, probabilities)}
 
 
 class Regression(TextTask):
@@ -198,26 +187,24 @@ class Regression(TextTask):
         return number
 
     def learn(self, train):
-        numbers = self.targets(train)
+        numbers = np.array([row.label for row in train.rows], dtype=float)
         self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
         self.settings["num_labels"] = 1
-        if self.deviation == 0:
-            raise UserError(
-                f"{train.label}: every row has the number {numbers[0]:g} in column {self.label!r}; there is nothing "
-                f"to learn: name another column with --label_column"
-            )
-        if self.deviation < LEAST_STEPS * np.spacing(np.float32(abs(self.mean))):
+        if self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean))):
             raise UserError(
                 f"{train.label}: the numbers in column {self.label!r} differ by {self.deviation:.3g} around "
                 f"{self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
-                f"subtract a constant from them"
+                f"subtract a constant from them, or name another column with --label_column"
             )
 
     def targets(self, split):
-        return np.array([example.label for example in split.examples], dtype=float)
+        return (np.array([row.label for row in split.rows], dtype=float) - self.mean) / self.deviation
 
-    def in_training(self, targets):
-        return (targets - self.mean) / self.deviation
+    def loss(self, logits, labels):
+        return ((logits[:, 0] - labels)[labels != -100] ** 2).sum()
+
+    def know_nothing(self, train, split):
+        return "always the mean of the training labels", np.array([self.mean])
 
     def rescaled(self, outputs):
         return outputs.astype(np.float64) * self.deviation + self.mean
@@ -230,7 +217,7 @@ class Regression(TextTask):
             last.bias.mul_(self.deviation).add_(self.mean)
 
     def metrics(self, split, outputs):
-        return metrics.number_metrics(self.targets(split), outputs[:, 0])
+        return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])
 
     def predictions(self, split, outputs):
         return {"prediction": [float(f"{value:.9g}") for value in outputs[:, 0]]}

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -9,13 +10,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
+from transformers.utils import hub
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError, reading_model
 from d2l_bert.model_cards.figures import shown_metric
-from d2l_bert.modeling import configuration_d2l_bert, conversion, loading
+from d2l_bert.modeling import conversion, loading
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
@@ -61,7 +61,6 @@ class Start:
     The model that a run starts from.
 
     Args:
-        name: the folder or the id on the Hub.
         config: the configuration, with the dropout of the run.
         revision: the commit of a model on the Hub; None for a folder.
         fingerprint: a hash of the files of a folder; None for a model on the Hub.
@@ -69,60 +68,54 @@ class Start:
         dropout: the dropout rates of the run, by the names of `DROPOUT_FIELDS`.
     """
 
-    name: str
     config: object
     tokenizer: transformers.PreTrainedTokenizerBase
     revision: str | None
     fingerprint: str | None
-    max_seq_length: int
     dropout: dict[str, float]
+    max_seq_length: int = 0
 
 
 def read_start(config: FinetuneConfig, task: Task) -> Start:
     """
-    Read the configuration and the tokenizer of the model, and set the dropout.
+    Read the configuration and the tokenizer of the model, set the dropout, and try to load the weights.
 
     Raises:
-        UserError: there is no such model, the model has no tokenizer, its class has no head for the task, or an option
-            does not fit the model.
+        UserError: there is no such model, the model has no tokenizer, its class has no head for the task, its weights
+            cannot be used, or an option does not fit the model.
     """
-    name, auto_class = config.model, getattr(transformers, task.auto_class)
-    with reading_model(name):
-        model_config, tokenizer = loading.read_parts(auto_class, name)
-    model_config, dropout = copy.deepcopy(model_config), {}
+    with reading_model(config.model):
+        model_config, tokenizer = loading.read_parts(getattr(transformers, task.auto_class), config.model)
+    dropout = {}
     for option, names in DROPOUT_FIELDS.items():
         field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
-        if field is None and given is not None:
-            raise UserError(f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out")
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
-    with reading_model(name), torch.device("meta"):  # no memory is taken for the weights
-        model = auto_class.from_config(copy.deepcopy(model_config))
-    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer)
-    if config.max_seq_length and most is not None and wanted > most:
-        raise UserError(f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it")
-    is_folder = Path(name).exists()
-    return Start(
-        name=name,
-        tokenizer=tokenizer,
-        revision=None if is_folder else extract_commit_hash(cached_file(name, "config.json"), None),
-        fingerprint=loading.hash_of_model(name) if is_folder else None,
-        dropout=dropout,
-        max_seq_length=wanted if most is None else min(wanted, most),
+        elif given is not None:
+            raise UserError(f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out")
+    is_folder = Path(config.model).exists()
+    start = Start(
         config=model_config,
+        tokenizer=tokenizer,
+        revision=None if is_folder else hub.extract_commit_hash(hub.cached_file(config.model, "config.json"), None),
+        fingerprint=loading.hash_of_model(config.model) if is_folder else None,
+        dropout=dropout,
     )
+    model, _ = make_model(start, task)
+    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer) or math.inf
+    if config.max_seq_length and wanted > most:
+        raise UserError(f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it")
+    start.max_seq_length = min(wanted, most)
+    return start
 
 
 @torch.no_grad()
-def make_model(start: Start, task: Task, from_scratch: bool = False) -> tuple[transformers.PreTrainedModel, list[str]]:
+def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, list[str]]:
     """
     The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
 
-    PyTorch's global generator draws the fresh weights.
-
-    Args:
-        from_scratch: draw all weights.
+    PyTorch's global generator draws the fresh weights; with the option `from_scratch` all weights.
 
     Returns:
         The model, and the names of the modules with fresh weights; [] with `from_scratch`.
@@ -130,14 +123,14 @@ def make_model(start: Start, task: Task, from_scratch: bool = False) -> tuple[tr
     Raises:
         UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
     """
-    auto_class = getattr(transformers, task.auto_class)
+    auto_class, name = getattr(transformers, task.auto_class), task.config.model
     config = copy.deepcopy(start.config)
     config.update(task.settings)
-    if from_scratch:
+    if task.config.from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
-    with reading_model(start.name), conversion.without_log_messages():
+    with reading_model(name), conversion.without_log_messages():
         model, report = auto_class.from_pretrained(
-            start.name,
+            name,
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -155,8 +148,8 @@ def make_model(start: Start, task: Task, from_scratch: bool = False) -> tuple[tr
             )
         head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
         if not head <= missing | mismatched:  # the saved model has a head of another task: it is drawn anew
-            for name, module in model.named_modules():
-                if name and name.partition(".")[0] != model.base_model_prefix:
+            for path, module in model.named_modules():
+                if path and path.partition(".")[0] != model.base_model_prefix:
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
                     model._init_weights(module)
@@ -190,7 +183,6 @@ def make_arguments(
         processes: how many processes train.
     """
     metric = task.metric()
-    ratio = 0.1 if config.warmup_ratio is None else config.warmup_ratio
     arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
@@ -199,7 +191,8 @@ def make_arguments(
         num_train_epochs=config.num_train_epochs or 4.0,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
-        warmup_steps=ratio if config.warmup_steps is None else config.warmup_steps,  # below 1 a share of the steps
+        # Below 1 a share of the steps.
+        warmup_steps=next(n for n in (config.warmup_steps, config.warmup_ratio, 0.1) if n is not None),
         seed=seed,
         data_seed=seed,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
@@ -212,7 +205,7 @@ def make_arguments(
         metric_for_best_model=f"eval_{metric}",
         greater_is_better=metric not in LOWER_IS_BETTER,
         disable_tqdm=True,
-        label_names=list(task.label_names),
+        label_names=["labels"],
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         restore_callback_states_from_checkpoint=True,  # how many evaluations early stopping has waited
@@ -222,17 +215,48 @@ def make_arguments(
     return arguments
 
 
-def make_trainer(
-    model, arguments: transformers.TrainingArguments, tokenizer, task: Task, **options
-) -> transformers.Trainer:
-    """A `Trainer` without messages of its own, and with one mean loss for any gradient accumulation."""
-    trainer = transformers.Trainer(model, arguments, data_collator=task.collator(tokenizer), **options)
-    trainer.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
-    # Stock BERT takes `num_items_in_batch` and ignores it: with gradient accumulation, loss and gradient would be too
-    # large by the number of batches in a step. Without it, Trainer averages the batches' losses.
-    if not isinstance(model.config, configuration_d2l_bert.D2lBertConfig):
-        trainer.model_accepts_loss_kwargs = False
-    return trainer
+class TaskTrainer(transformers.Trainer):
+    """
+    A `Trainer` whose loss is the mean over the labels of a step, however batches and processes share the step's rows.
+
+    Args:
+        task: computes the loss.
+        options: further arguments of `Trainer`.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
+        collator = task.collator(tokenizer, pad_to_multiple_of=8)
+        super().__init__(model, arguments, data_collator=collator, **options)
+        self.task = task
+        self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of a step, and how many labels all processes have in it."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.accelerator.gradient_state.end_of_dataloader:
+            # Accelerate fills the last batches with rows of the epoch's beginning: these do not count.
+            together = self.args.train_batch_size * self.args.world_size
+            left = len(self.train_dataset) % together or together
+            batches[-1]["labels"][max(0, left - self.args.train_batch_size * self.args.process_index) :] = -100
+        count = sum((batch["labels"] != -100).sum() for batch in batches)
+        return batches, self.accelerator.reduce(count.to(device))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The loss of a batch; that of an evaluation is replaced by the one of `figures`."""
+        labels = inputs.pop("labels")
+        logits = self.task.logits(model(**inputs), inputs["attention_mask"])
+        # The processes' gradients are averaged, and are to be added up.
+        loss = self.task.loss(logits, labels) * self.args.world_size / (num_items_in_batch or 1)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def figures(task: Task, split, output) -> dict[str, float]:
+    """The mean loss over the labels of a split, in float64, and the task's metrics; `output` is that of `Trainer`."""
+    logits, labels = torch.from_numpy(output.predictions).double(), torch.from_numpy(output.label_ids)
+    loss = task.loss(logits, labels) / (labels != -100).sum()
+    return {"loss": loss.item(), **task.metrics(split, task.rescaled(output.predictions))}
 
 
 class Bar(transformers.ProgressCallback):
@@ -243,23 +267,11 @@ class Bar(transformers.ProgressCallback):
             self.training_bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
 
 
-class Lines(transformers.TrainerCallback):
-    """Logs a line for each evaluation."""
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if state.is_world_process_zero:
-            shown, chooses = f"validation loss {metrics['eval_loss']:.4f}", args.metric_for_best_model
-            if chooses != "eval_loss":
-                name = chooses.removeprefix("eval_")
-                shown += f", {name} {shown_metric(name, metrics[chooses])}"
-            step = f"step {state.global_step}/{state.max_steps}"
-            logger.info(f"{args.run_name}: epoch {state.epoch:.3g}, {step}: {shown}")
-
-
-class MarkComplete(transformers.TrainerCallback):
+class Checkpoints(transformers.TrainerCallback):
     """
-    Marks each checkpoint as complete after Trainer has written all of its files; then deletes all but it and the best.
+    Logs each evaluation, takes the lower loss for the better of equal checkpoints, and marks complete checkpoints.
 
+    A checkpoint is marked after Trainer has written all of its files; then all but it and the best are deleted.
     Trainer itself would delete an older checkpoint before the new one is marked; a run killed in between would then
     have no checkpoint to resume from.
 
@@ -277,6 +289,16 @@ class MarkComplete(transformers.TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.best_global_step:  # the folder may have been moved since the state was saved
             state.best_model_checkpoint = str(Path(args.output_dir, f"checkpoint-{state.best_global_step}"))
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        name, loss = args.metric_for_best_model.removeprefix("eval_"), metrics["eval_loss"]
+        value, losses = metrics[f"eval_{name}"], {row["step"]: row.get("eval_loss") for row in state.log_history}
+        if value == state.best_metric and loss < losses[state.best_global_step]:
+            state.best_metric = None  # Trainer compares after this, and takes the first value for the best
+        if state.is_world_process_zero:
+            step = f"epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}"
+            chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
+            logger.info(f"{args.run_name}: {step}: validation loss {loss:.4f}{chooses}")
 
     def on_save(self, args, state, control, **kwargs):
         if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint

@@ -1,0 +1,113 @@
+"""`d2l-bert predict`: new rows by a fine-tuned model, as its own run and as Transformers' pipeline predict them."""
+
+import csv
+import io
+import json
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+from finetuning import finetune, read_csv, rows_of
+from small_tasks import answer_rows, choice_rows, tag_rows, write_rows
+from transformers import pipeline
+
+from d2l_bert.__main__ import main
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = {
+    "text-classification": lambda *given: list(rows_of(*given)),
+    "multi_label_classification": lambda *given: [{**row, "label": row["label"][:1]} for row in rows_of(*given)],
+    "regression": lambda *given: [{**row, "label": len(row["text"])} for row in rows_of(*given)],
+    "token-classification": tag_rows,
+    "question-answering": lambda count, seed: answer_rows(count, seed, unanswerable=0.3),
+    "multiple-choice": lambda *given: [{**row, "label": row["label"] + 1} for row in choice_rows(*given)],
+}
+
+
+def predict(model, file, output, *options):
+    assert main(["predict", str(model), str(file), f"--output={output}", *options]) == 0
+    return output
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path):
+    rows = ROWS[task](19, 1)
+    train, test = write_rows(tmp_path / "train.jsonl", ROWS[task](40, 0)), write_rows(tmp_path / "test.jsonl", rows)
+    options = [
+        f"--task={task}",
+        "--max_seq_length=32",
+        "--max_steps=12",
+        "--learning_rate=3e-3",
+        "--validation_share=0",
+    ]
+    finetune(trained, tmp_path / "tuned", *options, f"--train_file={train}", f"--test_file={test}")
+    by_run = read_csv(tmp_path / "tuned" / "predictions.csv")
+    made = read_csv(predict(tmp_path / "tuned", test, tmp_path / "again.csv"))
+    assert [row.keys() for row in made] == [row.keys() for row in by_run]
+    for name in made[0]:
+        if "probability" in name or (task, name) == ("regression", "prediction"):
+            numbers = ([float(row[name]) for row in table] for table in (made, by_run))
+            assert next(numbers) == pytest.approx(next(numbers), abs=2e-6, rel=1e-5)
+        else:
+            assert [row[name] for row in made] == [row[name] for row in by_run]
+
+    # Rows without labels have the same predictions; JSONL and Parquet keep lists and numbers.
+    label = next(name for name in rows[0] if name in ("label", "ner_tags", "answers"))
+    for row in rows:
+        del row[label]
+    unlabelled = write_rows(tmp_path / "unlabelled.jsonl", rows)
+    lines = predict(tmp_path / "tuned", unlabelled, tmp_path / "new.jsonl").read_text().splitlines()
+    found = list(map(json.loads, lines))
+    assert [{name: row[name] for name in rows[0]} for row in found] == rows
+    table = pq.read_table(predict(tmp_path / "tuned", unlabelled, tmp_path / "new.parquet")).to_pylist()
+    assert table == found
+    for row, other in zip(found, made, strict=True):
+        shown = json.dumps(row["prediction"]) if isinstance(row["prediction"], list) else str(row["prediction"])
+        assert shown == other["prediction"] or task == "regression"
+
+
+@pytest.fixture(scope="module")
+def classifier(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    train = write_rows(folder / "train.jsonl", list(rows_of(40, 0)))
+    options = ["--task=text-classification", "--max_steps=12", "--learning_rate=3e-3", "--validation_share=0"]
+    finetune(trained, folder / "tuned", *options, f"--train_file={train}")
+    return folder / "tuned"
+
+
+def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classifier, tmp_path, monkeypatch):
+    texts = [row["text"] for row in rows_of(9, 5)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
+    lines = read_csv(predict(classifier, tmp_path / "texts.txt", tmp_path / "lines.csv"))
+    expected = pipeline("text-classification", model=str(classifier), top_k=None)(texts)
+    assert [row["text"] for row in lines] == texts
+    for row, answers in zip(lines, expected, strict=True):
+        assert row["prediction"] == answers[0]["label"]
+        for answer in answers:
+            assert float(row[f"probability of {answer['label']}"]) == pytest.approx(answer["score"], abs=1e-5)
+    as_json = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    for number, said in enumerate(("\n".join(texts), as_json)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
+        assert read_csv(predict(classifier, "-", tmp_path / f"piped-{number}.csv")) == lines
+
+
+def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tmp_path, fails):
+    (tmp_path / "letters.csv").write_text("no;Brief\n1;Then Anna sold the apple; \n", encoding="utf-8-sig")
+    line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
+    assert "letters.csv" in line
+    (tmp_path / "letters.csv").write_text("no;Brief\n1;Then Ännchen sold the apple\n", encoding="utf-8-sig")
+    line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
+    assert "no column 'text'" in line and "--text_column" in line and not (tmp_path / "out.csv").exists()
+    out = predict(classifier, tmp_path / "letters.csv", tmp_path / "out.csv", "--text_column=Brief", "--excel")
+    content = out.read_bytes().decode("utf-8-sig")
+    assert out.read_bytes().startswith(b"\xef\xbb\xbf")
+    (row,) = csv.DictReader(io.StringIO(content), delimiter=";")
+    assert row["Brief"] == "Then Ännchen sold the apple" and row["prediction"] in ("anna", "boris")
+
+
+def test_a_model_that_was_not_fine_tuned_is_refused(trained, tmp_path, fails):
+    (tmp_path / "texts.txt").write_text("the apple\n")
+    line = fails("predict", trained, tmp_path / "texts.txt", "--output", tmp_path / "out.csv")
+    assert "fine-tuned" in line and not (tmp_path / "out.csv").exists()
