@@ -5,7 +5,6 @@ Stock BERT normalises its embeddings. A model that the other side cannot express
 
 import contextlib
 import copy
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from torch import nn
-from transformers import AutoConfig, BertConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file, logging
+from transformers import BertConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from d2l_bert.messages import UserError, refuse_first
 
@@ -27,12 +25,10 @@ from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
 @contextlib.contextmanager
 def without_log_messages() -> Iterator[None]:
     """Within the block, Transformers logs nothing, such as its report of the weights that a checkpoint lacks."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.CRITICAL)
         yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
@@ -100,7 +96,7 @@ def renamed(state: dict[str, object], table: tuple[tuple[str, str], ...], back: 
     return state
 
 
-def example_inputs(model: nn.Module, rows: int = 8) -> dict[str, torch.Tensor]:
+def example_inputs(model: torch.nn.Module, rows: int = 8) -> dict[str, torch.Tensor]:
     """
     Random token ids in two segments (rows, at most 48), always the same; each row ends in some padding. For multiple
     choice they are the choices of one row (1, rows, at most 48).
@@ -116,7 +112,7 @@ def example_inputs(model: nn.Module, rows: int = 8) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def largest_difference(model: nn.Module, other) -> float:
+def largest_difference(model: torch.nn.Module, other) -> float:
     """The largest difference of the outputs of `other` from the model's, for `example_inputs`, padding left out."""
     inputs, differences = example_inputs(model), []
     outputs, is_real = model(**inputs), inputs["attention_mask"].bool()
@@ -172,7 +168,12 @@ PRETRAINED = (
     ("BertModel", {}),
     ("BertModel", {"add_pooling_layer": False}),
 )
-SENTENCE_TRANSFORMER_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+# What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
+# folder such as 1_Pooling for each module behind the encoder.
+SENTENCE_TRANSFORMER_FILES = (
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    "[0-9]*_*/*",
+)
 
 
 def read_model(
@@ -193,7 +194,7 @@ def read_model(
         ValueError: the model is of another kind, weights are missing, or d2l-bert cannot express it.
         OSError: there is no such model, or it has no weights in PyTorch's formats.
     """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     wanted = " or ".join(kind.model_type for kind in kinds)
     refuse_first({f"it is a {config.model_type} model; give a {wanted} one": not isinstance(config, kinds)})
     saved = (config.architectures or [""])[0].removeprefix("D2l")
@@ -277,8 +278,6 @@ def to_bert(model: modeling_d2l_bert.D2lBertPreTrainedModel) -> PreTrainedModel:
 
 def _converted(model, other_class, config, back):
     """The model of the other class with the weights of a model in evaluation mode; `back`: from stock BERT to ours."""
-    if decoder := model.get_output_embeddings():
-        config.tie_word_embeddings = decoder.weight is model.get_input_embeddings().weight
     # Here the layer is named `scorer`, or other heads would load it, whose shape differs, as their `classifier`.
     is_choice = other_class.__name__.endswith("ForMultipleChoice")
     table = (*BERT_NAMES, ("scorer.", "classifier.")) if is_choice else BERT_NAMES
@@ -294,24 +293,18 @@ def _converted(model, other_class, config, back):
 
 def copy_sentence_transformer(name: str, folder: Path) -> None:
     """
-    Copy what turns an encoder into a sentence-transformers model, if it is one: the settings of lengths and prompts,
-    and the folders of the modules behind the encoder, such as pooling and dense layers.
+    Copy the `SENTENCE_TRANSFORMER_FILES` that there are.
 
     Args:
         name: the model to copy from, a folder or an id on the Hub.
         folder: the folder to copy to.
     """
-    listed = cached_file(name, "modules.json", _raise_exceptions_for_missing_entries=False)
-    if listed is None:
-        return
-    paths = [module["path"] for module in json.loads(Path(listed).read_text(encoding="utf-8")) if module["path"]]
-    wanted = [*SENTENCE_TRANSFORMER_FILES, *(f"{path}/*" for path in paths)]
+    wanted = list(SENTENCE_TRANSFORMER_FILES)
     place = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=wanted))
-    for path in (*SENTENCE_TRANSFORMER_FILES, *paths):
-        if (place / path).is_dir():  # a module without settings has no folder
-            shutil.copytree(place / path, folder / path)
-        elif (place / path).exists():
-            shutil.copyfile(place / path, folder / path)
+    for file in (file for pattern in wanted for file in place.glob(pattern) if file.is_file()):
+        copied = folder / file.relative_to(place)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

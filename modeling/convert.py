@@ -64,9 +64,9 @@ def convert(
         if "bert" in (source_kind, target_kind):
             conversion.copy_sentence_transformer(source, folder)
     name = "d2l BERTModel" if target_kind == "d2l" else type(model).__name__
-    lines = [f"a {name} of {model.num_parameters():,} parameters"]
-    if unused:
-        lines.append(f"left out, as a {name} has no such weights: {', '.join(unused)}")
-    if not tokenizer:
-        lines.append("the source brings no tokenizer, so there is none")
-    return "\n".join(lines)
+    said = {
+        f"a {name} of {model.num_parameters():,} parameters": True,
+        f"left out, as a {name} has no such weights: {', '.join(unused)}": unused,
+        "the source brings no tokenizer, so there is none": not tokenizer,
+    }
+    return "\n".join(line for line, holds in said.items() if holds)

@@ -63,8 +63,11 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
     path = Path(path, "pretrained.params") if Path(path).is_dir() else Path(path)
     refuse_first({f"there is no file {path}; give the file of the d2l state dict": not path.is_file()})
     # Pickled code, a truncated file, whole models and MXNet's format raise different exceptions.
-    way_out = "run the net on one batch, and save it with torch.save(net.state_dict(), path)"
-    with explained("it is not a PyTorch state dict of tensors", way_out, Exception):
+    with explained(
+        "it is not a PyTorch state dict of tensors",
+        "run the net on one batch, and save it with torch.save(net.state_dict(), path)",
+        Exception,
+    ):
         state = torch.load(path, map_location="cpu", weights_only=True)
         refuse_first({"other objects": not all(isinstance(value, torch.Tensor) for value in state.values())})
         return {str(name).removeprefix("module."): value for name, value in state.items()}
@@ -89,9 +92,12 @@ def from_d2l(
         ValueError: a weight is missing, unknown, not finite or of another shape, a lazy layer has no weights yet, the
             vocabulary belongs to another model, or a size of the model is out of range.
     """
-    way_out = "give the state dict of a net that has seen a batch"
     # KeyError: a weight is missing; RuntimeError: a lazy layer has no shape yet, or weights do not fit the model
-    with explained("its weights are not those of a d2l BERTModel", way_out, LookupError, RuntimeError):
+    with explained(
+        "its weights are not those of a d2l BERTModel",
+        "give the state dict of a net that has seen a batch",
+        *(LookupError, RuntimeError),
+    ):
         embedding = state["encoder.token_embedding.weight"]
         refuse_first(
             {
@@ -138,14 +144,16 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
     """
     config = model.config
     cases = {
-        "this model lacks the MLM head or the NSP head": not isinstance(model, D2lBertForPreTraining),
+        "it lacks the MLM head or the NSP head": not isinstance(model, D2lBertForPreTraining),
         f"hidden_act is {config.hidden_act}, in the book relu": config.hidden_act != "relu",
-        "this model normalises the embeddings, the book does not": config.embedding_layer_norm,
+        "it normalises the embeddings, the book does not": config.embedding_layer_norm,
         f"layer_norm_eps is {config.layer_norm_eps}, in the book 1e-05": config.layer_norm_eps != 1e-5,
-        f"this model has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
+        f"it has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
     }
-    way_out = "; train a model with --recipe d2l"
-    refuse_first({f"d2l's BERTModel cannot express this model: {reason}{way_out}": no for reason, no in cases.items()})
+    refuse_first(
+        {f"{reason}; train a model with --recipe d2l": no for reason, no in cases.items()},
+        "d2l's BERTModel cannot express this model: ",
+    )
     state = _theirs(model)
     from_d2l(state, config.num_attention_heads)  # refuses if the weights do not come back
     return state
@@ -198,8 +206,11 @@ def read_vocabulary(path: str | Path) -> list[str]:
     Raises:
         UserError: there is no such file, or the file is not a vocabulary.
     """
-    what = f"{path}: no list of tokens in the order of their ids, as JSON or a line each"
-    with explained(what, "save the Vocab's idx_to_token with json.dump", *READ_ERRORS, TypeError, AttributeError):
+    with explained(
+        f"{path}: no list of tokens in the order of their ids, as JSON or a line each",
+        "save the Vocab's idx_to_token with json.dump",
+        *(*READ_ERRORS, TypeError, AttributeError),
+    ):
         text = Path(path).read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if Path(path).suffix == ".json" else text.removesuffix("\n").split("\n")
         is_list = isinstance(tokens, list) and all(token.strip() for token in tokens)
@@ -221,8 +232,12 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
         UserError: one of the five special tokens is missing.
     """
     missing = sorted({*D2L_SPECIAL_TOKENS.values()} - {*tokens})
-    way_out = "convert without a vocabulary to get the weights alone"
-    refuse_first({f"the vocabulary has no {', '.join(missing)}, which the tokenizer needs; {way_out}": missing})
+    refuse_first(
+        {
+            f"the vocabulary has no {', '.join(missing)}, which the tokenizer needs; convert without a vocabulary to "
+            f"get the weights alone": missing
+        }
+    )
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     if all(token == token.lower() for token in tokens):

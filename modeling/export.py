@@ -1,34 +1,91 @@
-"""Writes a model as ONNX, in float32 and in int8, with the names that transformers.js and optimum give; runs it.
+"""`export`: writes a model as stock BERT and ONNX, float32 and int8; compares the files; measures what int8 costs.
 
-optimum's own exporter (optimum-onnx 0.1.0) wants transformers below 4.58; this is `torch.onnx.export`.
+The ONNX files have the names that transformers.js and optimum give. optimum's own exporter (optimum-onnx 0.1.0) wants
+transformers below 4.58; this is `torch.onnx.export`.
 """
 
 import contextlib
 import io
 import logging
+import time
 from pathlib import Path
 
 import torch
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_outputs import ModelOutput
 
-from d2l_bert.messages import refuse_first
+from d2l_bert import messages
+from d2l_bert.tokenization import prepare, wordpiece
+from d2l_bert.tokenization.config import TextConfig
 
-from . import modeling_d2l_bert
-from .conversion import example_inputs, largest_difference, load_and_compare, read_model  # noqa: F401  also for others
+from . import conversion, loading, modeling_d2l_bert
+from .config import TASKS, ExportConfig
 from .modeling_d2l_bert import D2lBertPreTrainedModel
 
 
-# For each task the class without the prefix D2lBert.
-TASKS = {
-    "fill-mask": "ForMaskedLM",
-    "next-sentence-prediction": "ForNextSentencePrediction",
-    "text-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-    "feature-extraction": "Model",
-}
-
 FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"  # where transformers.js looks for them
+
+FIGURES = {"fill-mask": "MLM loss on single sentences", "text-classification": "share of answers as in float32"}
+CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sentence; sentences at once
+
+
+def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, bool]:
+    """
+    Write a model as stock BERT, which loads without this package, and as ONNX in float32 and int8; with its tokenizer.
+
+    Args:
+        source: the model, a folder or an id on the Hub.
+        folder: an empty folder.
+        config: checked options.
+
+    Returns:
+        How the files compare with the model, and what int8 costs, for people; the same for metrics.json: `task`,
+        `files` and `int8`, as in `cost_of_int8`; and whether the model was saved for this task.
+
+    Raises:
+        UserError: ONNX is not installed, the model cannot be read, has no tokenizer or no such head, stock BERT cannot
+            express it, or the text to measure on cannot be read.
+    """
+    model, saved, task = read_for_task(source, config.task)
+    with messages.reading_model(source):
+        tokenizer = loading.read_tokenizer(source, model.config)
+        messages.refuse_first({"it has no tokenizer; put its tokenizer.json beside it": tokenizer is None})
+    pairs = {}  # of each file the model that it was made from, and the file as a model
+    with (
+        messages.explained("export needs ONNX", "pip install 'd2l-bert[onnx]'", ImportError),
+        messages.explained(f"{source}: not exported", "", ValueError),
+    ):
+        wordpiece.save_tokenizer(tokenizer, folder)
+        if config.onnx_only:
+            (folder / "config.json").write_text(model.config.to_json_string())
+        else:
+            pairs["model.safetensors"] = (saved, conversion.to_bert(saved))
+            conversion.save_model(pairs["model.safetensors"][1], folder)
+            conversion.copy_sentence_transformer(source, folder)
+        write_onnx(model, folder)
+        pairs |= {name: (model, OnnxModel(folder / name, model.config)) for name in (FLOAT, INT8)}
+        files = {
+            name: {"bytes": (folder / name).stat().st_size, "difference": conversion.largest_difference(*pair)}
+            for name, pair in pairs.items()
+        }
+        cost = cost_of_int8(pairs[FLOAT][1], pairs[INT8][1], tokenizer, task, config.corpus)
+    said = [
+        f"{type(model).__name__} of {model.num_parameters():,} parameters, for {task}",
+        *(
+            f"  {name:<26} {file['bytes']:>13,} bytes  outputs differ by at most {file['difference']:.1e}"
+            for name, file in files.items()
+        ),
+        "  what int8 costs is not measured: that needs --corpus, and a head that fills masks or chooses one class"
+        if cost is None
+        else f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
+        f"{cost['speed']:.2f} times as fast",
+    ]
+    if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
+        said.append(
+            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
+            "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
+        )
+    return "\n".join(said), {"task": task, "files": files, "int8": cost}, saved is not model
 
 
 def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrainedModel, D2lBertPreTrainedModel, str]:
@@ -44,22 +101,32 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
         same task, else this one again; and the task.
 
     Raises:
-        ValueError: the model is no d2l-bert model and no BERT that d2l-bert can express, or has no such head.
-        OSError: there is no such model.
+        UserError: there is no such model, it is no d2l-bert model and no BERT that d2l-bert can express, or it has no
+            such head.
     """
-    saved, _ = read_model(name)
-    kind = type(saved).__name__.removeprefix("D2lBert")
-    of_heads = {head: task for task, head in TASKS.items()} | {"ForPreTraining": "fill-mask"}
-    saved_task = of_heads.get(kind)
+    with messages.reading_model(name):
+        saved, _ = conversion.read_model(name)
+    kind = type(saved).__name__
+    of_classes = {f"D2lBert{head}": task for task, head in TASKS.items()} | {"D2lBertForPreTraining": "fill-mask"}
+    saved_task = of_classes.get(kind)
     task = task or saved_task
-    refuse_first({f"D2lBert{kind} has no task in ONNX; give --task {' or '.join(TASKS)}": task is None})
-    model_class = getattr(modeling_d2l_bert, f"D2lBert{TASKS[task]}")
+    messages.refuse_first({f"{name}: a {kind} has no task in ONNX; give --task feature-extraction": task is None})
     options = {"add_pooling_layer": saved.base_model.pooler is not None} if task == "feature-extraction" else {}
-    model, missing, _ = load_and_compare(
-        model_class, None, config=saved.config, state_dict=saved.state_dict(), dtype=torch.float32, **options
+    model, missing, _ = conversion.load_and_compare(
+        getattr(modeling_d2l_bert, f"D2lBert{TASKS[task]}"),
+        None,
+        config=saved.config,
+        state_dict=saved.state_dict(),
+        dtype=torch.float32,
+        **options,
     )
-    lacks = f"it was saved as D2lBert{kind}, without weights for {min(missing, default='')}, which {task} needs"
-    refuse_first({f"{lacks}; give a model that was trained for this task": missing})
+    messages.refuse_first(
+        {
+            f"{name}: is a {kind}, without {weight}, which {task} needs; give --task "
+            f"{saved_task or 'feature-extraction'}": True
+            for weight in sorted(missing)
+        }
+    )
     return model, saved.float() if saved_task == task else model, task
 
 
@@ -78,7 +145,7 @@ def write_onnx(model: D2lBertPreTrainedModel, folder: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     (folder / FLOAT).parent.mkdir(exist_ok=True)
-    inputs = example_inputs(model, rows=2)
+    inputs = conversion.example_inputs(model, rows=2)
     names = list(model(**inputs))
     axes = {0: torch.export.Dim("batch_size"), 1: torch.export.Dim("sequence_length")}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it would warn of operators that torchvision has
@@ -128,3 +195,55 @@ class OnnxModel:
         named = {each.name: inputs[each.name].numpy() for each in self.session.get_inputs()}
         names = [output.name for output in self.session.get_outputs()]
         return ModelOutput(zip(names, map(torch.from_numpy, self.session.run(names, named)), strict=True))
+
+
+def cost_of_int8(
+    in_float: OnnxModel, in_int8: OnnxModel, tokenizer: PreTrainedTokenizerBase, task: str, corpus: list[str]
+) -> dict | None:
+    """
+    Compare two ONNX files on the sentences of a text: by the MLM loss with 15 % of the tokens masked, or by the
+    classes that they choose.
+
+    Args:
+        task: one of `TASKS`.
+        corpus: files and folders of text; none to measure nothing.
+
+    Returns:
+        `text`, its name; `figure`, what is compared, and its values `float32` and `int8`; `speed`, the seconds of
+        float32 divided by those of int8. None without a text, and for a task that neither fills masks nor chooses one
+        class for a text.
+
+    Raises:
+        UserError: the text cannot be read, or there is too little of it.
+    """
+    config = in_float.config
+    if not corpus or task not in FIGURES or config.problem_type in ("regression", "multi_label_classification"):
+        return None
+    name, store = prepare.read_sources(prepare.open_sources(corpus, [], "", TextConfig(), None), None)
+    sentences = list(store.part().sample(CHARACTERS))
+    messages.refuse_first({f"{name}: holds no sentence; give more text": not sentences})
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=task == "fill-mask", seed=0)
+    settings = {"truncation": True, "max_length": min(LENGTH, config.max_position_embeddings)}
+    found, seconds = ([], []), [0.0, 0.0]
+    for first in range(0, len(sentences), ROWS):
+        batch = collate([tokenizer(sentence, **settings) for sentence in sentences[first : first + ROWS]])
+        for number, file in enumerate((in_float, in_int8)):  # in turns: other programs then slow both alike
+            start = time.perf_counter()
+            logits = file(**batch).logits
+            seconds[number] += time.perf_counter() - start
+            is_masked = batch["labels"] != -100
+            found[number].append(
+                torch.nn.functional.cross_entropy(logits[is_masked], batch["labels"][is_masked], reduction="none")
+                if task == "fill-mask"
+                else logits.argmax(-1)
+            )
+    scores = [torch.cat(of_file) for of_file in found]
+    if task != "fill-mask":
+        scores = [(of_file == scores[0]).float() for of_file in scores]
+    return {
+        "text": name,
+        "figure": FIGURES[task],
+        "float32": float(scores[0].mean()),
+        "int8": float(scores[1].mean()),
+        "speed": seconds[0] / seconds[1],
+    }

@@ -36,6 +36,9 @@ from .conversion import load_and_compare
 
 logger = logging.getLogger(__name__)
 
+# The commands that only a model with this head can do, by the end of its class; other commands take any encoder.
+COMMANDS_OF_HEADS = {"ForMaskedLM": "evaluate, fill-mask, ", "ForNextSentencePrediction": "next-sentence, "}
+
 
 def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """
@@ -82,19 +85,30 @@ def load_pretrained(
 
     Raises:
         UserError: the model or its tokenizer cannot be loaded, weights are missing or not finite, or the tokenizer has
-            more tokens than the model.
+            more tokens than the model; or the model was saved without this head.
     """
     with reading_model(name):
         config, tokenizer = read_parts(auto_class, name)
         model, missing, _ = load_and_compare(auto_class, name, dtype=torch.float32, trust_remote_code=False, **options)
-        saved = (config.architectures or ["a model without a head"])[0]
+        encoder = "" if model.base_model is model else f"{model.base_model_prefix}."
+        lacking = sorted(weight for weight in missing if not may_lack(weight))
         refuse_first(
             {
-                f"it was saved as {saved}, without weights for {weight}; give a model that was trained with this "
-                f"head": not may_lack(weight)
-                for weight in sorted(missing)
+                f"it has no {weight}; save it again with save_pretrained": (
+                    weight.startswith(encoder) and "pooler." not in weight  # which belongs to the head for pairs
+                )
+                for weight in lacking
             }
         )
+    saved = (config.architectures or ["model without a head"])[0]
+    commands = "".join(COMMANDS_OF_HEADS[head] for head in COMMANDS_OF_HEADS if saved.endswith(head))
+    refuse_first(
+        {
+            f"{name}: is a {saved}, and has no {weight}, which belongs to the head that is needed here; use it with "
+            f"d2l-bert {commands}embed, attention or finetune": True
+            for weight in lacking
+        }
+    )
     return model.eval(), tokenizer, missing
 
 
@@ -113,8 +127,7 @@ def read_record(name: str) -> dict:
 def hash_of_model(folder: str | Path) -> str:
     """A hash of the files of a model's or a tokenizer's folder that decide what it computes, or of one such file."""
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
-    of_folder = (file for pattern in patterns for file in Path(folder).glob(pattern))
-    files = [Path(folder)] if Path(folder).is_file() else of_folder
+    files = [file for pattern in patterns for file in Path(folder).glob(pattern)] or [Path(folder)]
     return short_hash([(file.name, content_hash(file)) for file in sorted(files)])
 
 

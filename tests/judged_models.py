@@ -27,27 +27,22 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 def save_models(trained, books, folder):
     """Write stock models with random weights beside each other; returns their folders by name, `ours` among them."""
-    tokenizer = AutoTokenizer.from_pretrained(trained)
+    tokenizer, of_bytes = AutoTokenizer.from_pretrained(trained), byte_tokenizer(books)
     shared = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": tokenizer.pad_token_id}
-    bytes_tokenizer = byte_tokenizer(books)
     distil = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
-    of_roberta = {"vocab_size": len(bytes_tokenizer), "max_position_embeddings": 66, "type_vocab_size": 1}
+    of_roberta = {"vocab_size": len(of_bytes), "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
     made = {
-        "bert": BertForPreTraining(BertConfig(**shared, **SIZES)),
-        "mlm": BertForMaskedLM(BertConfig(**shared, **SIZES)),
-        "distilbert": DistilBertForMaskedLM(DistilBertConfig(**shared, **distil)),
-        "albert": AlbertForPreTraining(AlbertConfig(**shared, **SIZES, embedding_size=16)),
-        "roberta": RobertaForMaskedLM(RobertaConfig(**of_roberta, **SIZES, pad_token_id=1)),
+        "bert": (BertForPreTraining(BertConfig(**shared, **SIZES)), tokenizer),
+        "mlm": (BertForMaskedLM(BertConfig(**shared, **SIZES)), tokenizer),
+        "distilbert": (DistilBertForMaskedLM(DistilBertConfig(**shared, **distil)), tokenizer),
+        "albert": (AlbertForPreTraining(AlbertConfig(**shared, **SIZES, embedding_size=16)), tokenizer),
+        "roberta": (RobertaForMaskedLM(RobertaConfig(**of_roberta, **SIZES)), of_bytes),
     }
-    folders = {"ours": trained}
-    for name, model in made.items():
+    for name, (model, its_tokenizer) in made.items():
         spread(model)
-        folders[name] = folder / name
-        model.save_pretrained(folders[name])
-        save_tokenizer(bytes_tokenizer, folders[name]) if name == "roberta" else save_tokenizer(
-            tokenizer, folders[name]
-        )
-    return folders
+        model.save_pretrained(folder / name)
+        save_tokenizer(its_tokenizer, folder / name)
+    return {"ours": trained, **{name: folder / name for name in made}}
 
 
 def spread(model, seed=0):
@@ -65,26 +60,17 @@ def byte_tokenizer(books):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=special,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator((path.read_text() for path in sorted(books.iterdir())), trainer)
     tokenizer.add_special_tokens(["<mask>"])
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    names = {
-        "cls": "<s>",
-        "bos": "<s>",
-        "pad": "<pad>",
-        "sep": "</s>",
-        "eos": "</s>",
-        "unk": "<unk>",
-        "mask": "<mask>",
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{f"{n}_token": token for n, token in names.items()})
+    names = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, mask_token="<mask>")
 
 
 def write_pairs(folder, paradigms=3, pairs=12, seed=0):

@@ -5,13 +5,14 @@ import types
 
 import numpy as np
 import pytest
-import torch
 from judged_models import read_pairs, save_models, write_pairs
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from promises.test_evaluating import pseudo_likelihood
+from transformers import AutoTokenizer
 
+from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig
-from d2l_bert.training.evaluation.masked_models import load_masked_model
+from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.evaluation.minimal_pairs import MinimalPair, blimp_results
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
 
@@ -34,40 +35,20 @@ def scores_of(model, sentences, score, batch_tokens=4096):
     return pseudo_log_likelihoods(model, encode(model, sentences, score), config, make_accelerator("no"), "").numpy()
 
 
-def plain_scores(folder, sentences, score):
-    """One sentence, one mask and one forward pass at a time, with Transformers alone."""
-    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    scores = []
-    for sentence in sentences:
-        encoding = tokenizer(sentence)
-        ids, words, total = encoding["input_ids"], encoding.word_ids(), 0.0
-        for position, word in enumerate(words):
-            if word is None or ids[position] == tokenizer.unk_token_id:  # a special token, or one that is not scored
-                continue
-            masked = list(ids)
-            masked[position] = tokenizer.mask_token_id
-            if score == "within_word_l2r":
-                for later in range(position + 1, len(ids)):
-                    if words[later] == word:
-                        masked[later] = tokenizer.mask_token_id
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([masked])).logits[0, position]
-            total += float(logits.double().log_softmax(-1)[ids[position]])
-        scores.append(total)
-    return scores
-
-
 @pytest.mark.parametrize("score", ["pll", "within_word_l2r"])
 @pytest.mark.parametrize(
     "name",
     ["ours", "bert", "roberta", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlm", "distilbert", "albert"))],
 )
 def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, score):
-    rows = read_pairs(pairs)[:8]
-    sentences = [row[key] for row in rows for key in ("sentence_good", "sentence_bad")]
+    sentences = [row[key] for row in read_pairs(pairs)[:8] for key in ("sentence_good", "sentence_bad")]
     sentences += ["Umbrella!", "Unbelievable: 17 xylophones, said the harbourmaster."]  # words of many pieces
-    model = load_masked_model(str(models[name]))
-    expected = plain_scores(models[name], sentences, score)
+    model = MaskedModel(str(models[name]))
+    expected = []
+    for sentence in sentences:
+        ids = model.tokenizer(sentence)["input_ids"]
+        unknown = [place for place, number in enumerate(ids) if number == model.tokenizer.unk_token_id]
+        expected.append(pseudo_likelihood(models[name], sentence, score == "within_word_l2r", unknown))
     for batch_tokens in (1, 40, 10_000):
         found = scores_of(model, sentences, score, batch_tokens)
         np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -78,14 +59,15 @@ def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, sco
 def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in_the_text_is_text(models):
     tokenizer = AutoTokenizer.from_pretrained(models["bert"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]"]})
-    encoded = encode(types.SimpleNamespace(tokenizer=tokenizer), ["Anna [E1] was.", "Anna [MASK] was."])
+    model = types.SimpleNamespace(tokenizer=tokenizer, backend=plain_backend(text_backend(tokenizer)))
+    encoded = encode(model, ["Anna [E1] was.", "Anna [MASK] was."])
     assert encoded.ids[0].tolist() == tokenizer("Anna [E1] was.")["input_ids"]
     assert tokenizer.mask_token_id not in encoded.ids[1]
 
 
 def test_sentences_that_the_tokenizer_does_not_tell_apart_have_the_same_score(models):
     """Computed in different batches they would differ in the last digits, and be no tie."""
-    model = load_masked_model(str(models["mlm"]))
+    model = MaskedModel(str(models["mlm"]))
     scores = scores_of(model, ["Anna was old.", "Anna was red.", "anna  was OLD."], "pll", batch_tokens=1)
     assert scores[0] == scores[2] != scores[1]
 
@@ -105,18 +87,14 @@ def test_a_tie_counts_half_and_errors_are_binomial():
 
 
 @pytest.mark.slow
-def test_minicons_gives_the_same_scores_and_accuracy(models, pairs):
+def test_minicons_gives_the_same_scores(models, pairs):
     """The field's own tool (Misra, 2022), by sums of log-probabilities."""
     scorer = pytest.importorskip("minicons.scorer", reason="minicons is not installed")
     sentences = [row[key] for row in read_pairs(pairs) for key in ("sentence_good", "sentence_bad")]
     for name in ("ours", "bert"):
         judge = scorer.MaskedLMScorer(str(models[name]), "cpu")
         judge.tokenizer.batch_encode_plus = judge.tokenizer.__call__  # Transformers 5 has only the latter
-        model = load_masked_model(str(models[name]))
+        model = MaskedModel(str(models[name]))
         for score, metric in (("pll", "original"), ("within_word_l2r", "within_word_l2r")):
             expected = judge.sequence_score(sentences, reduction=lambda x: x.sum(0).item(), PLL_metric=metric)
-            found = scores_of(model, sentences, score)
-            np.testing.assert_allclose(found, expected, atol=1e-3)
-            decisions = [np.array(scores).reshape(-1, 2) for scores in (found, expected)]
-            accuracies = [(good_bad[:, 0] > good_bad[:, 1]).mean() for good_bad in decisions]
-            assert accuracies[0] == pytest.approx(accuracies[1], abs=1e-3)
+            np.testing.assert_allclose(scores_of(model, sentences, score), expected, atol=1e-3)

@@ -12,8 +12,9 @@ from numpy.testing import assert_allclose
 
 from d2l_bert.inference import embed as module
 from d2l_bert.inference.config import EmbedConfig
-from d2l_bert.inference.embed import embed, evened, text_rows
+from d2l_bert.inference.embed import embed, evened
 from d2l_bert.messages import UserError
+from d2l_bert.tokenization.sources import lines_and_cells
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,7 +64,7 @@ READ_AS = {
 @pytest.mark.parametrize("name", READ_AS)
 def test_a_line_is_a_line_in_every_kind_of_file(tmp_path, name):
     (tmp_path / name).write_bytes(READ_AS[name])
-    assert [line for line, _ in text_rows(str(tmp_path / name))] == ["one", "two", "", "four"]
+    assert [line for line, _ in lines_and_cells(str(tmp_path / name))] == ["one", "two", "", "four"]
 
 
 def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails):

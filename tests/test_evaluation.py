@@ -1,15 +1,18 @@
 """`d2l-bert evaluate`: two processes give the figures of one, and a run's held-out text its own figures."""
 
 import json
+import re
 import shutil
 
 import pytest
 from conftest import write_books
 from judged_models import save_models, write_pairs
-from processes import launch
+from promises.driving import end, start
 from runs import run
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from d2l_bert.__main__ import main
+from d2l_bert.commands import COMMANDS
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,11 +48,9 @@ def test_two_processes_give_the_figures_of_one(models, other_books, evaluate, tm
     options = [f"--corpus={other_books}", "--pppl_sentences=9", f"--blimp={pairs}", "--batch_tokens=300"]
     alone = evaluate(*folders, *options)
     output, said = tmp_path / "two.json", tmp_path / "said.txt"
-    processes = launch(["evaluate", *folders, *options, f"--output={output}"], said, processes=2)
-    for process in processes:
-        process.join(240)
-    assert [process.exitcode for process in processes] == [0, 0], said.read_text()
-    assert said.read_text().count("MLM loss") == 1 and "MLM loss" not in said.with_suffix(".1.txt").read_text()
+    ranks = start(["evaluate", *folders, *options, f"--output={output}"], processes=2, said=said)
+    assert end(ranks, 240) == [0, 0], said.read_text()
+    assert said.read_text().count("MLM loss") == 1 and "MLM loss" not in (tmp_path / "said.txt.1").read_text()
     both = json.loads(output.read_text())
     for one, two in zip(alone["models"], both["models"], strict=True):
         assert two["blimp"] == one["blimp"]
@@ -86,23 +87,18 @@ ROW_OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=ROW_OPTIONS, ids=lambda options: options[0].removeprefix("--"))
-def of_lines(request, lines, tmp_path_factory):
-    """The folder of a run on the lines, with options that are not the defaults."""
-    folder = tmp_path_factory.mktemp("run") / "model"
-    run(lines, folder, *TEXT_OPTIONS, *request.param, "--max_steps=2", "--mixed_precision=no", "--license=mit")
-    return folder
-
-
-def test_the_held_out_figures_are_those_of_the_run_without_an_option(of_lines, lines, evaluate):
-    """An option that is given wins over that of the run."""
-    metrics = json.loads((of_lines / "metrics.json").read_text())
-    found = evaluate(of_lines, f"--corpus={lines}", "--held_out", "--pppl_sentences=0")["models"][0]["text"]
+@pytest.mark.parametrize("options", ROW_OPTIONS, ids=lambda options: options[0].removeprefix("--"))
+def test_the_held_out_figures_are_those_of_the_run_without_an_option(options, lines, evaluate, tmp_path):
+    """An option that is given wins over that of the run, whose options are not the defaults."""
+    folder = tmp_path / "model"
+    run(lines, folder, *TEXT_OPTIONS, *options, "--max_steps=2", "--mixed_precision=no", "--license=mit")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    found = evaluate(folder, f"--corpus={lines}", "--held_out", "--pppl_sentences=0")["models"][0]["text"]
     names = [name for name in metrics if name.startswith("eval_") and name != "eval_token_entropy"]
     assert len(names) >= 5
     for name in names:
         assert found[name.removeprefix("eval_")] == pytest.approx(metrics[name], rel=1e-6), name
-    other = evaluate(of_lines, f"--corpus={lines}", "--held_out", "--pppl_sentences=0", "--mlm_probability=0.5")
+    other = evaluate(folder, f"--corpus={lines}", "--held_out", "--pppl_sentences=0", "--mlm_probability=0.5")
     assert other["models"][0]["text"]["masked_tokens"] > 1.4 * found["masked_tokens"]
 
 
@@ -130,3 +126,42 @@ def test_a_text_without_a_token_is_named(trained, tmp_path, capsys):
     assert main(["evaluate", str(trained), f"--corpus={tmp_path / 'private.txt'}", "--pppl_sentences=0"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "private.txt" in said and "cache" not in said
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "command", "others"),
+    [
+        (AutoModelForSequenceClassification, "evaluate", {"embed", "attention", "finetune"}),
+        (AutoModel, "evaluate", {"embed", "attention", "finetune"}),
+        (AutoModelForMaskedLM, "next-sentence", {"embed", "attention", "finetune", "evaluate", "fill-mask"}),
+    ],
+)
+def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_commands_that_take_it(
+    auto_class, command, others, trained, tmp_path, fails
+):
+    folder, pairs = tmp_path / "other", write_pairs(tmp_path / "pairs")
+    words = [command, folder, *(["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"])]
+    model = auto_class.from_pretrained(trained)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
+    (tmp_path / "lines.txt").write_text("Anna walked.\n")
+    said = fails(*words)
+    assert type(model).__name__ in said and "cannot be loaded" not in said
+    assert set(re.findall(r"[a-z-]+", said.partition("; ")[2])) & set(COMMANDS) == others
+    assert main(["embed", str(folder), str(tmp_path / "lines.txt"), "--nearest=Anna"]) == 0
+    if "evaluate" in others:
+        assert main(["evaluate", str(folder), f"--blimp={pairs}"]) == 0
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layer.0.ffn" not in name}
+    model.save_pretrained(folder, state_dict=state)
+    assert "cannot be loaded" in fails(*words)
+
+
+def test_a_sentence_that_a_model_cannot_read_or_has_no_known_word_is_not_in_the_sample(trained, evaluate, tmp_path):
+    (tmp_path / "text").mkdir()
+    known = ["Anna walked to the garden.", "The drum was old.", "Then Hugo left."]
+    for number, sentence in enumerate([*known, "κηπος πυργος.", f"Anna {'and Hugo ' * 20}left."]):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{sentence}\n")
+    options = [f"--corpus={tmp_path / 'text'}", "--objective=none", "--max_seq_length=24"]
+    figures = evaluate(trained, *options, "--pppl_sentences=9")["models"][0]["text"]
+    assert (figures["pppl_sentences"], figures["pppl_words"]) == (3, len(" ".join(known).split()))
+    assert evaluate(trained, *options, "--pppl_sentences=2")["models"][0]["text"]["pppl_sentences"] == 2

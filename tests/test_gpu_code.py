@@ -1,13 +1,10 @@
-"""What the model computes in another way on a GPU, here on a CPU: the same losses, gradients and outputs."""
-
-import copy
+"""What blocks and masks compute in another way on a GPU, here on a CPU (test_loss_without_logits has the loss)."""
 
 import pytest
 import torch
-from fast_models import assert_same, loss_and_gradients, make_batch, make_model
-from small_models import every_attention, make_config, make_sequences, packed
+from fast_models import assert_same, compute_as_on, loss_and_gradients, make_batch, make_model
+from small_models import make_config, make_sequences, packed
 from small_models import make_model as make_small_model
-from test_loss_without_logits import losses_and_gradients_of_scores, plain_loss, scores_of_labels_at
 from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,64 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """A function; from its call on the model takes the ways of a GPU."""
-    return lambda: monkeypatch.setattr(modeling, "is_on_cpu", lambda tensor: False)
-
-
-@every_attention
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-def test_losses_and_gradients_are_those_of_a_cpu(model_class, tied, everywhere, attention, as_on_a_gpu, monkeypatch):
-    model = make_model(model_class, tie_word_embeddings=tied).double()
-    model.set_attn_implementation(attention)
-    batch = make_batch(model, everywhere)
-    expected = loss_and_gradients(model, **batch)
-    assert_same(loss_and_gradients(model, **batch, skip_logits=False), expected, rtol=1e-5, atol=1e-7)
-    as_on_a_gpu()
-    for rows_at_once in (3, 10**6):
-        monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", rows_at_once * 64)  # the vocabulary of 40, padded
-        assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_batch_without_labels_has_no_gradient(as_on_a_gpu):
-    model = make_model(D2lBertForMaskedLM)
-    batch = make_batch(model, everywhere=True)
-    batch["labels"][:] = -100
-    as_on_a_gpu()
-    outputs, gradients = loss_and_gradients(model, **batch, num_items_in_batch=7)
-    assert outputs.loss == 0 and not any(gradient.any() for gradient in gradients.values())
-
-
-def test_in_bf16_the_step_is_as_exact_as_on_a_cpu(as_on_a_gpu):
-    model = make_model(vocab_size=3000)
-    batch = make_batch(model, everywhere=True)
-    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch, skip_logits=False)
-
-    def error():
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs, gradients = loss_and_gradients(model, **batch)
-        off = [(gradients[name] - truth[1][name]).norm() / truth[1][name].norm() for name in gradients]
-        return float((outputs.loss - truth[0].loss).detach().abs()), float(torch.stack(off).median())
-
-    usual_loss, usual_gradient = error()
-    as_on_a_gpu()
-    loss, gradient = error()
-    assert loss < max(2 * usual_loss, 5e-3)
-    assert gradient < 2 * usual_gradient  # the residual, too, is rounded to bf16
-
-
-@pytest.mark.parametrize("peak", [False, True])
-@pytest.mark.parametrize("probability", [0.02, 0.5, 0.95, 0.998, 0.9997])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_loss_is_as_exact_as_cross_entropy_in_float32(dtype, probability, peak, as_on_a_gpu):
-    scores, labels = scores_of_labels_at(probability, peak, dtype)
-    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
-    usual = losses_and_gradients_of_scores(plain_loss, scores, labels)
-    as_on_a_gpu()
-    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
-    error, usual_error = ((gradient - truth[1]).norm() / truth[1].norm() for gradient in (found[1], usual[1]))
-    assert error < max(1.5 * usual_error, 1e-6)
-    assert found[0] == pytest.approx(truth[0], rel=5e-3)
+    return lambda: compute_as_on("gpu", monkeypatch)
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
-from d2l_bert.messages import UserError, counted, explained, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 PYTHON_DOCS = "python-docs"
+STDIN = "-"  # in place of a file: the standard input
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
 READ_SUFFIXES = (".txt", ".md", ".log", *tables.TABLE_SUFFIXES)
 
@@ -207,6 +209,43 @@ def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
     with explained(f"{file}: cannot be read", "repair it, or leave it out", OSError), explained(file, "", ValueError):
         for line in tables.lines_of(file, stdin):
             yield line.rstrip("\r\n")
+
+
+def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
+    """
+    The lines of a file in order, each without the characters at its end, and the cells of each row by their columns.
+
+    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
+    (`tables.LINE_END`). In a table each row counts as a line. Empty lines and rows without text are empty strings.
+
+    Args:
+        file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be
+            larger than the memory, a line may not.
+        text_column: the column of text in a table, and in the cells of other lines.
+        separator: between the cells of a CSV file, as in `tables.table_rows`.
+
+    Raises:
+        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
+            read, is damaged or is not text, or has no such column.
+    """
+    path = Path(file)
+    kind = "text" if file == STDIN else tables.file_kind(path) if path.is_file() else None
+    if kind in (None, "json"):
+        raise UserError(
+            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
+            f"JSON as lines of JSON (.jsonl)"
+        )
+    if kind != "text":
+        return _table_rows(path, text_column, separator)
+    lines = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(path)
+    return ((line, {text_column: line}) for line in lines)
+
+
+def _table_rows(file, text_column, separator):
+    with explained(file, "", *READ_ERRORS):
+        for_texts, for_cells = itertools.tee(tables.table_rows(file, separator=separator))
+        for text, (_, cells) in zip(tables.texts_in(for_texts, text_column), for_cells, strict=True):
+            yield text or "", cells
 
 
 def dataset_source(

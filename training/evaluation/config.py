@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from d2l_bert.folders import check_new_file
-from d2l_bert.modeling.export import TASKS
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, Options, option
+from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import SourceConfig
 
+
+LINES = "lines"  # a heading of the help
 
 # How a sentence is scored, see `pseudo_likelihood`.
 Score = Literal["pll", "within_word_l2r"]
@@ -97,16 +98,32 @@ class EvaluateConfig(SourceConfig):
         MINIMAL_PAIRS,
     )
 
+    line_scores: str | None = option(
+        None,
+        "print how likely each line of this file is: mean of a token, sum, mean of a word (nats), share of [UNK], "
+        "number of the line, line; by one model",
+        LINES,
+        metavar="FILE",
+        common=True,
+    )
+    line_masks: int = option(
+        7,
+        "times that a line is read, each time with other tokens masked, every seventh for 7; 0 masks each token "
+        "alone, which is exact and slow",
+        LINES,
+        within="[0, inf)",
+        needs=("line_scores",),
+    )
+
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, within="[1, 16777216]")
 
-    output: str | None = option(None, "new JSON file for all figures", OUTPUT, metavar="FILE.json", common=True)
-    plot: str | None = option(
+    output: str | None = option(
         None,
-        "new file for the picture of BLiMP's accuracies by phenomenon",
+        "new file: .json for all figures; .md or .csv for a table of runs, in which those that differ in their seed "
+        "alone are one row",
         OUTPUT,
-        metavar="FILE.png",
+        metavar="FILE",
         common=True,
-        needs=("blimp",),
     )
     update_card: bool = option(
         False,
@@ -116,21 +133,24 @@ class EvaluateConfig(SourceConfig):
     )
 
     def check(self) -> None:
-        """As in `Options`; then refuse files that exist or cannot be written."""
+        """As in `Options`; then refuse an output that exists or cannot be written."""
         super().check()
-        for path in filter(None, (self.output, self.plot)):
-            check_new_file(Path(path))
+        if self.output is not None:
+            check_new_file(Path(self.output))
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
+        of_lines = ("text_column", "separator") if self.line_scores else ()
         of_text = [
             field
             for field in dataclasses.fields(self)
-            if field.metadata["group"] in (TEXT, BATCHES) and field.name not in ("corpus", "dataset")
+            if field.metadata["group"] in (TEXT, BATCHES) and field.name not in ("corpus", "dataset", *of_lines)
         ]
         return {
-            "nothing to evaluate on: give a text with --corpus or --dataset, or minimal pairs with --blimp": (
-                not self.has_text() and self.blimp is None
+            "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
+            "with --line_scores": not self.has_text() and self.blimp is None and self.line_scores is None,
+            "line_scores prints its lines, and nothing else is measured beside them; give it alone": (
+                self.line_scores and (self.has_text() or self.blimp or self.output or self.update_card)
             ),
             **{
                 f"{field.name} is for a text, and none is given; leave it out, or give --corpus": (
@@ -142,65 +162,11 @@ class EvaluateConfig(SourceConfig):
             "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out": (
                 self.score != "pll" and self.blimp is None and not self.pppl_sentences
             ),
-            **{
-                f"{name} {getattr(self, name)}: give a name that ends in {suffix}": (
-                    getattr(self, name) is not None and Path(getattr(self, name)).suffix.lower() != suffix
-                )
-                for name, suffix in {"output": ".json", "plot": ".png"}.items()
-            },
+            f"output {self.output}: give a name that ends in .json, .md or .csv": (
+                self.output is not None and Path(self.output).suffix.lower() not in (".json", ".md", ".csv")
+            ),
         }
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""
         return bool(self.corpus or self.dataset)
-
-
-@dataclass(kw_only=True)
-class ExportConfig(Options):
-    """
-    Which files `d2l-bert export` writes, and what int8 is measured on. Every field is an option of the command.
-
-    Raises:
-        UserError: from `check`, for a value out of its range or values that contradict each other.
-    """
-
-    task: Literal[*TASKS] | None = option(
-        None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True
-    )
-    corpus: list[str] = option(
-        [],
-        "text to measure on what int8 costs, in the model's language: text files and folders of text files; without "
-        "it this is not measured",
-        TEXT,
-        metavar="PATH",
-        common=True,
-    )
-    onnx_only: bool = option(
-        False,
-        "write the ONNX files and the tokenizer alone, for a model that stock BERT cannot express",
-        OUTPUT,
-        common=True,
-    )
-    page: str | None = option(
-        None,
-        "also write a page into this new folder that runs the model in a visitor's browser, for any static web server",
-        OUTPUT,
-        metavar="DIR",
-        common=True,
-    )
-    runtime: str | None = option(
-        None,
-        "for the page: a folder in which npm install --ignore-scripts @huggingface/transformers was run",
-        OUTPUT,
-        metavar="DIR",
-        common=True,
-        needs=("page",),
-    )
-
-    def contradictions(self) -> dict[str, object]:
-        """As in `Options`."""
-        return {
-            "page needs transformers.js; run npm install --ignore-scripts @huggingface/transformers in a folder, and "
-            "give the folder with --runtime": self.page and not self.runtime,
-            "onnx_only writes no card and no page; leave it or page out": self.page and self.onnx_only,
-        }

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import logging
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import numpy as np
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders, messages
-from d2l_bert.model_cards import evaluations, pictures
-from d2l_bert.model_cards.figures import SCORES
+from d2l_bert.model_cards import evaluations
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization import prepare
 from d2l_bert.tokenization.account import unknown_share
 from d2l_bert.training import devices
-from d2l_bert.training.evaluation import masked_models, minimal_pairs, pseudo_likelihood, text
+from d2l_bert.training.evaluation import line_scores, masked_models, minimal_pairs, pseudo_likelihood, runs_table, text
 from d2l_bert.training.evaluation.config import EvaluateConfig
 
 
@@ -39,8 +38,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         The content of the file `config.output`: `versions`, `options`, `text` (the text's name) and `models`. Each
         model has its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`
         (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`minimal_pairs.blimp_results`, with `score`), each
-        with `unknown_share`, the share of its characters in `[UNK]` (of a text, in the sample
-        `EvaluationText.sample`). None in all processes but the main one.
+        with `unknown_share`, the share of its characters in `[UNK]` (of a text, in a sample of `SAMPLED_CHARACTERS`).
+        None in all processes but the main one.
 
     Raises:
         UserError: something that the user can fix, in one line.
@@ -53,16 +52,25 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         for name in names if config.update_card else ():
             evaluations.check_updatable(name)
         accelerator = devices.make_accelerator("no")
-        models = [masked_models.load_masked_model(name) for name in names]
+        models = [masked_models.MaskedModel(name) for name in names]
+        if config.line_scores:
+            messages.refuse_first({"line_scores is for one model; name one": len(models) > 1})
+            models[0].to(accelerator.device)
+            line_scores.print_line_scores(models[0], config, accelerator)
+            devices.shut_down(accelerator)
+            return None
         if config.has_text():
             runs = [text.run_of(model, config) for model in models]
-            shortest = min(run.max_seq_length for run in runs)
-            length = masked_models.check_lengths(models, config.max_seq_length, shortest)
+            positions, shortest = min((model.most_positions, model.name) for model in models)
+            length = config.max_seq_length or min(positions, *(run.max_seq_length for run in runs))
             of_record = [run for run, model in zip(runs, models, strict=True) if model.record]
             messages.refuse_first(
                 {
+                    f"max_seq_length {length}: {shortest} has {positions} positions; give at most this many": (
+                        length > positions
+                    ),
                     f"{names[0]}: no run_config.json says which documents its run held out; leave held_out out, or "
-                    f"name a model of pretrain first": config.held_out and not of_record
+                    f"name a model of pretrain first": config.held_out and not of_record,
                 }
             )
     pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp) if config.blimp else []
@@ -71,7 +79,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     read = sentences = None
     if config.has_text():
         read = devices.main_first(text.read_text, config, (of_record or runs)[0])
-        sentences = read.sentences(config.pppl_sentences, models, length)
+        sentences = text.sample_sentences(read, config.pppl_sentences, models, length)
         if config.pppl_sentences and not sentences:
             logger.warning(
                 f"no pseudo-perplexity: each sentence of {read.name} has no word without [UNK], or more tokens than "
@@ -88,7 +96,9 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         if read:
             with devices.together():
                 figures["text"] = text.evaluate_text(model, read, config, length, accelerator)
-            figures["text"]["unknown_share"] = unknown_share(model.tokenizer, read.sample())
+            figures["text"]["unknown_share"] = unknown_share(
+                model.tokenizer, read.part.sample(prepare.SAMPLED_CHARACTERS)
+            )
             if sentences:
                 figures["text"] |= text.pseudo_perplexity(model, sentences, config, accelerator)
         if pairs:
@@ -108,7 +118,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         "text": read.name if read else None,
         "models": results,
     }
-    devices.on_main(_write, content, config)
+    devices.on_main(_write, content, runs_table.table_of_runs(models, results), config)
     devices.shut_down(accelerator)
     return content if accelerator.is_main_process else None
 
@@ -126,16 +136,19 @@ def _encode_pairs(model, pairs, config):
     return encoded
 
 
-def _write(content: dict, config: EvaluateConfig) -> None:
-    """Show the table; then write the JSON file, the picture and the models' cards that the options ask for."""
+def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
+    """Show the tables; then write the file and the models' cards that the options ask for."""
     messages.report.info(evaluation_table(content))
-    with messages.writing(config.output or config.plot, ", or name another file"):
-        if config.output is not None:
-            folders.write_json(Path(config.output), content)
-            logger.info(f"wrote {config.output}")
-        if config.plot is not None:
-            plot_phenomena(content["models"], Path(config.plot))
-            logger.info(f"wrote {config.plot}")
+    if any(row["seeds"] > 1 for row in of_runs):
+        messages.report.info(f"\n{runs_table.as_markdown(of_runs)}")
+    if config.output is not None:
+        forms = {".md": runs_table.as_markdown, ".csv": runs_table.as_csv}
+        with messages.writing(config.output, ", or name another file"):
+            if form := forms.get(Path(config.output).suffix.lower()):
+                Path(config.output).write_text(form(of_runs), encoding="utf-8", newline="")
+            else:
+                folders.write_json(Path(config.output), content)
+        logger.info(f"wrote {config.output}")
     for figures in content["models"] if config.update_card else ():
         folder = Path(figures["model"])
         evaluations.update_folder(folder, content["text"], figures.get("text"), figures.get("blimp"))
@@ -143,7 +156,7 @@ def _write(content: dict, config: EvaluateConfig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The table and the picture
+# The table
 
 
 LABEL_WIDTH = 38
@@ -176,7 +189,10 @@ def evaluation_table(content: dict) -> str:
         content: what `evaluate` returned.
     """
     models, notes = content["models"], []
-    rows = [("", short_names(models)), ("parameters", [f"{model['parameters']:,}" for model in models])]
+    names = [model["model"].rstrip("/") for model in models]
+    last_parts = [name.rsplit("/", 1)[-1] for name in names]
+    rows = [("", last_parts if len({*last_parts}) == len(names) else names)]
+    rows.append(("parameters", [f"{model['parameters']:,}" for model in models]))
     if content["text"] is not None:
         texts = [model["text"] for model in models]
         rows += [("", []), (f"Text: {content['text']}", [])]
@@ -198,46 +214,10 @@ def evaluation_table(content: dict) -> str:
         pairs, count = (results[0][name] for name in ("pairs", "paradigm_count"))
         rows += [("", []), (f"BLiMP, score {results[0]['score']}: {pairs:,} pairs in {count} of 67 paradigms", [])]
         rows.append(("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in results]))
-        for label, figures in _accuracies(results).items():
+        phenomena = {name: [blimp["phenomena"][name] for blimp in results] for name in results[0]["phenomena"]}
+        for name, figures in {"all paradigms": results, **phenomena}.items():
             cells = [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures]
-            rows.append((f"  {label}", cells))
+            rows.append((f"  {name.replace('_', ' ')} ({figures[0]['paradigm_count']})", cells))
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
     lines = [f"{label:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in cells) for label, cells in rows]
     return "\n".join([line.rstrip() for line in lines] + [""] * bool(notes) + notes)
-
-
-def short_names(models: list[dict]) -> list[str]:
-    """The last parts of folders and Hub ids; the whole names if two last parts are the same."""
-    names = [model["model"].rstrip("/") for model in models]
-    short = [name.rsplit("/", 1)[-1] for name in names]
-    return short if len(set(short)) == len(short) else names
-
-
-def _accuracies(results: list[dict]) -> dict[str, list[dict]]:
-    """The figures of the models on BLiMP as a whole, and on each phenomenon, by a label that counts the paradigms."""
-    figures = {"all paradigms": results}
-    figures |= {name: [blimp["phenomena"][name] for blimp in results] for name in results[0]["phenomena"]}
-    return {f"{name.replace('_', ' ')} ({of[0]['paradigm_count']})": of for name, of in figures.items()}
-
-
-def plot_phenomena(models: list[dict], path: Path) -> None:
-    """
-    Draw the accuracies by phenomenon, and over all paradigms, with standard errors, into a PNG.
-
-    Args:
-        models: what `evaluate` returned of each. All models have the same phenomena.
-    """
-    results = [model["blimp"] for model in models]
-    rows = _accuracies(results)
-    title = (
-        f"BLiMP: how often a model prefers the grammatical sentence of a minimal pair; {results[0]['pairs']:,} pairs "
-        f"in {results[0]['paradigm_count']} of 67 paradigms; {SCORES[results[0]['score']]}"
-    )
-    pictures.draw_bars(
-        [(label, [each["accuracy"] for each in figures]) for label, figures in rows.items()],
-        [textwrap.shorten(name, 60) for name in short_names(models)],
-        title,
-        path,
-        np.array([[each["standard_error"] for each in figures] for figures in rows.values()]),
-        chance=0.5,
-    )

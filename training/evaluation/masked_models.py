@@ -12,10 +12,11 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedTokenizerBase
 
-from d2l_bert.messages import UserError, reading_model
+from d2l_bert.messages import reading_model, refuse_first
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
 # The types of models that are pretrained with a head for pairs beside the MLM head; and the names
@@ -26,34 +27,44 @@ PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
 
 class MaskedModel(torch.nn.Module):
     """
-    A masked language model in float32 and in evaluation mode, with its tokenizer.
+    A masked language model in float32 and in evaluation mode, with its tokenizer. Code beside the weights is not run.
 
-    A d2l-bert model computes the MLM head at the masked positions only; a stock model everywhere.
+    The model gets a head for pairs if its type has one, and the checkpoint has its weights. A d2l-bert model computes
+    the MLM head at the masked positions only; a stock model everywhere.
+
+    `record` is the content of the model's `run_config.json`, empty if it has none; `task` the task of the head for
+    pairs, or None; `most_positions` the length of the longest input; `backend` the tokenizer for single sentences, in
+    which a "[MASK]" is text.
 
     Args:
-        name: the folder or Hub id.
-        model: with an MLM head, and perhaps a head for pairs.
-        has_pair_head: whether the checkpoint has the weights of a head for pairs.
-        record: the content of the model's `run_config.json`; empty if it has none.
+        name: a folder or an id on the Hub.
 
     Raises:
-        UserError: the tokenizer lacks a mask token.
+        UserError: the model cannot be read, is no masked language model, or has weights that are missing or not
+            finite; or its tokenizer lacks a mask token.
     """
 
-    def __init__(
-        self, name: str, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, has_pair_head: bool, record: dict
-    ):
+    def __init__(self, name: str):
         super().__init__()
-        self.name, self.tokenizer, self.record = name, tokenizer, record
-        self.model = model
+        with reading_model(name):
+            config, _ = loading.read_parts(AutoModelForMaskedLM, name)
+            self.name, self.record = name, loading.read_record(name)
+        has_both = config.model_type in TYPES_WITH_PAIR_HEAD
+        auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
+        self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
-        self.most_positions = conversion.longest_input(model.base_model, tokenizer) or sys.maxsize
-        self._arguments = inspect.signature(model.forward).parameters
-        if tokenizer.mask_token_id is None:
-            raise UserError("its tokenizer has no mask token; put back the tokenizer that the model was trained with")
-        of_record = PAIR_TASKS.get(record.get("run", {}).get("objective"), PAIR_TASKS["nsp"])
-        of_type = PAIR_TASKS["sop"] if model.config.model_type == "albert" else of_record
-        self.task = of_type if has_pair_head else None
+        refuse_first(
+            {
+                f"{name}: its tokenizer has no mask token; put back the tokenizer that the model was trained with": (
+                    self.tokenizer.mask_token_id is None
+                )
+            }
+        )
+        self.backend = plain_backend(text_backend(self.tokenizer))
+        self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer) or sys.maxsize
+        self._arguments = inspect.signature(self.model.forward).parameters
+        objective = "sop" if config.model_type == "albert" else self.record.get("run", {}).get("objective")
+        self.task = PAIR_TASKS.get(objective, PAIR_TASKS["nsp"]) if has_both and not missing else None
 
     def forward(
         self,
@@ -100,41 +111,3 @@ class MaskedModel(torch.nn.Module):
                 add_prefix_space=True, use_regex=before.use_regex
             )
         return tokenizer
-
-
-def load_masked_model(name: str) -> MaskedModel:
-    """
-    A masked language model with its tokenizer, from a folder or the Hub. Code beside the weights is never run.
-
-    The model gets a head for pairs if its type has one, and the checkpoint has its weights.
-
-    Args:
-        name: a folder or an id on the Hub.
-
-    Raises:
-        UserError: the model cannot be read, is no masked language model, or has weights that are missing or not
-            finite; or as in `MaskedModel`.
-    """
-    with reading_model(name):
-        config, _ = loading.read_parts(AutoModelForMaskedLM, name)
-    has_both = config.model_type in TYPES_WITH_PAIR_HEAD
-    auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
-    model, tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
-    with reading_model(name):
-        return MaskedModel(name, model, tokenizer, has_both and not missing, loading.read_record(name))
-
-
-def check_lengths(models: list[MaskedModel], max_seq_length: int | None, default: int) -> int:
-    """
-    The length of rows for all models: `max_seq_length`, or else `default`, but at most every model's positions.
-
-    Raises:
-        UserError: `max_seq_length` exceeds the positions of a model.
-    """
-    shortest = min(models, key=lambda model: model.most_positions)
-    if max_seq_length is not None and max_seq_length > shortest.most_positions:
-        raise UserError(
-            f"max_seq_length {max_seq_length}: {shortest.name} has {shortest.most_positions} positions; give at most "
-            f"this many"
-        )
-    return max_seq_length or min(default, shortest.most_positions)

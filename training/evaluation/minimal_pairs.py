@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained
+from d2l_bert.messages import READ_ERRORS, explained, refuse_first
 from d2l_bert.tokenization import sources, tables
 
 
@@ -46,19 +46,17 @@ def read_blimp(place: str) -> list[MinimalPair]:
     pairs = []
     for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
         good, bad = sentences = row.get("sentence_good"), row.get("sentence_bad")
-        if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
-            raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
+        is_pair = all(isinstance(sentence, str) and sentence.strip() for sentence in sentences)
+        refuse_first({f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both": not is_pair})
         pairs.append(MinimalPair(str(row.get("UID") or name), str(row.get("linguistics_term") or name), good, bad))
-    if not pairs:
-        raise UserError(f"blimp {place}: no .jsonl file with a minimal pair in this folder; copy BLiMP's files there")
+    refuse_first({f"blimp {place}: no .jsonl file with a minimal pair in it; copy BLiMP's files there": not pairs})
     return sorted(pairs, key=lambda pair: pair.paradigm)
 
 
 def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
     """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
     folder = Path(place)
-    if not folder.is_dir():
-        raise UserError(f"blimp {place}: no such folder; give a folder with BLiMP's JSONL files, or {FROM_HUB}")
+    refuse_first({f"blimp {place}: no such folder; give one with BLiMP's files, or {FROM_HUB}": not folder.is_dir()})
     for file in sorted(folder.iterdir()):
         if tables.suffix_unpacked(file) == ".jsonl" and not file.name.startswith("."):
             with explained(file, "", *READ_ERRORS):

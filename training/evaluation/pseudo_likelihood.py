@@ -21,7 +21,6 @@ from accelerate import Accelerator
 
 from d2l_bert.messages import with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
@@ -63,8 +62,7 @@ def encode(
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
     sequences, numbers, known_words = {}, [], []
-    backend = plain_backend(text_backend(model.tokenizer))
-    for sentence, encoding in zip(sentences, backend.encode_batch(list(sentences)), strict=True):
+    for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
         length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
         white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character
         covered = [set(white_space_word[start:end].tolist()) for start, end in encoding.offsets]  # by each token
@@ -86,7 +84,7 @@ def encode(
 
 
 def masked_batches(
-    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig
+    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, rows_a_line: int = 0
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """
     Yield batches of masked sentences of equal length, a row for each token to predict, the shortest sentences first.
@@ -95,37 +93,50 @@ def masked_batches(
 
     Args:
         config: its `score`, and about the most tokens in a batch (`batch_tokens`).
+        rows_a_line: if not 0, a sentence has as many rows, or as many as it has tokens to predict. The first predicts
+            the first of these tokens, that after `rows_a_line` more, and so on; the others begin at the next ones.
 
     Returns:
-        The ids of the rows (R, T); and of each row the position to predict, the id of the token that stands there,
-        and the index of its sequence (R,).
+        The ids of the rows (R, T); the positions to predict in each row, and the ids of the tokens that stand there,
+        -100 in unused slots (R, P); and the index of each row's sequence (R,).
     """
     lengths = np.array([len(ids) for ids in sentences.ids], dtype=np.int64)
     for length in np.unique(lengths).tolist():
         same = np.flatnonzero(lengths == length)
         ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
-        wanted = np.argwhere(words >= 0)  # the sentence and the position of each row
-        # A row has one logit for each entry of the vocabulary.
-        rows = max(1, min(config.batch_tokens // length, LOGITS_AT_ONCE // len(model.tokenizer)))
+        is_scored = words >= 0
+        numbers = is_scored.cumsum(1) - 1  # of the scored tokens in their sentence, and so of the rows
+        numbers = np.where(is_scored, numbers % rows_a_line if rows_a_line else numbers, -1)
+        wanted = np.argwhere(np.arange(length) <= numbers.max(1, keepdims=True))  # sentence and number of each row
+        slots = -(-length // rows_a_line) if rows_a_line else 1
+        # A slot has one logit for each entry of the vocabulary.
+        rows = max(1, min(config.batch_tokens // length, LOGITS_AT_ONCE // len(model.tokenizer) // slots))
         for first in range(0, len(wanted), rows):
-            sentence, position = wanted[first : first + rows].T
-            is_masked = np.arange(length) == position[:, None]
+            sentence, number = wanted[first : first + rows].T
+            is_masked = is_predicted = numbers[sentence] == number[:, None]
+            positions = np.argsort(~is_predicted, axis=1, kind="stable")[:, :slots]
             if config.score == "within_word_l2r":
-                is_same_word = words[sentence] == words[sentence, position][:, None]
-                is_masked |= is_same_word & (np.arange(length) > position[:, None])
+                is_same_word = words[sentence] == np.take_along_axis(words[sentence], positions, 1)
+                is_masked = is_predicted | (is_same_word & (np.arange(length) > positions))
             masked = np.where(is_masked, model.tokenizer.mask_token_id, ids[sentence])
-            yield masked, position, ids[sentence, position], same[sentence]
+            labels = np.where(is_predicted, ids[sentence], -100)
+            yield masked, positions, np.take_along_axis(labels, positions, 1), same[sentence]
 
 
 @torch.inference_mode()
 def pseudo_log_likelihoods(
-    model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, accelerator: Accelerator, label: str
+    model: MaskedModel,
+    sentences: EncodedSentences,
+    config: EvaluateConfig,
+    accelerator: Accelerator,
+    label: str,
+    rows_a_line: int = 0,
 ) -> torch.Tensor:
     """
     The pseudo-log-likelihood of each sentence, in nats, computed by all processes, which take the batches in turn.
 
     Args:
-        config: as in `masked_batches`.
+        config, rows_a_line: as in `masked_batches`.
         label: what is computed, for the progress bar and the log.
 
     Returns:
@@ -134,14 +145,14 @@ def pseudo_log_likelihoods(
     device = model.model.device
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
     tokens = sum(int((words >= 0).sum()) for words in sentences.words)
-    batches = masked_batches(model, sentences, config)
-    shown = with_progress(batches, label, tokens, lambda batch: len(batch[0]), "token")
+    batches = masked_batches(model, sentences, config, rows_a_line)
+    shown = with_progress(batches, label, tokens, lambda batch: int((batch[2] != -100).sum()), "token")
     for number, batch in enumerate(shown):
         if number % accelerator.num_processes == accelerator.process_index:
             ids, positions, labels, owners = map(torch.from_numpy, batch)
-            logits = model(ids.to(device), positions[:, None].to(device)).prediction_logits[:, 0].float()  # (R, V)
-            log_probabilities = logits.gather(1, labels[:, None].to(device))[:, 0] - logits.logsumexp(1)
-            scores.index_add_(0, owners, log_probabilities.double().cpu())
+            logits, labels = model(ids.to(device), positions.to(device)).prediction_logits.float(), labels.to(device)
+            likely = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0] - logits.logsumexp(2)  # (R, P)
+            scores.index_add_(0, owners, likely.where(labels != -100, 0).sum(1).double().cpu())
     if accelerator.num_processes > 1:  # each process has a part of each score
         scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
     return scores[torch.from_numpy(sentences.numbers)]

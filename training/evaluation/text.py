@@ -1,6 +1,7 @@
 """The text of `d2l-bert evaluate`: read once, tokenized for each model; MLM and pair figures; pseudo-perplexity."""
 
 import dataclasses
+import itertools
 import logging
 import math
 
@@ -38,28 +39,21 @@ class EvaluationText:
     name: str
     part: text_store.TextPart
 
-    def sample(self, most_characters: int = prepare.SAMPLED_CHARACTERS) -> text_store.TextPart:
-        """The sentences, or those of evenly spread stretches of about this many characters in all."""
-        return self.part.sample(most_characters)
 
-    def sentences(self, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
-        """
-        A sample of sentences, the same for all models, drawn by `HELD_OUT_SEED`.
+def sample_sentences(text: EvaluationText, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
+    """
+    A sample of sentences, the same for all models, drawn by `HELD_OUT_SEED`.
 
-        A sentence that has no word to score, or more tokens than `max_seq_length`, for one of the models is left out.
-        """
-        sample = list(self.sample())
-        order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
-        chosen = []
-        while order and len(chosen) < most:
-            tried = [sample[number] for number in order[:most]]
-            del order[:most]
-            fits = np.ones(len(tried), dtype=bool)
-            for model in models:
-                encoded = encode(model, tried, whole_words=True)
-                fits &= (encoded.scored_tokens() > 0) & (encoded.lengths() <= max_seq_length)
-            chosen += [sentence for sentence, fit in zip(tried, fits, strict=True) if fit]
-        return chosen[:most]
+    A sentence that has no word to score, or more tokens than `max_seq_length`, for one of the models is left out.
+    """
+
+    def fits(sentence):
+        encoded = [encode(model, [sentence], whole_words=True) for model in models]
+        return all(each.scored_tokens()[0] and each.lengths()[0] <= max_seq_length for each in encoded)
+
+    sample = list(text.part.sample(prepare.SAMPLED_CHARACTERS))
+    order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
+    return list(itertools.islice(filter(fits, (sample[number] for number in order)), most))
 
 
 def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
@@ -113,8 +107,7 @@ def read_text(config: EvaluateConfig, run: PretrainConfig | None) -> EvaluationT
     run = dataclasses.replace(run if config.held_out else PretrainConfig(), **given)
     sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
     name, store = prepare.read_sources(sources, run.language)
-    if not len(store):
-        raise messages.UserError(f"{name}: holds no sentence; give more text")
+    messages.refuse_first({f"{name}: holds no sentence; give more text": not len(store)})
     if not config.held_out:
         return EvaluationText(name, store.part())
     with messages.explained(name, "", messages.UserError):
@@ -143,8 +136,7 @@ def evaluate_text(
     rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
     if task and not rows.has_pairs():
         reason = f"no pair for {task.short} in this text, as where each document has one sentence"
-        if config.objective != "auto":
-            raise messages.UserError(f"{text.name}: {reason}; give --objective none")
+        messages.refuse_first({f"{text.name}: {reason}; give --objective none": config.objective != "auto"})
         logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
         task = None
         rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)

@@ -137,10 +137,12 @@ def attention_of(
     with torch.inference_mode():
         outputs = model(**encoded, output_attentions=True)
     weights = [layer for layer in outputs.get("attentions") or () if layer is not None]
-    if not weights or len({layer.shape for layer in weights}) > 1:
-        raise messages.UserError(
-            f"{name}: a {model.config.model_type} model gives no attention weights of all tokens; give another encoder"
-        )
+    messages.refuse_first(
+        {
+            f"{name}: a {model.config.model_type} model gives no attention weights of all tokens; give another "
+            f"encoder": len({layer.shape for layer in weights}) != 1
+        }
+    )
     of_second = (place for place, text in enumerate(encoded.sequence_ids(0)) if text == 1)
     tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
     return tokens, next(of_second, 0), torch.cat(weights).numpy()
@@ -188,11 +190,12 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     vectors = []
     for letter, text in zip("AB", (first, second), strict=True):
         found = pattern.search(text)
-        if found is None:
-            raise messages.UserError(
+        messages.refuse_first(
+            {
                 f"word {word!r}: is not in {messages.shortened(text, 60)!r}; give a word of both texts, as it stands "
-                f"there"
-            )
+                f"there": found is None
+            }
+        )
         encoded = _encoded(name, model, tokenizer, text)
         places = sorted({encoded.char_to_token(place) for place in range(*found.span())} - {None})
         messages.refuse_first(

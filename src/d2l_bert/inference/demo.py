@@ -79,10 +79,8 @@ def make_demo(models: list[str]):
         UserError: Gradio is not installed, or there is no such model.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
+    with messages.explained("demo needs Gradio", "pip install 'd2l-bert[demo]'", ImportError):
         import gradio
-    except ImportError:
-        raise messages.UserError("demo needs Gradio: pip install 'd2l-bert[demo]'") from None
     for model in models:
         loading.load_encoder(model)
 

@@ -1,7 +1,6 @@
 """Lines of text -> one vector each: written to .npy or Parquet, and compared with the vectors of other texts."""
 
 import contextlib
-import itertools
 import logging
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, rules, sources, tables
+from d2l_bert.tokenization import account, rules, sources
 
 
 logger = logging.getLogger(__name__)
@@ -25,8 +24,6 @@ logger = logging.getLogger(__name__)
 # line counts as 256 characters at least, so that a group has no more than 16,384 lines. Its vectors are in memory:
 # 50 MB with 768 numbers a vector.
 GROUP_CHARACTERS = 2**22
-
-STDIN = "-"
 
 VECTOR = "vector"  # the column of vectors in Parquet
 
@@ -49,7 +46,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `text_rows`. Vectors that it has are taken as they are.
+        file: as in `sources.lines_and_cells`. Vectors that it has are taken as they are.
 
     Returns:
         A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
@@ -59,8 +56,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    source = "standard input" if file == STDIN else file
-    all_rows = text_rows(file, config.text_column, config.separator)
+    source = "standard input" if file == sources.STDIN else file
+    all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
     model, tokenizer = loading.load_encoder(name)
     most = conversion.longest_input(model, tokenizer) or sys.maxsize
     limit = config.max_seq_length or most
@@ -123,43 +120,6 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     return "\n".join(said)
 
 
-def text_rows(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
-    """
-    The lines of a file in order, each without the characters at its end, and the cells of each row by their columns.
-
-    Whether the file is there is checked at once; it is read with the lines. A line ends as in editors
-    (`tables.LINE_END`). In a table each row counts as a line. Empty lines and rows without text are empty strings.
-
-    Args:
-        file: a text file as in `sources.decoded`, or a table; `-` for text on the standard input. The file may be
-            larger than the memory, a line may not.
-        text_column: the column of text in a table, and in the cells of other lines.
-        separator: between the cells of a CSV file, as in `tables.table_rows`.
-
-    Raises:
-        UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
-            read, is damaged or is not text, or has no such column.
-    """
-    path = Path(file)
-    kind = "text" if file == STDIN else tables.file_kind(path) if path.is_file() else None
-    if kind in (None, "json"):
-        raise messages.UserError(
-            f"{file}: no file with a text in each line; give one, or {STDIN} for the standard input, and texts of "
-            f"JSON as lines of JSON (.jsonl)"
-        )
-    if kind != "text":
-        return _table_rows(path, text_column, separator)
-    lines = sources.decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else sources.decoded(path)
-    return ((line, {text_column: line}) for line in lines)
-
-
-def _table_rows(file, text_column, separator):
-    with messages.explained(file, "", *messages.READ_ERRORS):
-        for_texts, for_cells = itertools.tee(tables.table_rows(file, separator=separator))
-        for text, (_, cells) in zip(tables.texts_in(for_texts, text_column), for_cells, strict=True):
-            yield text or "", cells
-
-
 def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     A function that makes vectors comparable by cosine: it subtracts the mean, and evens out the directions.
@@ -196,7 +156,7 @@ def saved_vectors(cells: list[dict], size: int, source: str, config: EmbedConfig
 
 
 def groups(rows: Iterable[tuple[str, dict]]) -> Iterator[list[tuple[str, dict]]]:
-    """Groups of consecutive rows of `text_rows`, with lines of about `GROUP_CHARACTERS`."""
+    """Groups of consecutive rows of `sources.lines_and_cells`, with lines of about `GROUP_CHARACTERS`."""
     group, characters = [], 0
     for row in rows:
         group.append(row)
