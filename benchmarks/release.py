@@ -14,12 +14,16 @@ import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+from transformers import pipeline
+
 from d2l_bert.folders import content_hash, read_json, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.figures import FINETUNED_SD, FROM_SCRATCH, formatted, reported_metrics
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
+from d2l_bert.training.checkpoint import WEIGHTS_FILE
 
 
 DESCRIPTION = """\
@@ -39,6 +43,9 @@ RELEASES = (
 )  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
 
 CPUINFO = Path("/proc/cpuinfo")
+
+# What a release with `ships_weights` has in the repository beside its record.
+SHIPPED = (WEIGHTS_FILE, "tokenizer.json", "tokenizer_config.json")
 
 # Two models' figures agree if they differ by at most this many standard deviations of one model. The difference of two
 # models has sqrt(2) standard deviations, so this is four of the difference: chance alone exceeds that in 1.6 % of the
@@ -104,8 +111,12 @@ def release(
     (folder / CARD_FILE).write_text(render_card(folder, name), encoding="utf-8")
     place = root / name
     if record:
-        for file in ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE):
+        shipped = SHIPPED if recipe["ships_weights"] else ()
+        for file in ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE, *shipped):
             shutil.copyfile(folder / file, place / file)
+        if shipped:  # no code stands beside these weights
+            config = read_json(place / "config.json")
+            write_json(place / "config.json", {name: value for name, value in config.items() if name != "auto_map"})
     if not (place / RELEASE_FILE).exists():
         print(f"{name}: made in {folder}; there is no record to compare with")
         return 0
@@ -120,6 +131,7 @@ def read_recipe(name: str, root: Path = RELEASES) -> dict:
       least surprising first; and `comparison`, a table of other models with `columns`, `figures` (the key and the unit
       of each column), `models` (rows) and a `note` on what differs, with the sources;
     - `device` (`cpu` or `cuda`), `threads` and `seed` of the run;
+    - `ships_weights`: whether the repository has the weights, rounded to bf16, and the tokenizer;
     - `deviations`: standard deviations between models of other seeds, by the keys of metrics.json; and `source`, which
       says what they were measured on;
     - `pretrain`: options of `d2l-bert pretrain`;
@@ -131,7 +143,8 @@ def read_recipe(name: str, root: Path = RELEASES) -> dict:
     known = sorted(path.parent.name for path in root.glob("*/release.toml"))
     if name not in known:
         raise UserError(f"{name}: no such release; give the name of one: {', '.join(known)}")
-    return {"name": name, "evaluate": {}, "finetune": {}, **tomllib.loads((root / name / "release.toml").read_text())}
+    defaults = {"name": name, "ships_weights": False, "evaluate": {}, "finetune": {}}
+    return {**defaults, **tomllib.loads((root / name / "release.toml").read_text())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +204,10 @@ def make(recipe: dict, texts: dict[str, dict], given: dict[str, Path], folder: P
         how = ["--overwrite_output_dir"] if overwrite else ["--resume_from_checkpoint", "latest"]
         words = [*flags(recipe["pretrain"], given), "--seed", recipe["seed"], "--output_dir", folder, *how]
         run(recipe, "pretrain", *words)
-    made = {**record_of(recipe, texts, folder), "measured": before.get("measured", {})}
+    of_float32 = before.get("float32_sha256") or content_hash(folder / WEIGHTS_FILE)
+    if recipe["ships_weights"] and not before:
+        round_weights(recipe, given, folder)
+    made = {**record_of(recipe, texts, folder), "float32_sha256": of_float32, "measured": before.get("measured", {})}
     check_made(before, made, folder)
     write_json(folder / RELEASE_FILE, made)
     for name, options in recipe["evaluate"].items():
@@ -204,6 +220,29 @@ def make(recipe: dict, texts: dict[str, dict], given: dict[str, Path], folder: P
         run(recipe, "evaluate", folder, *flags(options, given), "--update_card", "true")
         made["measured"][f"evaluate {name}"] = options
         write_json(folder / RELEASE_FILE, made)
+
+
+def round_weights(recipe: dict, given: dict[str, Path], folder: Path) -> None:
+    """
+    Round a model's weights to bf16, and measure its held-out figures and its answers to masks again.
+
+    Its config.json says float32: so Transformers loads the weights as float32, and trains them as float32.
+    """
+    path, figures = folder / WEIGHTS_FILE, folder / "figures.json"
+    rounded = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+    save_file(rounded, path, {"format": "pt"})
+    options = recipe["pretrain"]
+    text = {"corpus": options.get("validation_corpus") or options.get("corpus", ["python-docs"])}
+    text["held_out"] = "false" if "validation_corpus" in options else "true"
+    run(recipe, "evaluate", folder, *flags(text, given), "--pppl_sentences", 0, "--output", figures)
+    metrics, found = read_json(folder / METRICS_FILE), read_json(figures)["models"][0]["text"]
+    figures.unlink()
+    metrics |= {f"eval_{name}": value for name, value in found.items() if f"eval_{name}" in metrics}
+    fill = pipeline("fill-mask", model=str(folder))
+    for prediction in metrics["predictions"]:
+        answers = fill(prediction["text"], top_k=len(prediction["output"]))
+        prediction["output"] = [{"label": each["token_str"], "score": round(each["score"], 4)} for each in answers]
+    write_json(folder / METRICS_FILE, metrics)
 
 
 def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, Path], folder: Path) -> None:
@@ -221,7 +260,7 @@ def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, P
     check_texts(options, texts, given)
     if not before:
         raise UserError(f"output_dir {folder}: there is no model of {recipe['name']}; make it first, without TASK")
-    made = record_of(recipe, texts, folder)
+    made = {**record_of(recipe, texts, folder), "float32_sha256": before["float32_sha256"]}
     check_made(before, made, folder)
     rows = [texts[name]["fingerprints"] for name, _ in texts_of(options)]
     found = []
@@ -261,7 +300,7 @@ def run(recipe: dict, *words: str | int | Path) -> None:
 
 
 def record_of(recipe: dict, texts: dict[str, dict], folder: Path) -> dict:
-    """The content of `release.json` for the model in a folder, without `measured`."""
+    """The content of `release.json` for the model in a folder, without `float32_sha256` and `measured`."""
     options = [recipe["pretrain"], *recipe["evaluate"].values(), *recipe["finetune"].values()]
     needed = dict.fromkeys(name for name, _ in texts_of(recipe["pretrain"]))
     cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""  # a CPU's name may be that of many models
@@ -271,7 +310,7 @@ def record_of(recipe: dict, texts: dict[str, dict], folder: Path) -> dict:
         "release": recipe["name"],
         "command": " ".join(["make", "release", f"MODEL={recipe['name']}", *(f"{name}=DIR" for name in needed)]),
         "recipe": recipe,
-        "weights_sha256": content_hash(folder / "model.safetensors"),
+        "weights_sha256": content_hash(folder / WEIGHTS_FILE),
         "processor_details": ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in processor) or None,
         "versions": {each.metadata["Name"]: each.version for each in required_distributions("d2l-bert")},
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,

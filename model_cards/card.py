@@ -23,7 +23,6 @@ RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
 RELEASE_FILE = "release.json"
-STAGED = ".hub-"  # prefix of temporary folders in a run's folder: copies of checkpoints that wait to be sent
 
 # The Hub's task (`pipeline_tag`) of each head; it has none for others.
 PIPELINE_TAGS = {
@@ -35,8 +34,6 @@ PIPELINE_TAGS = {
     "ForMultipleChoice": "multiple-choice",
     "Model": "feature-extraction",
 }
-
-EXAMPLES, GUESSES = 3, 3  # texts with a mask on a card, and likeliest tokens of each
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,7 +69,7 @@ TEMPLATES.globals |= {"cell": cell, "code": code, "quoted": quoted, "counted": c
 # Writing
 
 
-def render_card(folder: Path, name: str | None = None) -> str:
+def render_card(folder: Path, name: str | None = None, parameters: int | None = None) -> str:
     """
     The card of a model folder: metadata for the Hub, and a text for people.
 
@@ -80,46 +77,27 @@ def render_card(folder: Path, name: str | None = None) -> str:
         folder: has `config.json` and `model.safetensors`. The card also shows the contents of `run_config.json`,
             `metrics.json`, pictures and `release.json`, if the folder has these files.
         name: the name of the model, by default the name of the folder.
+        parameters: the number of weights, for a folder without `model.safetensors`.
     """
     config, record, metrics, release = (
         read_json(folder / file) for file in ("config.json", RUN_FILE, METRICS_FILE, RELEASE_FILE)
     )
-    known = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
-    pictures = {file: caption for file, caption in known.items() if (folder / file).is_file()}
-    return card_of(name or folder.resolve().name, config, count_parameters(folder), record, metrics, pictures, release)
-
-
-def card_of(
-    name: str, config: dict, parameters: int, record: dict, metrics: dict, pictures: dict, release: dict | None = None
-) -> str:
-    """
-    As `render_card`, from the contents of the files.
-
-    Args:
-        config: the content of config.json.
-        parameters: the number of weights.
-        record: the content of run_config.json; empty if there is no such file.
-        metrics: the content of metrics.json; empty if there is no such file.
-        pictures: the caption of each picture, by its file.
-        release: the content of release.json of a released model; None or empty if there is no such file.
-    """
+    name, parameters = name or folder.resolve().name, parameters or count_parameters(folder)
+    pictures = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
     # A model that was exported without the head that it was fine-tuned with has the card of an encoder.
-    is_tuned = "finetune" in record and head_of(config) == record["auto_class"].removeprefix("AutoModel")
+    head = re.sub("^.*?(?=For|Model$)", "", config["architectures"][0])  # `ForMaskedLM` of `BertForMaskedLM`
+    is_tuned = "finetune" in record and head == record["auto_class"].removeprefix("AutoModel")
     run = record.get("finetune" if is_tuned else "run", {})
-    data, base = (record.get("data", {}) if run else {}), record.get("base_model", {})
+    data, recipe = (record.get("data", {}) if run else {}), release.get("recipe", {})
+    start = record["base_model"]["name"] if is_tuned else run.get("init_from")
+    is_local = start in (read["name"] for read in record.get("fingerprints", []))
+    base_model = None if is_local or run.get("from_scratch") else start
     task, language = PAIR_TASKS.get(run.get("objective")), run.get("language")
-    is_local = run.get("init_from") in (path["name"] for path in record.get("fingerprints", []))
-    base_model = None if is_local else run.get("init_from")
-    if is_tuned:
-        base_model = base["name"] if base["revision"] and not run.get("from_scratch") else None
-    pipeline_tag = PIPELINE_TAGS.get(head_of(config))
-    recipe, examples = (release or {}).get("recipe", {}), metrics.get("predictions", [])
-    chosen = recipe.get("prompts", [])  # else those of whose first guess the model is surest
-    shown = [example for prompt in chosen for example in examples if example["text"] == prompt]
-    shown = shown or sorted(examples, key=lambda example: -example["output"][0]["score"])[:EXAMPLES]
-    examples = [{**example, "output": example["output"][:GUESSES]} for example in shown]
-    is_ours = config["model_type"] == "d2l-bert"
-    kind = "bert" if is_ours else config["model_type"]
+    pipeline_tag, known = PIPELINE_TAGS.get(head), metrics.get("predictions", [])
+    examples = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
+    # without texts that were chosen, those of whose first guess the model is surest
+    examples = examples or sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
+    is_ours, kind = config["model_type"] == "d2l-bert", config["model_type"].removeprefix("d2l-")
     tags = ["d2l-bert", kind, pipeline_tag, "fine-tuned" if is_tuned else None, task and task.name.replace(" ", "-")]
     card_data = ModelCardData(
         language=language and language.partition("-")[0],
@@ -144,9 +122,9 @@ def card_of(
         record=record,
         run=run,
         data=data,
-        base=base,
+        start=start and (cell(start) if is_local else f"[{cell(start)}](https://huggingface.co/{start})"),
         metrics=metrics,
-        pictures=pictures,
+        pictures={file: caption for file, caption in pictures.items() if (folder / file).is_file()},
         release=release,
         recipe=recipe,
         task=task,
@@ -154,7 +132,7 @@ def card_of(
         examples=examples,
         prompt=min((example["text"] for example in examples), key=len, default="Paris is the [MASK] of France."),
         pipeline_tag=pipeline_tag,
-        auto_class=auto_class(config),
+        auto_class="AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}",
     )
 
 
@@ -168,10 +146,10 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
         pipeline_tag: the Hub's task of the model.
     """
     data, results = record.get("data", {}), []
-    on_hub, validation = data.get("hub_datasets", []), data.get("validation")
+    hub_datasets, validation = data.get("hub_datasets", []), data.get("validation")
     corpus, part = (validation or data).get("corpus_name"), "validation text" if validation else "held-out documents"
     measured_on = {"eval": f"{corpus}, {part}" if corpus else None} | {  # by the first word of a figure's key
-        split: on_hub[0] if on_hub and not record["finetune"].get(f"{split}_file") else table["name"]
+        split: hub_datasets[0] if hub_datasets and not record["finetune"].get(f"{split}_file") else table["name"]
         for split, table in data.get("splits", {}).items()
     }
     for metric in figures.reported_metrics(metrics):
@@ -179,11 +157,12 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
         name = metric.text or measured_on.get(split)
         if metric.task and name and math.isfinite(metrics[metric.key]):
             invented = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-") or "text"
+            on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if name in hub_datasets else None
             results.append(
                 EvalResult(
                     task_type=metric.task[0] or pipeline_tag,
                     task_name=metric.task[1],
-                    dataset_type=metric.hub_dataset or (name if name in on_hub else invented),
+                    dataset_type=on_hub or invented,
                     dataset_name=name,
                     # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
                     dataset_split="evaluation" if metric.text else split if "splits" in data else None,
@@ -263,17 +242,6 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     card = ModelCard(render_card(folder, name))
     card.data.license = license or card.data.license
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")
-
-
-def auto_class(config: dict) -> str:
-    """The name of the Auto class that loads the model for its usual task, such as `AutoModelForMaskedLM`."""
-    head = head_of(config)
-    return "AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}"
-
-
-def head_of(config: dict) -> str:
-    """The end of a model's class, without the kind of encoder: `ForMaskedLM` of `BertForMaskedLM`, or `Model`."""
-    return re.sub("^.*?(?=For|Model$)", "", config["architectures"][0])
 
 
 def count_parameters(folder: Path) -> int:

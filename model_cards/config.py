@@ -38,9 +38,6 @@ class PublishConfig(Options):
     )
     create_pr: bool = option(False, "send the model as a pull request; not together with public", HUB, common=True)
     commit_message: str | None = option(None, "message of the commit", HUB, metavar="TEXT", common=True)
-    changed_code: bool = option(
-        False, "publish the folder's code although it differs from the installed package's", HUB, common=True
-    )
     dry_run: bool = option(
         False, "check everything and list the files to send, with sizes, but send nothing", HUB, common=True
     )
@@ -75,5 +72,7 @@ def check_license(identifier: str) -> None:
     """Raise `UserError` if the Hub does not have this licence identifier."""
     if identifier not in LICENSES:
         near = difflib.get_close_matches(identifier.lower().replace(" ", "-"), LICENSES, n=1)
-        page = "one of https://huggingface.co/docs/hub/repositories-licenses"
-        raise UserError(f"license {identifier!r} is not one that the Hub knows; write {near[0] if near else page}")
+        raise UserError(
+            f"license {identifier!r} is not one that the Hub knows; write "
+            f"{near[0] if near else 'one of https://huggingface.co/docs/hub/repositories-licenses'}"
+        )

@@ -10,8 +10,9 @@ from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.figures import BLIMP, BLIMP_PHENOMENON, evaluated_metrics
 
 
-# What EVALUATION.md renders; every card that is written has it, with or without figures.
-SECTION = r"<!-- figures of d2l-bert evaluate -->.*?<!-- end of the figures of d2l-bert evaluate -->"
+# What EVALUATION.md renders, and where a card that has no such section gets it: before its limits, or at its end.
+SECTION = r"<!-- figures of d2l-bert evaluate -->.*?<!-- end of the figures -->\s*"
+PLACE = r"^(?=## Limits)|\Z"
 
 
 def check_updatable(name: str) -> None:
@@ -27,14 +28,16 @@ def check_updatable(name: str) -> None:
     """
     folder = Path(name)
     kind, has_card = folders.read_json(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
-    cases = {
-        "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
-        "cannot be written; leave update_card out, or allow writing there": not os.access(folder, os.W_OK),
-        f"has no {cards.CARD_FILE}, and d2l-bert has none for a {kind} model; write one, or leave update_card out": (
-            not has_card and kind not in ("d2l-bert", "bert")
-        ),
-    }
-    refuse_first(cases, f"update_card: {name} ")
+    refuse_first(
+        {
+            "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
+            "cannot be written; leave update_card out, or allow writing there": not os.access(folder, os.W_OK),
+            f"has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave update_card out": (
+                not has_card and kind not in ("d2l-bert", "bert")
+            ),
+        },
+        f"update_card: {name} ",
+    )
     folders.read_json(folder / cards.METRICS_FILE)
     cards.read_card(folder)
 
@@ -55,34 +58,11 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         UserError: the card cannot be read, or the folder cannot be written.
     """
     before = folders.read_json(folder / cards.METRICS_FILE)
-    metrics = _replaced(before, text, figures, blimp)
-    names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
-    section = cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics).strip()
-    with writing(folder):
-        folders.write_json(folder / cards.METRICS_FILE, metrics)
-        card = cards.read_card(folder)
-        found = cards.eval_results(metrics, folders.read_json(folder / cards.RUN_FILE), None)
-        kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-        card.data.eval_results = kept + [result for result in found if result.metric_name in names]
-        card.data.model_name = card.data.model_name or folder.resolve().name
-        body, count = re.subn(SECTION, lambda _: section, card.text, count=1, flags=re.DOTALL)
-        card.text = body if count else f"{body.rstrip()}\n\n{section}\n"
-        with folders.atomic_file(folder / cards.CARD_FILE) as partial:
-            partial.write_text(card.content, encoding="utf-8")
-
-
-def _replaced(metrics, text, figures, blimp):
-    """The content of metrics.json with the figures of an evaluation in place of earlier ones of the same."""
-    kept = {
-        key: value
-        for key, value in metrics.items()
-        if not (figures is not None and key.startswith(f"eval/{text}/") and "/" not in key[len(f"eval/{text}/") :])
-        and not (blimp is not None and key.startswith("eval_blimp_"))
-    }
-    if figures is not None:
-        kept |= {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+    earlier = rf"eval/{re.escape(text or '')}/\w+" + (r"|eval_blimp_.*" if blimp is not None else "")
+    metrics = {key: value for key, value in before.items() if not re.fullmatch(earlier, key, re.DOTALL)}
+    metrics |= {f"eval/{text}/{name}": value for name, value in (figures or {}).items() if value is not None}
     if blimp is not None:
-        kept |= {
+        metrics |= {
             BLIMP: blimp["accuracy"],
             "eval_blimp_standard_error": blimp["standard_error"],
             "eval_blimp_paradigms": blimp["paradigm_count"],
@@ -90,4 +70,16 @@ def _replaced(metrics, text, figures, blimp):
             "eval_blimp_score": blimp["score"],
             **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
         }
-    return kept
+    names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
+    section = cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics)
+    with writing(folder):
+        folders.write_json(folder / cards.METRICS_FILE, metrics)
+        card = cards.read_card(folder)
+        kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
+        found = cards.eval_results(metrics, folders.read_json(folder / cards.RUN_FILE), None)
+        card.data.eval_results = kept + [result for result in found if result.metric_name in names]
+        card.data.model_name = card.data.model_name or folder.resolve().name
+        place = SECTION if re.search(SECTION, card.text, re.DOTALL) else PLACE
+        card.text = re.sub(place, lambda _: section, card.text, count=1, flags=re.DOTALL | re.MULTILINE)
+        with folders.atomic_file(folder / cards.CARD_FILE) as partial:
+            partial.write_text(card.content, encoding="utf-8")

@@ -65,7 +65,6 @@ class ReportedMetric(NamedTuple):
             ("", None) for the task that a model was fine-tuned for.
         text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; "" for a figure of
             models that were fine-tuned from this one; else None.
-        hub_dataset: the id of this data set on the Hub, if it is there.
     """
 
     name: str
@@ -74,7 +73,6 @@ class ReportedMetric(NamedTuple):
     metric_type: str
     task: tuple[str, str | None] | None = None
     text: str | None = None
-    hub_dataset: str | None = None
 
 
 MLM = ("fill-mask", "Masked language modeling")
@@ -120,26 +118,43 @@ def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
     """As `reported_metrics`, but only the figures that were measured after the run."""
     found = []
     for key in metrics:
-        match = OF_A_TEXT.fullmatch(key)
-        if match and match["figure"] in ON_A_TEXT:
-            metric = ON_A_TEXT[match["figure"]]
-            found.append(metric._replace(name=f"{metric.name} on {match['text']}", key=key, text=match["text"]))
-    if BLIMP in metrics:
-        paradigms = metrics.get("eval_blimp_paradigms")
-        of = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
-        task = ("text-classification", "Minimal pairs")
-        found.append(ReportedMetric("BLiMP accuracy", BLIMP, "%", "accuracy", task, of, "nyu-mll/blimp"))
-    for key in metrics:
-        if (match := FINETUNED.fullmatch(key)) and match["figure"] in METRICS:
-            metric_type, unit = METRICS[match["figure"]]
-            name = f"{match['task']}: {match['split']} {match['figure'].replace('_', ' ')}"
+        on_text, tuned = OF_A_TEXT.fullmatch(key), FINETUNED.fullmatch(key)
+        if on_text and on_text["figure"] in ON_A_TEXT:
+            metric = ON_A_TEXT[on_text["figure"]]
+            found.append(metric._replace(name=f"{metric.name} on {on_text['text']}", key=key, text=on_text["text"]))
+        elif key == BLIMP:
+            paradigms = metrics.get("eval_blimp_paradigms")
+            of = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
+            task = ("text-classification", "Minimal pairs")
+            found.append(ReportedMetric("BLiMP accuracy", BLIMP, "%", "accuracy", task, of))
+        elif tuned and tuned["figure"] in METRICS:
+            metric_type, unit = METRICS[tuned["figure"]]
+            name = f"{tuned['task']}: {tuned['split']} {tuned['figure'].replace('_', ' ')}"
             found.append(ReportedMetric(name, key, unit, metric_type, text=""))
     return found
 
 
 def has_collapsed(metrics: dict) -> bool:
     """Whether a run's encoder gives every token nearly the same vector, by `metrics`, the content of metrics.json."""
-    return metrics.get("eval_token_cosine", 0) > COLLAPSED
+    return metrics.get("token_cosine", 0) > COLLAPSED
+
+
+def of_knowing_nothing(metrics: dict) -> dict[str, float]:
+    """
+    What a model scores that reads no text and knows how frequent tokens or labels are: by the keys of own figures.
+
+    Args:
+        metrics: the content of metrics.json; its `eval_token_entropy` is the MLM loss of such a model.
+    """
+    entropy = metrics.get("eval_token_entropy")
+    found = {
+        f"{split}_{name}": value
+        for split, known in metrics.get("know_nothing", {}).items()
+        for name, value in (known or {"figures": {}})["figures"].items()
+    }
+    for task in PAIR_TASKS:
+        found |= {f"eval_{task}_loss": math.log(2), f"eval_{task}_accuracy": 0.5}
+    return found | ({"eval_mlm_loss": entropy, "eval_perplexity": math.exp(entropy)} if entropy else {})
 
 
 def formatted(value: float, unit: str) -> str:
@@ -154,39 +169,17 @@ def shown_metric(name: str, value: float) -> str:
 
 def no_better(metrics: dict, split: str) -> str:
     """
-    A sentence that compares the accuracy on a split with that of always predicting the most frequent class.
+    A sentence with the figures of a prediction that reads no text, and whether the model on a split is better.
 
     Args:
         metrics: the content of metrics.json.
 
     Returns:
-        "" for a task without classes.
+        "" for a task without such a prediction.
     """
-    share = metrics.get("most_frequent_class", {}).get(split)
-    if share is None:
+    known = metrics.get("know_nothing", {}).get(split)
+    if not known:
         return ""
-    beaten = "" if metrics[f"{split}_accuracy"] > share else "; the model does no better"
-    return f"always the most frequent class: accuracy {shown_metric('accuracy', share)}{beaten}"
-
-
-def comparisons(metrics: dict) -> list[dict]:
-    """
-    The figures of models that were fine-tuned from a released one, beside those of the same architecture from scratch.
-
-    Returns:
-        For each figure: `metric` (a `ReportedMetric`), `seeds`, `of_both` (mean and standard deviation of the
-        fine-tuned and of the others; no deviation for one seed), and `errors`, the difference in standard errors; None
-        where deviations say nothing of it: for one seed, and where all seeds are equal.
-    """
-    found = []
-    for metric in evaluated_metrics(metrics):
-        if match := FINETUNED.fullmatch(metric.key):
-            of_both = [
-                (metrics[metric.key + ending], metrics.get(metric.key + ending + FINETUNED_SD))
-                for ending in ("", FROM_SCRATCH)
-            ]
-            seeds = metrics[f"finetune/{match['task']}/seeds"]
-            error = math.sqrt(sum((sd or 0) ** 2 for _, sd in of_both) / seeds)
-            errors = (of_both[0][0] - of_both[1][0]) / error if error else None
-            found.append({"metric": metric, "seeds": seeds, "of_both": of_both, "errors": errors})
-    return found
+    shown = [f"{name.replace('_', ' ')} {shown_metric(name, value)}" for name, value in known["figures"].items()]
+    beaten = "" if known["is_beaten"] else "; the model does no better"
+    return f"{known['prediction']}: {', '.join(shown)}{beaten}"

@@ -14,7 +14,7 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     """
     Draw the rows of a training log into a PNG: a panel for each loss, and a panel for the held-out accuracies.
 
-    Skipped steps have red marks. Changes of sequence length or batch size have a dashed line with a label.
+    Where the sequence length or the batch size changes, there is a dashed line.
     """
     from matplotlib.figure import Figure
 
@@ -22,39 +22,27 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     rows = sorted(rows, key=lambda row: row["step"])
     train = [row for row in rows if "learning_rate" in row]
     held_out = [row for row in rows if "eval_mlm_loss" in row]
-    skipped = [row["step"] for row in train if "skipped_steps" in row]
     # The axis counts finished steps. A stage whose first step is n begins when n - 1 steps are finished.
-    stages = {row["step"] - 1: row["label"] for row in rows if row.get("event") == "stage"}
-    losses = [("mlm", "masked language model", "masked tokens")]
-    if task := pair_task(name for row in rows for name in row):
-        losses.append((task.key, task.name, task.name.removesuffix(" prediction")))
+    stages = [row["step"] - 1 for row in rows if row.get("event") == "stage"]
+    task = pair_task(name for row in rows for name in row)
+    losses = {"mlm": "masked language model"} | ({task.key: task.name} if task else {})
     figure = Figure(figsize=(11 / 3 * (len(losses) + 1), 4), layout="constrained")
-    panels = figure.subplots(1, len(losses) + 1)
-    *loss_panels, accuracies = panels
-    for panel, (task_key, name, examples) in zip(loss_panels, losses, strict=True):
-        key = f"{task_key}_loss"
+    *loss_panels, accuracies = panels = figure.subplots(1, len(losses) + 1)
+    for panel, (key, name) in zip(loss_panels, losses.items(), strict=True):
+        measured_at = [row["step"] for row in held_out]
         # NaN leaves a gap in the line where a row has no loss.
-        panel.plot([r["step"] for r in train], [r.get(key, math.nan) for r in train], color="0.7", label="training")
-        panel.plot([r["step"] for r in held_out], [r[f"eval_{key}"] for r in held_out], "o-", label="held out")
-        if skipped:
-            # The x axis transform has y from 0 at the bottom of the panel to 1 at the top.
-            panel.plot(
-                skipped, [0.02] * len(skipped), "r^", transform=panel.get_xaxis_transform(), label="steps left out"
-            )
+        trained = [row.get(f"{key}_loss", math.nan) for row in train]
+        panel.plot([row["step"] for row in train], trained, color="0.7", label="training")
+        panel.plot(measured_at, [row[f"eval_{key}_loss"] for row in held_out], "o-", label="held out")
         panel.set_title(f"{name}: loss (nats)", fontsize=10)
-        percentages = [100 * r[f"eval_{task_key}_accuracy"] for r in held_out]
-        accuracies.plot([r["step"] for r in held_out], percentages, "o-", label=examples)
-        if held_out and (one_segment := held_out[-1].get(f"eval_{task_key}_one_segment_accuracy")):
-            accuracies.axhline(100 * one_segment, linestyle=":", color="0.5", label="one segment alone")
-    for panel in loss_panels[1:]:
-        panel.axhline(0.6931, linestyle=":", color="0.5", label="chance (ln 2)")
+        if key != "mlm":
+            panel.axhline(math.log(2), linestyle=":", color="0.5", label="chance (ln 2)")
+        accuracies.plot(measured_at, [100 * row[f"eval_{key}_accuracy"] for row in held_out], "o-", label=name)
     accuracies.set_title("held-out accuracy (%)", fontsize=10)
     accuracies.set_ylim(0, 100)
     for panel in panels:
-        for step, label in stages.items():
+        for step in stages:
             panel.axvline(step, color="0.4", linestyle="--", linewidth=0.8)
-            place = {"rotation": 90, "va": "top", "ha": "right", "transform": panel.get_xaxis_transform()}
-            panel.text(step, 0.98, label, fontsize=7, color="0.3", **place)
         panel.legend(facecolor="white", edgecolor="none")  # opaque, so that the dashed lines do not cross the text
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
@@ -71,11 +59,11 @@ def draw_bars(
     names: Sequence[str],
     title: str,
     path: Path,
-    errors: np.ndarray | None = None,
-    chance: float | None = None,
-):
+    errors: np.ndarray,
+    chance: float,
+) -> None:
     """
-    Draw horizontal bars of shares; returns the figure.
+    Draw horizontal bars of shares into a PNG.
 
     Args:
         groups: for each group its name, and the figures from 0 to 1, one for each of `names`.
@@ -86,17 +74,15 @@ def draw_bars(
     values, height = np.array([figures for _, figures in groups]), 0.8 / len(names)
     for number, name in enumerate(names):
         places = np.arange(len(groups)) + (number - (len(names) - 1) / 2) * height
-        error = None if errors is None else errors[:, number]
-        bars = panel.barh(places, values[:, number], 0.92 * height, label=name, xerr=error, error_kw={"lw": 1})
+        how = {"xerr": errors[:, number], "error_kw": {"lw": 1}, "label": name}
+        bars = panel.barh(places, values[:, number], 0.92 * height, **how)
         panel.bar_label(bars, [f"{value:.1%}" for value in values[:, number]], fontsize=7, padding=2)
-    if chance is not None:
-        panel.axvline(chance, color="0.2", linestyle="--", linewidth=1, label=f"chance ({chance:.0%})", zorder=0)
+    panel.axvline(chance, color="0.2", linestyle="--", linewidth=1, label=f"chance ({chance:.0%})", zorder=0)
     panel.set_yticks(range(len(groups)), [name for name, _ in groups])
     panel.invert_yaxis()
     panel.set_xlim(0, 1.12)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
-    return figure
 
 
 def one_panel(size: tuple[float, float], title: str):

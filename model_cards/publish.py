@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -14,23 +13,19 @@ from huggingface_hub import (
     CommitOperationDelete,
     HfApi,
     ModelCard,
-    ModelInfo,
     constants,
     errors,
     utils,
 )
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, explained
+from d2l_bert.messages import UserError, explained, report
 from d2l_bert.model_cards import card as cards
-from d2l_bert.model_cards.checks import WRITTEN, check_folder, published_files
+from d2l_bert.model_cards import checks
 from d2l_bert.model_cards.config import PublishConfig
 
 
-logger = logging.getLogger(__name__)
-
-
-AGAIN = "files that have arrived are kept: run the same command again to complete the upload"
+AGAIN = "what has arrived is kept: when that is put right, the same command completes the upload"
 
 
 def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
@@ -43,7 +38,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         repo_id: `owner/name`, or `name` for a repository of the token's account.
 
     Returns:
-        A message for the user: the page's address and the revision; on a dry run, the files to send.
+        A message for the user: the page's address and the revision. A dry run reports the files to send before.
 
     Raises:
         UserError: the folder fails a check, or the options contradict each other: then nothing was sent. Or the Hub
@@ -51,24 +46,30 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
     config.check()
     check_repo_id(repo_id)
-    check_folder(folder, config.changed_code, config.license)
-    files = outgoing(folder, config.license)
-    if not config.dry_run:
-        return send(folder, repo_id, config, tag_of(files))
-    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
-    stays = sorted({path.name for path in folder.iterdir()} - {name.partition("/")[0] for name in files})
-    lines = [
-        *(f"  {size:>13,} bytes  {name}" for name, size in sizes.items()),
-        f"  {sum(sizes.values()):>13,} bytes in {len(sizes)} files would be sent; nothing was",
-        f"stays here: {', '.join(stays) or 'nothing'}",
-    ]
-    return "\n".join(lines)
+    checks.check_model(folder)
+    # A card, written from the files of a run or compared with them, raises these if their entries have other types.
+    way_out = f"put back what the run wrote into {cards.RUN_FILE} and {cards.METRICS_FILE}"
+    with explained(f"{folder}: cannot be published", way_out, AttributeError, LookupError, TypeError):
+        files = outgoing(folder, config.license)
+        if config.dry_run:  # before the card is checked: it may lack no more than a licence
+            report_files(folder, files)
+        checks.check_card(folder, config.license)
+    return "nothing was sent" if config.dry_run else send(files, repo_id, config, tag_of(files))
 
 
 def check_repo_id(repo_id: str) -> None:
     """Raise `UserError` if the Hub does not allow the name of the repository."""
     with explained(f"{repo_id!r} cannot be a repository", "", ValueError):
         utils.validate_repo_id(repo_id)
+
+
+def report_files(folder: Path, files: dict[str, Path | bytes]) -> None:
+    """Report the files to send, with sizes, and what else is in the folder."""
+    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    stays = sorted({path.name for path in folder.iterdir()} - {name.partition("/")[0] for name in files})
+    lines = [f"  {size:>13,} bytes  {name}" for name, size in sizes.items()]
+    lines += [f"  {sum(sizes.values()):>13,} bytes in all", f"stays here: {', '.join(stays) or 'nothing'}"]
+    report.info("\n".join(lines))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,8 +83,8 @@ def outgoing(folder: Path, license: str | None) -> dict[str, Path | bytes]:
     Args:
         license: replaces the licence in the card.
     """
-    card = cards.read_card(folder, license).content.encode()
-    return dict(sorted({**published_files(folder), cards.CARD_FILE: card}.items()))
+    files = {**checks.published_files(folder), cards.CARD_FILE: cards.read_card(folder, license).content.encode()}
+    return dict(sorted(files.items()))
 
 
 def tag_of(files: dict[str, Path | bytes]) -> str:
@@ -95,7 +96,7 @@ def tag_of(files: dict[str, Path | bytes]) -> str:
     return f"model-{folders.short_hash(hashes)[:12]}"
 
 
-def send(folder: Path, repo_id: str, config: PublishConfig, tag: str | None = None) -> str:
+def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, tag: str | None = None) -> str:
     """
     Create the repository if it does not exist, send the files in one commit, and tag the commit.
 
@@ -103,7 +104,7 @@ def send(folder: Path, repo_id: str, config: PublishConfig, tag: str | None = No
     public in the last request.
 
     Args:
-        folder: a folder that was checked.
+        files: from `outgoing`, of a folder that was checked.
         tag: the tag of the commit; a pull request has none.
 
     Returns:
@@ -113,17 +114,17 @@ def send(folder: Path, repo_id: str, config: PublishConfig, tag: str | None = No
         UserError: the Hub cannot be reached, or refuses a request.
     """
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
-    files, revision = outgoing(folder, config.license), config.revision if config.create_pr else tag or config.revision
+    revision = config.revision if config.create_pr else tag or config.revision
     with hub_errors(repo_id):
-        repository = make_repository(api, repo_id, config.public)
+        repository = api.model_info(api.create_repo(repo_id, private=True, exist_ok=True).repo_id)
         repo_id = repository.id
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
-        files[cards.CARD_FILE] = addressed(files[cards.CARD_FILE].decode(), repo_id, revision).encode()
+        files |= {cards.CARD_FILE: addressed(files[cards.CARD_FILE].decode(), repo_id, revision).encode()}
         add = [CommitOperationAdd(name, str(file) if isinstance(file, Path) else file) for name, file in files.items()]
         there = {file.rfilename for file in api.model_info(repo_id, revision=config.revision).siblings or []}
         # Files of an earlier commit of this package would stand beside weights that they do not belong to.
-        old = [name for name in there - files.keys() if any(fnmatchcase(name, each) for each in WRITTEN)]
+        old = [name for name in there - files.keys() if any(fnmatchcase(name, each) for each in checks.WRITTEN)]
         commit = api.create_commit(
             repo_id,
             [*add, *(CommitOperationDelete(name) for name in old)],
@@ -152,37 +153,17 @@ def addressed(content: str, repo_id: str, revision: str | None) -> str:
     Args:
         revision: the tag or branch to name in the examples; None for none.
     """
-    card = ModelCard(content)
+    card, pin = ModelCard(content), f', revision="{revision}"' if revision else ""
     if card.data.model_name is None:
         return content
-    pin = f', revision="{revision}"' if revision else ""
 
     def loading(call):
-        start, code = call.groups(default="")
-        return f'{start}"{repo_id}"{pin if code else ""}{code}'
+        return f'{call[1]}"{repo_id}"{pin + call[2] if call[2] else ""}'
 
     starts, name = r"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", )", re.escape(cards.quoted(card.data.model_name))
     card.text = re.sub(rf'{starts}{name}(?:, revision="[^"]*")?(, trust_remote_code=True)?', loading, card.text)
     card.data.model_name = repo_id
     return card.content
-
-
-def make_repository(api: HfApi, repo_id: str, public: bool) -> ModelInfo:
-    """
-    Create a private repository, unless it exists; returns what the Hub knows of it, `owner/name` as `id`.
-
-    Args:
-        repo_id: `owner/name`, or `name` for a repository of the token's account.
-        public: whether it will be made public: a warning then says that everybody will see its earlier commits.
-    """
-    api.whoami()  # without a token, this says so at once
-    there = api.model_info(api.create_repo(repo_id, private=True, exist_ok=True).repo_id)
-    if public and there.private and len(there.siblings or []) > 1:  # a new repository has one file, .gitattributes
-        logger.warning(
-            f"{there.id} is private: it is made public when the model is there, and then everybody can see the "
-            f"earlier commits"
-        )
-    return there
 
 
 @contextlib.contextmanager
@@ -191,25 +172,18 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
     Raise errors of the Hub, the network or the Hub's client as `UserError`, in one line with the way out.
 
     Args:
-        again: the way out for errors after which the same request may succeed.
+        again: the way out, unless a token is missing or wrong.
     """
-    verbosity = utils.logging.get_verbosity()
-    utils.logging.set_verbosity_error()  # the client's warnings about repeated requests show signed addresses
     try:
         yield
     except (OSError, errors.HTTPError, ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and error.__cause__ is None:
-            raise
         # A failed upload is a RuntimeError whose cause is the reason.
-        error = error.__cause__ if isinstance(error, RuntimeError) else error
-        said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        said = f"{status}: {said}" if status else said
-        why = f"{constants.ENDPOINT} cannot be reached, or failed ({said}); {again}"
-        if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
-            why = f"no token, or not the right one ({said}); log in with `hf auth login`, or set HF_TOKEN"
-        elif isinstance(error, ValueError) or (status and status < 500 and status not in (408, 412, 429)):
-            why = f"{constants.ENDPOINT} refuses, or is no Hub ({said})"
-        raise UserError(f"{repo_id}: {why}") from None
-    finally:
-        utils.logging.set_verbosity(verbosity)
+        reason = error.__cause__ if isinstance(error, RuntimeError) else error
+        if reason is None:
+            raise
+        status = getattr(getattr(reason, "response", None), "status_code", "")
+        said = f"{status} {getattr(reason, 'server_message', None) or str(reason) or type(reason).__name__}"
+        if isinstance(reason, errors.LocalTokenNotFoundError) or status in (401, 403):
+            again = "log in with `hf auth login`, or set HF_TOKEN: no token, or not the right one"
+        said = " ".join(said.split())
+        raise UserError(f"{repo_id}: {constants.ENDPOINT} refuses, or cannot be reached ({said}); {again}") from None

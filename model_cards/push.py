@@ -12,23 +12,22 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError
+from d2l_bert.messages import UserError, explained
 from d2l_bert.model_cards import card, checks, config, publish
 
 
 logger = logging.getLogger(__name__)
 
 
-def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) -> None:
+def check_push(repo_id: str, license: str | None, dry_run: bool) -> None:
     """
     Check at the start of a run that the model can be published at the end: name, licence, token, right to write.
 
     To check the right to write, the repository is created now, except on a dry run. The repository is private until
-    `Pusher.finish` has sent the finished model, whatever `private` says.
+    `Pusher.finish` has sent the finished model.
 
     Args:
         license: the licence for the model's card.
-        private: whether the repository stays private after the run.
 
     Raises:
         UserError: the model could not be published.
@@ -36,12 +35,10 @@ def check_push(repo_id: str, license: str | None, private: bool, dry_run: bool) 
     publish.check_repo_id(repo_id)
     if license is None:
         raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
-    config.check_license(license)
     with publish.hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
-        if dry_run:
-            HfApi().whoami()
-        else:
-            publish.make_repository(HfApi(), repo_id, not private)
+        HfApi().whoami()
+        if not dry_run:
+            HfApi().create_repo(repo_id, private=True, exist_ok=True)
 
 
 class Pusher:
@@ -68,54 +65,42 @@ class Pusher:
         # A daemon, so that a run that stops does not wait for uploads.
         threading.Thread(target=self._work, daemon=True).start()
 
-    def saved(self, checkpoint: Path, step: int) -> None:
-        """Send the checkpoint that was written after `step` optimizer steps, as the strategy says; returns at once."""
-        if self.strategy == "end":
-            return
-        if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:
-            logger.warning(
-                f"{self.repo_id}: {checkpoint.name} is not sent, as an earlier checkpoint is still being sent"
-            )
-            return
-        branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, checkpoint.name)
-        self._send(checkpoint, branch, {"checkpoint_step": step})
-
-    def saved_by_words(self, saved: list[Path]) -> None:
+    def saved(self, folder: Path) -> None:
         """
-        Send models that were saved by the number of words seen, each to a branch of its name; returns at once.
+        Send a checkpoint as the strategy says; returns at once.
 
-        They are sent with every strategy. A model that is on its branch already is not sent again.
-
-        Args:
-            saved: folders with a `words_seen.json`, from `training.checkpoint`.
+        A model that was saved by the number of words seen (it has a `words_seen.json`) is sent with every strategy, to
+        a branch of its name. If it is on its branch already, it is not sent again.
         """
-        for folder in saved:
-            reached = folders.read_json(folder / "words_seen.json")
-            entries = {"checkpoint_step": reached["step"], "checkpoint_words": reached["words"]}
-            self._send(folder, folder.name, entries)
-
-    def _send(self, checkpoint, branch, entries):
-        """
-        Copy a folder, and queue the copy for the background thread: the folder may be deleted before it is sent.
-
-        `entries` are added to the record of the run.
-        """
-        with self._only_warned(checkpoint.name):
-            staged = tempfile.TemporaryDirectory(prefix=card.STAGED, dir=self.folder)
+        reached, branch = folders.read_json(folder / "words_seen.json"), folder.name
+        if not reached:
+            if self.strategy == "end":
+                return
+            if self.strategy != "all_checkpoints" and self.waiting.unfinished_tasks:
+                logger.warning(f"{self.repo_id}: {folder.name} is not sent, as an earlier one is still being sent")
+                return
+            branch = {"every_save": None, "checkpoint": "last-checkpoint"}.get(self.strategy, folder.name)
+            reached = {"step": int(folder.name.removeprefix("checkpoint-")), "words": None}
+        with self._only_warned(folder.name):  # a copy, as the run may delete the checkpoint before it is sent
+            staged = tempfile.TemporaryDirectory()
             copy = Path(staged.name)
-            for path in checks.published_files(checkpoint).values():
+            for path in checks.published_files(folder).values():
                 shutil.copyfile(path, copy / path.name)
+            entries = {f"checkpoint_{name}": reached[name] for name in ("step", "words")}
             folders.write_json(copy / card.RUN_FILE, {**self.record, **entries})
-            content = card.render_card(copy, self.folder.resolve().name)
-            (copy / card.CARD_FILE).write_text(content, encoding="utf-8")
-            self.waiting.put((staged, branch, checkpoint.name))
+            (copy / card.CARD_FILE).write_text(card.render_card(copy, self.folder.resolve().name), encoding="utf-8")
+            self.waiting.put((staged, branch, folder.name))
 
     def _work(self):
-        """The background thread: send the waiting checkpoints, until None arrives."""
+        """The background thread: send the waiting copies, until None arrives."""
         for staged, branch, name in iter(self.waiting.get, None):
-            with self._only_warned(name), staged as folder:
-                checks.check_paths(Path(folder))
-                publish.send(Path(folder), self.repo_id, config.PublishConfig(revision=branch, commit_message=name))
+            with self._only_warned(name), staged as copy:
+                checks.check_paths(Path(copy))
+                publish.send(
+                    publish.outgoing(Path(copy), None),
+                    self.repo_id,
+                    config.PublishConfig(revision=branch, commit_message=name),
+                )
             self.waiting.task_done()
 
     @contextlib.contextmanager
@@ -124,8 +109,10 @@ class Pusher:
         try:
             yield
         except Exception as error:
-            is_bug = not isinstance(error, (UserError, OSError))
-            logger.warning(f"{self.repo_id}: {name} was not sent: {error}", exc_info=error if is_bug else None)
+            logger.warning(
+                f"{self.repo_id}: {name} was not sent: {error}",
+                exc_info=not isinstance(error, (UserError, OSError)),
+            )
 
     def finish(self) -> str:
         """
@@ -139,13 +126,6 @@ class Pusher:
         """
         self.waiting.join()
         self.waiting.put(None)  # ends the thread
-        public = ["--public"] if self.public else []
-        command = shlex.join(["d2l-bert", "publish", str(self.folder), self.repo_id, *public])
-        try:
+        command = ["d2l-bert", "publish", str(self.folder), self.repo_id, *(["--public"] if self.public else [])]
+        with explained(f"the model is complete in {self.folder}, and {shlex.join(command)} sends it", "", UserError):
             return publish.publish(self.folder, self.repo_id, config.PublishConfig(public=self.public))
-        except UserError as error:
-            reason = str(error).removesuffix(f"; {publish.AGAIN}")
-            raise UserError(f"{reason}; the model is complete in {self.folder}: {command}") from None
-        except (KeyboardInterrupt, SystemExit):
-            logger.warning(f"{self.repo_id}: not sent; the model is complete in {self.folder}: {command}")
-            raise

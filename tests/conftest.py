@@ -37,27 +37,27 @@ from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
 
 from d2l_bert.__main__ import main  # noqa: E402
-from d2l_bert.model_cards.pictures import plot_curves  # noqa: E402
-from d2l_bert.training import log, run_folder  # noqa: E402
+from d2l_bert.model_cards import pictures  # noqa: E402
+from d2l_bert.training import log  # noqa: E402
 
 
 # Each run measures the CPU's peak for some tenths of a second; for tests a hundredth does.
 log.matmul_peak = functools.partial(log.matmul_peak, seconds=0.01)
 
 
-_pictures = []
+_drawn, plot_curves = [], pictures.plot_curves
 
 
 def draw_once(rows, path):
     """The picture of this process's first run, for all runs: drawing takes as long as training some of them."""
-    if _pictures:
-        path.write_bytes(_pictures[0])
+    if _drawn:
+        path.write_bytes(_drawn[0])
     else:
         plot_curves(rows, path)
-        _pictures.append(path.read_bytes())
+        _drawn.append(path.read_bytes())
 
 
-run_folder.plot_curves = draw_once
+pictures.plot_curves = draw_once
 
 # A failed assert in these modules shows its values, as one in a test does.
 pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_models")
@@ -205,7 +205,7 @@ def here(hub, monkeypatch):
 
 
 @pytest.fixture
-def fails(capsys, tmp_path):
+def fails(capsys):
     """Run a command that must fail; returns its one line on stderr."""
 
     def run(*arguments):

@@ -1,12 +1,22 @@
-"""A small model with a batch, and its losses and gradients, for tests that compare fast variants."""
+"""A small model with a batch, losses and gradients, and the ways of a GPU: for tests that compare fast variants."""
 
 import conftest
+import pytest
 import torch
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
+from d2l_bert.modeling import modeling_d2l_bert as modeling
 
 
 ROWS, LENGTH, SLOTS = 6, 16, 5
+
+
+every_device = pytest.mark.parametrize("device", ["cpu", "gpu"])
+
+
+def compute_as_on(device, monkeypatch):
+    """From now on the model takes the ways of a device, here on a CPU."""
+    monkeypatch.setattr(modeling, "is_on_cpu", lambda tensor: device == "cpu")
 
 
 def make_model(model_class=D2lBertForPreTraining, dropout=0.0, **changes):

@@ -7,32 +7,25 @@ variables that send them to this Hub:
         subprocess.run([sys.executable, "publish.py"], env=environment(hub, home, "hf_made_up"), check=True)
         assert "README.md" in hub.files("someone/bert")
 
-Models have commits, branches, tags and pull requests. Datasets, Spaces, collections, organizations, gated
-repositories, merges and Xet are missing, and a long list comes in one page. A request for a missing feature is
-answered with 501, which no client retries. The tests cannot prove that the public Hub still gives the same answers.
-
-This file holds the server. `hub_routes.py` answers its requests, with the calls and answers of `hub_answers.py`, the
-repositories of `hub_store.py` and the checks of `hub_cards.py`.
-
-Requires the standard library and PyYAML, which huggingface_hub installs.
+Models have commits, branches, tags and pull requests. All files come in the commit itself: large file storage and Xet
+are missing, and so are datasets, Spaces and merges. A request for a missing feature is answered with 501, which no
+client retries. The tests cannot prove that the public Hub still gives the same answers.
 """
 
+import base64
+import hashlib
+import json
 import os
-import socket
-import socketserver
-import sys
+import re
 import threading
 import traceback
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote
 
-from hub_answers import Answer, Call, Refusal
-from hub_routes import serve
-from hub_store import Repository
+from hub_cards import read_card
 
 
 TOKEN = "hf_made_up_for_someone"
@@ -59,167 +52,318 @@ def environment(hub, home: Path, token: str | None) -> dict:
     return {**kept, **told, **({"HF_TOKEN": token} if token else {})}
 
 
-@dataclass
-class Request:
-    """One request: its path with query, the token it carried, and the status of the answer (None: no answer)."""
+# ---------------------------------------------------------------------------------------------------------------------
+# The store
 
-    method: str
-    path: str
-    token: str | None = None
-    status: int | None = None
+
+@dataclass
+class Commit:
+    sha: str
+    parent: str | None
+    files: dict[str, bytes]
+    title: str
+
+
+@dataclass
+class Repository:
+    id: str
+    private: bool
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)  # full name of a branch, tag or pull request -> commit id
+
+    def ref(self, revision) -> str:
+        """The full name of a branch, tag or pull request; what is none stays as it is."""
+        names = (f"refs/heads/{revision}", f"refs/tags/{revision}")
+        return next((name for name in names if name in self.refs), revision)
+
+    def at(self, revision) -> Commit:
+        sha = self.refs.get(self.ref(revision), revision)
+        if sha not in self.commits:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return self.commits[sha]
+
+    def under(self, prefix) -> dict[str, str]:
+        return {name.removeprefix(prefix): sha for name, sha in self.refs.items() if name.startswith(prefix)}
+
+    def commit(self, ref, parent, files, title) -> str:
+        made = Commit(
+            hashlib.sha1(repr((self.id, len(self.commits), title)).encode()).hexdigest(), parent, files, title
+        )
+        self.commits[made.sha], self.refs[ref] = made, made.sha
+        return made.sha
+
+
+def git_hash(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class LocalHub:
     """The server, and methods that read its store without a request. `users` maps tokens to user names."""
 
     def __init__(self, users: dict[str, str]):
-        self.users = dict(users)
+        self.users = users
         self.requests: list[Request] = []
         # A function of (method, path), called before each request is served. Its result: None to serve the request; a
         # status to answer with; 0 to drop the connection unanswered.
         self.fail: Callable[[str, str], int | None] | None = None
-        self.endpoint = ""
         self.repositories: dict[str, Repository] = {}
-        self.links: dict[str, tuple] = {}
-        self._port = 0
-        self._server: _Server | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self.server = None
+        self.start()
 
     def __enter__(self):
-        return self.start()
+        return self
 
     def __exit__(self, *_):
         self.stop()
 
     def start(self):
         """Start serving: on a free port the first time, later on the same port."""
-        self._server = _Server(self, self._port)
-        self._port = self._server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self._port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
+        self.server = ThreadingHTTPServer(self.server.server_address if self.server else ("127.0.0.1", 0), _Handler)
+        self.server.hub, self.server.daemon_threads = self, True
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):
-        """Stop serving, and close every open connection. The store keeps its contents."""
-        with self._lock:
-            server, self._server = self._server, None
-        if server:
-            server.shutdown()
-            server.server_close()
-            server.close_connections()  # last: a client that waits for its answer may start the Hub again
+        """Stop serving. The store keeps its contents."""
+        self.server.shutdown()
+        self.server.server_close()
 
     def files(self, repo_id, revision="main") -> dict[str, bytes]:
-        with self._lock:
-            return {path: blob.data for path, blob in self.repositories[repo_id].at(revision).files.items()}
+        return self.repositories[repo_id].at(revision).files
 
     def commits(self, repo_id, revision="main") -> list[str]:
         """The commit ids, newest first."""
-        with self._lock:
-            return [commit.sha for commit in self.repositories[repo_id].history(revision)]
+        repository = self.repositories[repo_id]
+        found = [repository.at(revision).sha]
+        while parent := repository.commits[found[-1]].parent:
+            found.append(parent)
+        return found
 
     def tags(self, repo_id) -> dict[str, str]:
-        with self._lock:
-            return self.repositories[repo_id].under("refs/tags/")
+        return self.repositories[repo_id].under("refs/tags/")
 
     def branches(self, repo_id) -> dict[str, str]:
-        with self._lock:
-            return self.repositories[repo_id].under("refs/heads/")
+        return self.repositories[repo_id].under("refs/heads/")
 
     def is_private(self, repo_id) -> bool:
         return self.repositories[repo_id].private
 
-    def answer(self, server, request, headers, body) -> Answer | None:
-        """The answer to a request; None if the connection has to be dropped."""
-        self.requests.append(request)
-        failure = self.fail(request.method, request.path) if self.fail else None
-        if failure == 0:
-            return None
-        if failure is not None:
-            return Refusal(failure, "This request was made to fail.").answer()
-        with self._lock:
-            if server is not self._server:  # the Hub was stopped meanwhile
-                return None
-            try:
-                return serve(self, Call(self, request, headers, body))
-            except Refusal as refusal:
-                return refusal.answer()
-            except Exception:
-                traceback.print_exc()
-                return Refusal(501, traceback.format_exc()).answer()
 
-    def visible(self, call, repo_id) -> Repository:
-        """The repository; refused like a missing one if the caller may not see it."""
-        repository = self.repositories.get(repo_id)
-        if repository and (not repository.private or call.user == repository.owner):
-            return repository
-        if call.user is None:
-            raise Refusal(401, "Invalid username or password.", "RepoNotFound")
-        raise Refusal(404, "Repository not found", "RepoNotFound")
-
-    def link(self, *what) -> str:
-        """An address for uploading one object; it needs no token."""
-        key = uuid.uuid4().hex
-        self.links[key] = what
-        return f"{self.endpoint}/storage/{key}"
-
-
+# ---------------------------------------------------------------------------------------------------------------------
 # HTTP
-class _Server(socketserver.ThreadingTCPServer):
-    """One thread per connection. Keeps a list of the connections, to close those that clients hold open."""
 
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 64
 
-    def __init__(self, hub, port):
-        self.hub = hub
-        self.connections = set()
-        super().__init__(("127.0.0.1", port), _Handler)
+class Refusal(Exception):
+    """An error in the Hub's own words: a status, a message, and the code by which clients tell some errors apart."""
 
-    def process_request(self, request, client_address):
-        self.connections.add(request)
-        super().process_request(request, client_address)
+    def __init__(self, status, message, code="", **body):
+        self.status, self.body = status, {"error": message, **body}
+        self.headers = {"X-Error-Message": message.splitlines()[-1].encode("ascii", "replace").decode()}
+        if code:
+            self.headers["X-Error-Code"] = code
 
-    def shutdown_request(self, request):
-        self.connections.discard(request)
-        super().shutdown_request(request)
 
-    def close_connections(self):
-        for connection in self.connections.copy():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+@dataclass
+class Request:
+    """One request: its path with query, the user whose token it carried, its body, and the status of the answer."""
 
-    def handle_error(self, request, client_address):
-        if not isinstance(sys.exception(), ConnectionError):  # a client may close the connection early
-            super().handle_error(request, client_address)
+    method: str
+    path: str
+    user: str | None = None
+    body: bytes = b""
+    status: int | None = None
+
+    def json(self) -> dict:
+        return json.loads(self.body or b"{}")
+
+    def known(self, owner=None) -> str:
+        """The user's name; refuses a request without a valid token, or of another user than the owner."""
+        if self.user is None:
+            raise Refusal(401, "Invalid username or password.")
+        if owner not in (None, self.user):
+            raise Refusal(403, f'You don\'t have the rights to write under the namespace "{owner}"')
+        return self.user
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1  # an answer is sent in one write
+    """Serves one request of each connection, so that none is open when the Hub stops."""
 
     def _serve(self):
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        request = Request(self.command, self.path, token)
-        if "Transfer-Encoding" in self.headers:
-            self.close_connection = True
-            answer = Refusal(411, "Say how long the body is").answer()
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = self.server.hub.answer(self.server, request, self.headers, body)
-        if answer is None:
-            self.close_connection = True
+        hub, token = self.server.hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
+        request = Request(self.command, self.path, hub.users.get(token))
+        request.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        hub.requests.append(request)
+        status = hub.fail(request.method, request.path) if hub.fail else None
+        if status == 0:
             return
-        request.status = answer.status
-        self.send_response(answer.status)
-        for name, value in {**answer.headers, "Content-Length": str(len(answer.body))}.items():
+        headers = {}
+        try:
+            with hub.lock:
+                if status:
+                    raise Refusal(status, "This request was made to fail.")
+                if token and not request.user:
+                    raise Refusal(401, "Invalid credentials in Authorization header")
+                request.status, body = 200, answer(hub, request, headers)
+        except Refusal as refusal:
+            request.status, body = refusal.status, refusal.body
+            headers |= refusal.headers
+        except Exception:
+            traceback.print_exc()
+            request.status, body = 501, {}
+        body = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        self.send_response(request.status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer.body)
+        self.wfile.write(body if self.command != "HEAD" else b"")
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def log_message(self, *_):
         pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The paths: functions of the hub, the request, the headers of the answer, and the named parts of the path
+
+ROUTES = []
+
+
+def route(method, pattern):
+    """Register the function that serves a path. For `{repo}` it gets a repository, if the user may see it."""
+    pattern = pattern.replace("{repo}", "(?P<repo>[^/]+/[^/]+)").replace("{path}", "(?P<path>.+)")
+    pattern = re.compile(pattern.replace("{rev}", "(?P<rev>[^/]+)"))
+
+    def register(function):
+        ROUTES.append((method, pattern, function))
+        return function
+
+    return register
+
+
+def answer(hub, request, headers):
+    """The body of the answer: bytes, or an object to be sent as JSON."""
+    for method, pattern, function in ROUTES:
+        match = pattern.fullmatch(request.path.partition("?")[0])
+        if match is None or method != request.method.replace("HEAD", "GET"):
+            continue
+        parts = {name: unquote(part) for name, part in match.groupdict().items()}
+        if "repo" in parts:
+            repository = hub.repositories.get(parts["repo"])
+            if repository is None or (repository.private and request.user != repository.id.split("/")[0]):
+                raise Refusal(404 if request.user else 401, "Repository not found", "RepoNotFound")
+            parts["repo"] = repository
+        return function(hub, request, headers, **parts)
+    raise Refusal(501, f"This Hub does not know {request.method} {request.path}")
+
+
+@route("GET", "/api/whoami-v2")
+def whoami(hub, request, headers):
+    return {"type": "user", "id": request.known(), "name": request.user, "orgs": []}
+
+
+@route("POST", "/api/repos/create")
+def create_repository(hub, request, headers):
+    asked = request.json()
+    owner = request.known(asked.get("organization"))
+    # Clients of version 2 send "visibility", older ones "private".
+    is_private = asked.get("visibility") == "private" or asked.get("private", False)
+    repository = Repository(f"{owner}/{asked['name']}", is_private)
+    told = {"url": f"{hub.endpoint}/{repository.id}", "name": repository.id}
+    if repository.id in hub.repositories:
+        raise Refusal(409, "You already created this model repo", **told)
+    hub.repositories[repository.id] = repository
+    repository.commit("refs/heads/main", None, {".gitattributes": b""}, "initial commit")
+    return told
+
+
+@route("PUT", "/api/models/{repo}/settings")
+def settings(hub, request, headers, repo):
+    request.known(repo.id.split("/")[0])
+    asked = request.json()
+    repo.private = asked.get("visibility") == "private" or asked.get("private", False)
+
+
+@route("POST", "/api/models/{repo}/(?P<kind>branch|tag)/{rev}")
+def create_ref(hub, request, headers, repo, kind, rev):
+    """A branch of the name `rev` from main, or a tag of the commit `rev`."""
+    request.known(repo.id.split("/")[0])
+    ref = f"refs/heads/{rev}" if kind == "branch" else f"refs/tags/{request.json()['tag']}"
+    if ref in repo.refs:
+        raise Refusal(409, f"Reference already exists: {ref}")
+    repo.refs[ref] = repo.at("main" if kind == "branch" else rev).sha
+
+
+@route("GET", "/api/models/{repo}/revision/{rev}")
+@route("GET", "/api/models/{repo}")
+def information(hub, request, headers, repo, rev="main"):
+    commit = repo.at(rev)
+    card = read_card(commit.files.get("README.md", b"").decode())[0]
+    told = {"id": repo.id, "sha": commit.sha, "private": repo.private, "cardData": card}
+    described = {name: card[name] for name in ("pipeline_tag", "library_name", "tags") if name in card}
+    return {**told, **described, "siblings": [{"rfilename": path} for path in sorted(commit.files)]}
+
+
+@route("GET", "/api/models/{repo}/tree/{rev}")
+@route("GET", "/api/models/{repo}/tree/{rev}/{path}")
+def tree(hub, request, headers, repo, rev, path=None):
+    """A row for every file of a commit; no tests ask for those of a folder."""
+    if path:
+        raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound")
+    rows = repo.at(rev).files.items()
+    return [{"type": "file", "oid": git_hash(data), "size": len(data), "path": name} for name, data in rows]
+
+
+@route("GET", "/{repo}/resolve/{rev}/{path}")
+def resolve(hub, request, headers, repo, rev, path):
+    """A file's content. The public Hub redirects to another server for large files."""
+    commit = repo.at(rev)
+    headers["X-Repo-Commit"] = commit.sha
+    if path not in commit.files:
+        raise Refusal(404, "Entry not found", "EntryNotFound")
+    headers["ETag"] = f'"{git_hash(commit.files[path])}"'
+    return commit.files[path]
+
+
+@route("POST", "/api/models/{repo}/preupload/{rev}")
+def before_upload(hub, request, headers, repo, rev):
+    """Clients ask which files are large, and which are there: none is large."""
+    files, told = repo.at(rev).files, []
+    for file in request.json()["files"]:
+        there = {"oid": git_hash(files[file["path"]])} if file["path"] in files else {}
+        told.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, **there})
+    return {"files": told}
+
+
+@route("POST", "/api/models/{repo}/commit/{rev}")
+def commit(hub, request, headers, repo, rev):
+    """One commit. The body is lines of JSON: a header, then the files to add and to delete."""
+    changes = [json.loads(line) for line in request.body.splitlines()]
+    base, ref, told = repo.at(rev), repo.ref(rev), {}
+    if "create_pr" in parse_qs(request.path.partition("?")[2]):
+        number = len(repo.under("refs/pr/")) + 1
+        ref, told = f"refs/pr/{number}", {"pullRequestUrl": f"{hub.endpoint}/{repo.id}/discussions/{number}"}
+    else:
+        request.known(repo.id.split("/")[0])
+    files = dict(base.files)
+    for change in changes:
+        value = change["value"]
+        if change["key"] == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif change["key"] == "deletedFile":
+            del files[value["path"]]
+    check_card(files.get("README.md", b""))
+    sha = repo.commit(ref, base.sha, files, changes[0]["value"]["summary"])
+    return {"success": True, "commitOid": sha, "commitUrl": f"{hub.endpoint}/{repo.id}/commit/{sha}", **told}
+
+
+@route("POST", "/api/validate-yaml")
+def validate(hub, request, headers):
+    check_card(request.json()["content"].encode())
+    return {"errors": [], "warnings": []}
+
+
+def check_card(content):
+    if errors := read_card(content.decode())[1]:
+        raise Refusal(400, "Invalid metadata in README.md", errors=[{"message": one} for one in errors], warnings=[])

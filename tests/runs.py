@@ -1,10 +1,19 @@
-"""Runs of a few steps with the same options, and their logs."""
+"""Runs of a few steps: their options, a signal at a certain step, and the logs that they leave."""
 
+import contextlib
 import json
+import os
+import signal
 
+import pytest
 from conftest import SMALL
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from d2l_bert.__main__ import main
+
+
+OPTIONS = ("--mixed_precision=no", "--hidden_dropout_prob=0.1", "--logging_steps=1", "--save_total_limit=9", *SMALL)
+SHORT = (*OPTIONS, "--max_steps=6", "--save_steps=3", "--eval_steps=6")
 
 
 def run(books, folder, *options):
@@ -14,4 +23,23 @@ def run(books, folder, *options):
 
 
 def log_rows(folder):
-    return [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    """The rows of the log. Every line must be strict JSON, which has no NaN."""
+    lines = (folder / "training_log.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+@contextlib.contextmanager
+def steps_counted(sigterm_at=None):
+    """Within the block, a list with an entry for each optimizer step; SIGTERM comes at the step of this number."""
+    taken = []
+
+    def count(*_):
+        taken.append(None)
+        if len(taken) == sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = register_optimizer_step_pre_hook(count)
+    try:
+        yield taken
+    finally:
+        hook.remove()

@@ -20,7 +20,6 @@ SIZES = {
 SEQUENCE_LENGTHS = (9, 14, 5, 11, 3, 12, 7, 10)
 
 every_setting = pytest.mark.parametrize("setting", SWITCHES)
-every_attention = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 
 def make_config(setting="d2l", attention="sdpa", **changes):
@@ -111,7 +110,3 @@ def assert_same_gradients(got, expected):
     assert got[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def assert_close(got, expected):
-    torch.testing.assert_close(got, expected.to(got.dtype), rtol=1e-5, atol=1e-5)

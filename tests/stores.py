@@ -14,14 +14,13 @@ def write_store(folder, documents, vocab_size=2**20, ids=None, source_ends=None)
     """
     folder.mkdir(parents=True)
     lengths = np.array([length for document in documents for length in document], dtype=np.int64)
-    document_ends = np.cumsum([len(document) for document in documents])
-    source_ends = [len(documents)] if source_ends is None else source_ends
+    source_ends = source_ends or [len(documents)]
     numbers = np.arange(len(documents))
     section = Section(
-        ids=np.arange(lengths.sum()) if ids is None else np.array(ids),
+        ids=np.arange(lengths.sum()) if ids is None else ids,
         tokens=lengths,
         words=lengths,
-        document_ends=document_ends,
+        document_ends=np.cumsum([len(document) for document in documents], dtype=int),
         hashes=numbers,
         sources=np.searchsorted(source_ends, numbers, side="right"),
     )
@@ -35,19 +34,13 @@ def tokens_of(corpus, document):
 
 
 def corpus_of(folder, *stores, source_ends=None):
-    """The documents of several stores, each given as in `write_store`, as one corpus."""
-    folders = [
-        write_store(folder / str(number), found, source_ends=source_ends) for number, found in enumerate(stores)
+    """The documents of one store, given as in `write_store`, or of several that are joined, as one corpus."""
+    corpora = [
+        TokenizedCorpus(write_store(folder / str(number), documents, source_ends=source_ends))
+        for number, documents in enumerate(stores)
     ]
-    return (
-        joined(folder / "joined", [TokenizedCorpus(each) for each in folders])
-        if len(stores) > 1
-        else (TokenizedCorpus(folders[0]))
-    )
-
-
-def joined(folder, corpora, vocab_size=2**20):
-    """All documents of some corpora as one corpus, written to a new folder."""
-    folder.mkdir()
-    join_stores(folder, vocab_size, corpora, [np.arange(len(corpus)) for corpus in corpora])
-    return TokenizedCorpus(folder)
+    if len(corpora) == 1:
+        return corpora[0]
+    (folder / "joined").mkdir()
+    join_stores(folder / "joined", 2**20, corpora, [np.arange(len(corpus)) for corpus in corpora])
+    return TokenizedCorpus(folder / "joined")

@@ -3,17 +3,17 @@
 The judge is Transformers alone: the tokenizer is saved, loaded as a user loads it, and asked about each word.
 """
 
-import dataclasses
 import random
 import unicodedata
+from collections import Counter
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 from d2l_bert.tokenization.account import account_of, facts_of, remarks, unknown_share
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
+from d2l_bert.tokenization.rules import Rules, contents_of, count_words
 from d2l_bert.tokenization.wordpiece import save_tokenizer, train_on_words, train_wordpiece
 
 
@@ -21,13 +21,9 @@ RNG = random.Random(0)
 ENGLISH = "The old man went down to the sea. He saw a ship and it was far away; so he sat there until evening came."
 
 
-def noise(letters, words, shortest, longest, separator=" "):
+def noise(letters, words, shortest, longest):
     """Random words."""
-    return separator.join("".join(RNG.choices(letters, k=RNG.randint(shortest, longest))) for _ in range(words))
-
-
-def syllables(first, last, words):
-    return noise([chr(code) for code in range(ord(first), ord(last) + 1)], words, 1, 3)
+    return " ".join("".join(RNG.choices(letters, k=RNG.randint(shortest, longest))) for _ in range(words))
 
 
 # A text of each kind: sentences with what BERT's rules would lose. Written for this test, or made up of random words.
@@ -49,7 +45,8 @@ TEXTS = {
     "burmese": "ကျွန်တော်စာအုပ်ဖတ်နေပါတယ်။ ကား ကာ ကိ ကီ ကု ကူ ကေ ကဲ ကို ကြ ကျ ကွ ကှ။",
     "japanese": "パンダがかぎを見た。ハンダはかきを見た。ばはぱ、ぶふぷ。学校で本を読んだ。",
     "chinese": "".join(chr(0x4E00 + 7 * n) + ("。" if n % 20 == 19 else "") for n in range(1500)),
-    "korean": syllables("가", "깋", 900) + ". 나는 학교에 간다. 책을 읽었다.",
+    "korean": noise("".join(map(chr, range(ord("가"), ord("깋") + 1))), 900, 1, 3)
+    + ". 나는 학교에 간다. 책을 읽었다.",
     "amharic": "ሰላም ለዓለም። እኔ ወደ ገበያ ሄድኩ። መጽሐፍ አነበብኩ።",
     "yoruba": "Ọkọ̀ ọkọ ọkọ́ ọ̀kọ̀. Igba igbá ìgbà ìgbá. Mo ti jẹun tán.",
     "dna, long lines": noise("ACGT", 40, 300, 500),
@@ -71,7 +68,11 @@ def judged(tokenizer, text, folder):
         spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         unknown += sum(end - start for id, (start, end) in spans if id == tokenizer.unk_token_id)
         made = "".join(tokenizer.convert_ids_to_tokens(encoded["input_ids"])).replace("##", "")
-        lost += max(0, marks(word) - marks(made))
+        before, after = (
+            sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", some))
+            for some in (word, made)
+        )
+        lost += max(0, before - after)
         of_ids.setdefault(tuple(encoded["input_ids"]), set()).add(word.casefold())
     merged = sum(len(same) for same in of_ids.values() if len(same) > 1)
     characters = sum(map(len, types))
@@ -81,10 +82,6 @@ def judged(tokenizer, text, folder):
 def words_of(text):
     """Words between white space; a zero-width space ends a word, too, where one stands in many."""
     return text.replace("\u200b", " ").split() if text.count("\u200b") > 2 else text.split()
-
-
-def marks(text):
-    return sum(unicodedata.category(character) == "Mn" for character in unicodedata.normalize("NFD", text))
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -113,12 +110,6 @@ def test_the_account_is_what_the_loaded_tokenizer_does(kind, tmp_path):
 # What the text decides
 
 
-def rules_of(text, **options):
-    """The class and the file of a tokenizer trained on a text."""
-    tokenizer = train_wordpiece([text] * 3, **options)
-    return type(tokenizer).__name__ == "BertTokenizer", tokenizer.backend_tokenizer.to_str()
-
-
 def strips(text, **options):
     return facts_of(train_wordpiece([text] * 3, **options))["strip_accents"]
 
@@ -136,10 +127,9 @@ def test_a_class_of_its_own_only_where_the_text_needs_it():
     english = (ENGLISH + " ") * 500
     blob, family, gap = noise("abcdef0123456789", 1, 300, 300), "👩\u200d👩\u200d👧", "a\u200bb"
     for text in (english, english + family, english + gap + "a\u200cb", english * 10 + blob):
-        assert rules_of(text)[0]
-    assert not rules_of(TEXTS["dna, long lines"])[0]
-    assert not rules_of(TEXTS["khmer"])[0]
-    assert not rules_of(TEXTS["persian"])[0]
+        assert type(train_wordpiece([text] * 3)) is BertTokenizer
+    for kind in ("dna, long lines", "khmer", "persian"):
+        assert type(train_wordpiece([TEXTS[kind]] * 3)) is PreTrainedTokenizerFast
 
 
 def test_a_zero_width_space_ends_a_word_and_a_joiner_goes_on():
@@ -153,15 +143,17 @@ def test_a_zero_width_space_ends_a_word_and_a_joiner_goes_on():
     assert persian.tokenize("a\x07b\u200eb\ufffd") == persian.tokenize("abb")  # BERT's cleaning, but for the joiners
 
 
-def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_it():
-    def of_hangul(tokenizer):
-        return sum("가" <= entry[-1] <= "힣" for entry in tokenizer.get_vocab())
+@pytest.mark.parametrize(("times", "least", "most"), [(60, 1, 4096 / 4), (8, 4096 / 4, 4096 / 2)])
+def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_it(times, least, most):
+    """60 times as many English words leave below 0.1 % of the characters to Hangul."""
+    english = count_words([noise([noise("abcdefghijklmnopqrstuvwxyz", 1, 2, 7) for _ in range(3000)], 30_000, 1, 1)])
+    words = Counter({word: times * count for word, count in english.items()})
+    words += count_words([noise("".join(map(chr, range(0xAC00, 0xAC00 + 6000))), 3000, 2, 2)])
+    vocabulary = train_on_words(words, Rules(), vocab_size=4096).get_vocab()
+    assert least <= sum("가" <= entry[-1] <= "힣" for entry in vocabulary) < most
 
-    english = noise([noise("abcdefghijklmnopqrstuvwxyz", 1, 2, 7) for _ in range(3000)], 30_000, 1, 1)
-    rare = noise("".join(map(chr, range(0xAC00, 0xAC00 + 6000))), 3000, 2, 2)
-    below, beyond = [*[english] * 60, rare], [*[english] * 8, rare]  # 0.1 % of the characters
-    assert 0 < of_hangul(train_wordpiece(below, vocab_size=4096)) < 4096 / 4
-    assert 4096 / 4 < of_hangul(train_wordpiece(beyond, vocab_size=4096)) < 4096 / 2
+
+def test_a_chinese_text_is_written_in_its_own_characters_unless_they_are_limited():
     chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
     assert unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
     assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
@@ -187,27 +179,16 @@ def test_the_account_of_a_few_words_is_right():
     assert account["dropped_characters"] == 1 and account["unknown_characters"] == account["dropped_marks"] == 0
 
 
-def test_a_normal_form_is_part_of_the_tokenizer():
-    texts = ["Bàn này bán rồi, bạn bán bàn."] * 3
-    rules = dataclasses.replace(choose_rules(contents_of(count_words(texts))), unicode_normalization="NFC")
-    tokenizer = train_on_words(count_words(texts), rules)
-    decomposed = unicodedata.normalize("NFD", texts[0])
-    assert tokenizer.tokenize(decomposed) == tokenizer.tokenize(texts[0]) and decomposed != texts[0]
-    assert "bàn" in tokenizer.tokenize(decomposed)
-
-
 def test_other_words_than_those_between_spaces():
     dna = noise("ACGT", 30, 60, 90)
-    kmers = train_wordpiece([dna], pre_tokenizer="kmers:6")
-    word = dna.split()[0]
-    words = [word[first : first + 6].lower() for first in range(0, len(word), 6)]
-    assert [group for group, _ in kmers.backend_tokenizer.pre_tokenizer.pre_tokenize_str(word.lower())] == words
-    assert "".join(kmers.tokenize(word)).replace("##", "") == word.lower()
+    kmers, word = train_wordpiece([dna], pre_tokenizer="kmers:6"), dna.split()[0].lower()
+    words = [word[first : first + 6] for first in range(0, len(word), 6)]
+    assert [group for group, _ in kmers.backend_tokenizer.pre_tokenizer.pre_tokenize_str(word)] == words
+    assert "".join(kmers.tokenize(word)).replace("##", "") == word
     characters = train_wordpiece([ENGLISH], pre_tokenizer="characters")
     assert characters.tokenize("the sea") == list("thesea")
     digits = train_wordpiece(["host 10.0.0.1 took 123 ms at 1234567"] * 3, individual_digits=True)
-    assert digits.tokenize("123 host") == ["1", "2", "3", "host"]
-    assert facts_of(digits)["entries_with_digits"] <= 20
+    assert digits.tokenize("123 host") == ["1", "2", "3", "host"] and facts_of(digits)["entries_with_digits"] <= 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.metadata import version
 
 import pytest
 from hub_cards import read_card
@@ -10,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.folders import read_json
-from d2l_bert.model_cards.card import card_of, count_parameters, render_card
+from d2l_bert.model_cards.card import count_parameters, render_card
 
 
 FILES = ("config.json", "run_config.json", "metrics.json")
@@ -22,9 +21,16 @@ def facts(trained):
     return [read_json(trained / name) for name in FILES]
 
 
-def card(facts, name="model"):
-    config, record, metrics = facts
-    return ModelCard(card_of(name, config, 19133, record, metrics, {"training_curves.png": "Training curves"}))
+@pytest.fixture
+def card(tmp_path):
+    """A function that gives the card of a folder with these contents."""
+
+    def rendered(facts, name="model"):
+        for file, content in zip(FILES, facts, strict=True):
+            (tmp_path / file).write_text(json.dumps(content))
+        return ModelCard(render_card(tmp_path, name, parameters=19133))
+
+    return rendered
 
 
 def rows(text):
@@ -32,10 +38,10 @@ def rows(text):
     return dict(re.findall(r"^\| ((?:[^|\\]|\\.)+) \| (.+) \|$", text, re.MULTILINE))
 
 
-def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(trained, facts):
+def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(card, trained, facts):
     _, _, metrics = facts
     found = ModelCard.load(trained / "README.md")
-    assert read_card((trained / "README.md").read_text())[1:] == ([], [])
+    assert not read_card((trained / "README.md").read_text())[1]
     assert found.data.library_name == "transformers" and found.data.pipeline_tag == "fill-mask"
     assert found.data.license == "apache-2.0" and found.data.language is None and found.data.datasets is None
     surest = sorted(metrics["predictions"], key=lambda example: -example["output"][0]["score"])[:3]
@@ -47,44 +53,62 @@ def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(tra
     assert figures == {name: round(metrics[f"eval_{key}"], 4) for name, key in zip(names, keys, strict=True)}
 
 
-@pytest.mark.skipif(version("huggingface_hub") < "2", reason="version 1 asks the public Hub, whatever it is told")
-def test_the_hubs_own_check_accepts_the_cards_metadata(hub, trained, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    ModelCard.load(trained / "README.md").validate()
-    assert [(request.path, request.status) for request in hub.requests] == [("/api/validate-yaml", 200)]
-
-
-ROWS = {
-    "eval_mlm_loss": ["MLM loss"],
-    "eval_perplexity": ["MLM perplexity"],
-    "eval_mlm_accuracy": ["MLM accuracy", "masked tokens predicted, on held-out text"],
-    "eval_nsp_accuracy": ["NSP accuracy"],
-    "train_words_seen": ["words seen in training"],
-    "train_seconds": ["time"],
-    "train_skipped_steps": [],
-    "predictions": [],
-}
-
-
-@pytest.mark.parametrize("key", ROWS)
-def test_a_row_whose_number_is_in_no_file_is_left_out(facts, key):
+@pytest.mark.parametrize(
+    ("key", "gone"),
+    [
+        ("eval_mlm_loss", ["MLM loss"]),
+        ("eval_mlm_accuracy", ["MLM accuracy", "masked tokens predicted, on held-out text"]),
+        ("eval_nsp_accuracy", ["NSP accuracy"]),
+        ("train_words_seen", ["words seen in training"]),
+        ("train_seconds", ["time"]),
+        ("train_skipped_steps", []),
+        ("predictions", []),
+    ],
+)
+def test_a_row_whose_number_is_in_no_file_is_left_out(card, facts, key, gone):
     whole = card(facts)
     del facts[2][key]
     left = card(facts)
-    assert rows(whole.text).keys() - rows(left.text).keys() >= set(ROWS[key])
+    assert rows(whole.text).keys() - rows(left.text).keys() >= set(gone)
     assert "None" not in left.text and "nan" not in left.text.lower().split()
-    names = {result.metric_name for result in left.data.eval_results}
-    assert set(ROWS[key]).isdisjoint(names) and len(names) == 5 - (key.startswith("eval_"))
-    if key == "predictions":
-        assert "widget" not in left.data.to_dict() and "likeliest tokens" not in left.text
+    assert len(left.data.eval_results) == 5 - key.startswith("eval_")
+    assert ("widget" in left.data.to_dict()) == ("likeliest tokens" in left.text) == (key != "predictions")
+
+
+def test_a_figure_stands_beside_that_of_a_model_that_knows_frequencies_alone(card, facts):
+    facts[2]["eval_token_entropy"] = 2.0
+    found = rows(card(facts).text)
+    expected = {"MLM loss": "2.000 nats", "MLM perplexity": "7.4", "NSP loss": "0.693 nats", "NSP accuracy": "50.0 %"}
+    assert {name: found[name].rpartition(" | ")[2] for name in expected} == expected
+    figures = card(tuned_facts(facts[0])).text
+    assert "| test accuracy | 75.0 % | 50.0 % |" in figures and "| test f1 | 37.5 % |  |" in figures
+
+
+def test_a_card_without_later_figures_has_no_empty_section(card, facts):
+    assert not any("<!--" in card(each).text for each in (facts, tuned_facts(facts[0])))
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_a_start_model_of_the_hub_is_named_with_its_address(card, facts, is_tuned):
+    facts = tuned_facts(facts[0]) if is_tuned else facts
+    record = facts[1]
+    record["base_model"] = {"name": "someone/bert", "revision": "abc123", "fingerprint": None}
+    record.get("run", {})["init_from"] = "someone/bert"
+    found = card(facts)
+    assert found.data.base_model == "someone/bert"
+    assert "from [someone/bert](https://huggingface.co/someone/bert)" in found.text
+    record["fingerprints"] = [{"name": "someone/bert", "fingerprint": "f00d"}]  # a folder of this machine
+    found = card(facts)
+    assert found.data.base_model is None and "huggingface.co" not in found.text and "from someone/bert" in found.text
 
 
 @pytest.mark.parametrize(
     ("objective", "asked", "others"),
     [("nsp", "is B what followed A", "order"), ("sop", "does A come before B", "followed")],
 )
-def test_the_accuracy_on_pairs_says_what_was_asked_beside_what_one_segment_tells(facts, objective, asked, others):
+def test_the_accuracy_on_pairs_says_what_was_asked_beside_what_one_segment_tells(
+    card, facts, objective, asked, others
+):
     config, record, metrics = facts
     record["run"]["objective"] = objective
     kept = {name: value for name, value in metrics.items() if "nsp" not in name}
@@ -93,15 +117,6 @@ def test_the_accuracy_on_pairs_says_what_was_asked_beside_what_one_segment_tells
     found = rows(card([config, record, metrics]).text)
     ((question, answer),) = [(row, text) for row, text in found.items() if asked in row]
     assert others not in question and "81.2 %" in answer and "49.2 %" in answer
-
-
-def test_an_option_of_a_name_that_the_card_has_never_seen_is_shown_by_its_name(facts):
-    config, record, _ = facts
-    names = {"masking": "checkerboard", "optim": "lion", "lr_scheduler_type": "sawtooth", "pairing": "verses"}
-    record["run"] |= names
-    config["hidden_act"] = "mish"
-    text = card(facts).text
-    assert all(f"`{name}`" in text for name in (*names.values(), "mish"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,13 +128,15 @@ ODD = "a | b\n\n# big $x$ <b> `c"
 def tuned_facts(config):
     """The files of a fine-tuned model whose classes, table and base model have odd names."""
     config = {**config, "architectures": ["D2lBertForSequenceClassification"]}
-    report = {name: {"precision": 0.5, "recall": 0.25, "f1-score": 0.375, "support": 8.0} for name in ("x", ODD)}
+    row = {"precision": 0.5, "recall": 0.25, "f1-score": 0.375, "support": 8.0}
+    report = dict.fromkeys(("x", ODD, "macro avg"), row)
     figures = {"accuracy": 0.75, "f1": 0.375, "loss": 1.0}
     record = {
         "auto_class": "AutoModelForSequenceClassification",
         "pipeline_task": "text-classification",
         "finetune": {"license": "mit", "lr_scheduler_type": "linear", "weight_decay": 0.01},
         "base_model": {"name": ODD, "revision": None, "fingerprint": "f00d"},
+        "fingerprints": [{"name": ODD, "fingerprint": "f00d"}],
         "data": {
             "splits": {"test": {"name": ODD, "rows": 16, "fingerprint": "feed"}},
             "labels": ["x", ODD],
@@ -134,38 +151,36 @@ def tuned_facts(config):
         "seeds": [{"seed": 1, "steps": 9, "best_step": 9, "test": figures}],
         **{"mean": {"test": figures}, "sd": {"test": dict.fromkeys(figures)}, "kept_seed": 1, "learning_rate": 1e-4},
         **{"classification_report": {"test": {**report, "accuracy": 0.75}}, "f1_of": ODD, "train_seconds": 3.0},
+        "know_nothing": {"test": {"prediction": "always x", "figures": {"accuracy": 0.5}, "is_beaten": True}},
     }
     return [config, record, metrics]
 
 
-def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(facts):
-    found = card(tuned_facts(facts[0]))
-    assert re.findall("^#+ (.+)", found.text, re.MULTILINE) == [
-        *("model", "How to use it", "Figures of this model", "By class, on the test rows", "Data and training"),
+def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(card, facts):
+    tuned = tuned_facts(facts[0])
+    found = card(tuned)
+    assert re.findall("^##+ (.+)", found.text, re.MULTILINE) == [
+        *("How to use it", "Figures of this model", "By class, on the test rows", "Data and training"),
         *("Limits", "Reproduce it", "Citation"),
     ]
     shown = r"`` a \| b # big $x$ <b> `c ``"
     assert f"| {shown} | 50.0 % | 25.0 % | 37.5 % | 8 |" in found.text
-    assert rows(found.text)["F1 is that of the class"] == shown and f"`x`, {shown}" in found.text
+    assert f"F1 is that of the class {shown}." in found.text and f"`x`, {shown}" in found.text
     assert r"16 rows of a \| b # big \$x\$ \<b> \`c, fingerprint `feed`" in found.text
-    assert "| test accuracy | 75.0 % |" in found.text and read_card(found.content)[1:] == ([], [])
-
-
-def test_a_table_by_class_ends_after_30_rows(facts):
-    tuned = tuned_facts(facts[0])
-    row = tuned[2]["classification_report"]["test"]["x"]
-    report = {f"class {number}": {**row, "support": number} for number in range(40)}
-    tuned[2]["classification_report"] = {"test": report}
+    assert "macro avg" not in found.text and not read_card(found.content)[1]
+    # A table by class ends after 30 rows.
+    rows_of = tuned[2]["classification_report"]["test"]
+    rows_of |= {f"class {number}": {**rows_of["x"], "support": number} for number in range(9, 49)}
     table = re.findall(r"^\| `class (\d+)` \|", card(tuned).text, re.MULTILINE)
-    assert table == [str(number) for number in range(39, 9, -1)]
+    assert table == [str(number) for number in range(48, 18, -1)]
 
 
-def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(facts):
+def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(card, facts):
     facts[2]["predictions"] = [{"text": 'à | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}]
     facts[1]["data"]["corpus_name"] = ODD
     found = card(facts, name='d\'accord "x"')
     assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)"
-    assert read_card(found.content)[1:] == ([], []) and "\n# big" not in found.text
+    assert not read_card(found.content)[1] and "\n# big" not in found.text
     assert r'fill("à | b \"[MASK]\"")' in found.text
     for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
         compile(block, "the card", "exec")

@@ -25,8 +25,8 @@ def test_the_mean_cosine_and_the_distinct_predictions_equal_a_direct_count(rows)
                 cosines.append(float(F.cosine_similarity(vectors[row, column], vectors[other_row, other], dim=0)))
     guesses = outputs.prediction_logits[rows["labels"] != -100].argmax(-1).tolist()
     found = variety(model, rows)
-    assert found["eval_token_cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
-    assert found["eval_distinct_predictions"] == len(set(guesses)) > 1
+    assert found["token_cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+    assert found["distinct_predictions"] == len(set(guesses)) > 1
 
 
 @pytest.mark.parametrize("rate, has_collapsed", [("1e-3", False), ("1", True)])
@@ -37,6 +37,6 @@ def test_a_run_whose_encoder_has_collapsed_says_so_at_its_end_and_on_its_card(
     run(books, folder, "--recipe=d2l", "--max_steps=20", f"--learning_rate={rate}")
     metrics = json.loads((folder / "metrics.json").read_text())
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert (metrics["eval_token_cosine"] > 0.95) == has_collapsed
+    assert (metrics["token_cosine"] > 0.95) == has_collapsed
     assert ("collapsed" in capsys.readouterr().out) == ("collapsed" in card) == has_collapsed
     assert ("AutoModelForSequenceClassification" in card) != has_collapsed

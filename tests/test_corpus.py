@@ -9,11 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_sources import texts, write_table
+from text_sources import lines_of, packed_by_zstd, texts, write_table
 
-from d2l_bert.__main__ import main
 from d2l_bert.folders import short_hash
-from d2l_bert.inference.embed import text_lines
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.sentences import all_documents
 from d2l_bert.tokenization.sources import decoded, file_source
@@ -36,11 +34,12 @@ def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):
 
 
 def test_the_identity_of_a_source_depends_on_its_content_and_not_on_its_path(tmp_path):
+    identities = []
     for place, text in (("here", "Same."), ("there", "Same."), ("other", "Other.")):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text(text)
-    here, there, other = (file_source(tmp_path / place).identity for place in ("here", "there", "other"))
-    assert here == there != other
+        identities.append(file_source(tmp_path / place).identity)
+    assert identities[0] == identities[1] != identities[2]
 
 
 def test_no_more_documents_are_read_than_max_documents(tmp_path):
@@ -52,7 +51,6 @@ def test_no_more_documents_are_read_than_max_documents(tmp_path):
         source = file_source(tmp_path, max_documents=most)
         assert [line for paragraphs in texts(source) for line in paragraphs] == found
         assert source.identity != whole
-    assert len(texts(file_source("python-docs", max_documents=3))) == 3
 
 
 def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path, caplog):
@@ -61,26 +59,26 @@ def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path, caplo
         path.mkdir(parents=True)
     (elsewhere / "linked.txt").write_text("Behind a link.")
     (folder / "sub" / "a.txt").write_text("Here.")
-    (folder / "a.txt").symlink_to(folder / "sub" / "a.txt")
-    (folder / "notes.rst").write_text("Not read.")
-    (folder / "more.RST").write_text("Not read.")
-    (folder / "page.html.gz").write_bytes(gzip.compress(b"<b>no text</b>"))
-    (folder / "rows.json.GZ").write_bytes(gzip.compress(b'{"no": "text"}'))
-    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (folder / "link").symlink_to(elsewhere)
-    (folder / "sub" / "loop").symlink_to(folder)
+    for name, content in {
+        "notes.rst": b"Not read.",
+        "more.RST": b"Not read.",
+        "page.html.gz": b"a",
+        "r.json.GZ": b"bc",
+    }.items():
+        (folder / name).write_bytes(content)
+    for name, target in {"a.txt": "sub/a.txt", "gone.txt": "nowhere", "link": elsewhere, "sub/loop": folder}.items():
+        (folder / name).symlink_to(target)
     with caplog.at_level("INFO", "d2l_bert"):
         source = file_source(folder)
     assert sorted(texts(source)) == [["Behind a link."], ["Here."]]
     (line,) = caplog.messages
-    for part in (
+    assert set(line.partition("left out: ")[2].split("; ")) == {
         ".rst: 2 files, 18 bytes",
-        f".html.gz: 1 file, {(folder / 'page.html.gz').stat().st_size} bytes",
-        f".json.gz: 1 file, {(folder / 'rows.json.GZ').stat().st_size} bytes",
+        ".html.gz: 1 file, 1 bytes",
+        ".json.gz: 1 file, 2 bytes",
         "link to a file that is read: 1 file, 5 bytes",
         "no file to read: 1 file, 0 bytes",
-    ):
-        assert part in line
+    }
 
 
 def test_a_file_without_a_suffix_is_read_unless_it_is_binary(tmp_path):
@@ -95,28 +93,16 @@ def test_a_file_without_a_suffix_is_read_unless_it_is_binary(tmp_path):
 
 def test_file_names_of_any_bytes_are_read(tmp_path):
     """Upper case in the suffix, and a name that is not UTF-8, packed or not."""
-    pack = {b"": bytes, b".gz": gzip.compress, b".ZST": lambda data: bytes(pa.compress(data, "zstd"))}
-    for end in (b"", b".gz", b".ZST"):
-        write_bytes(tmp_path, b"caf\xe9.TXT" + end, pack[end](b"In a file."))
-        write_bytes(tmp_path, b"caf\xe9.Jsonl" + end, pack[end](b'{"text": "In a row."}\n'))
+    folder, pack = os.fsencode(tmp_path), {b"": bytes, b".gz": gzip.compress, b".ZST": packed_by_zstd}
+    for end, packed in pack.items():
+        for name, content in {b"TXT": b"In a file.", b"Jsonl": b'{"text": "In a row."}\n'}.items():
+            Path(os.fsdecode(folder + b"/caf\xe9." + name + end)).write_bytes(packed(content))
     pq.write_table(pa.table({"text": ["In a row."]}), tmp_path / "a.parquet")
     (tmp_path / "a.parquet").rename(tmp_path / os.fsdecode(b"\xe9.parquet"))
     source = file_source(tmp_path)
     assert sorted(texts(source)) == [["In a file."]] * 3 + [["In a row."]] * 4
     assert len(short_hash(source.identity)) == 16
     assert len(texts(file_source(tmp_path / os.fsdecode(b"caf\xe9.TXT.gz")))) == 1
-
-
-def write_bytes(folder, name, content):
-    Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(content)
-
-
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.jsonl.gz", "a.csv.gz", "a.tsv.zst", "a.csv.GZ"])
-def test_a_packed_file_of_nothing_has_no_text(name, tmp_path):
-    (tmp_path / name).write_bytes(gzip.compress(b"") if "gz" in name.lower() else bytes(pa.compress(b"", "zstd")))
-    source = file_source(tmp_path)
-    assert texts(source) == [] and source.counts == {"files without text": 1}
-    assert list(text_lines(str(tmp_path / name))) == []
 
 
 LINES = ["One is a line.", "Two – naïve – is next.", "", "Three 😀."]
@@ -131,7 +117,7 @@ def test_every_line_end_and_every_marked_encoding_is_read(encoding, ends, times,
     if encoding.startswith("be"):
         text, encoding = f"\ufeff{text}", f"utf-{encoding[3:]}-be"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
-    assert list(text_lines(str(tmp_path / "a.txt"))) == lines
+    assert lines_of(str(tmp_path / "a.txt")) == lines
     with io.BytesIO(text.encode(encoding)) as stdin:
         assert list(decoded(Path("stdin"), stdin)) == lines
 
@@ -180,18 +166,17 @@ def test_a_file_that_changes_between_its_hash_and_its_reading_is_refused(most, t
         texts(source)
 
 
-@pytest.mark.parametrize("fails", ["listdir", "stat"])
-def test_a_folder_that_cannot_be_read_is_named(fails, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("call", ["listdir", "stat"])
+def test_a_folder_that_cannot_be_read_is_named(call, tmp_path, monkeypatch, fails):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("Text.")
-
-    original = getattr(os, fails)
+    original = getattr(os, call)
 
     def refuse(path, *arguments, **options):
         if "texts" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
         return original(path, *arguments, **options)
 
-    monkeypatch.setattr(os, fails, refuse)
-    assert main(["prepare", f"--corpus={tmp_path / 'texts'}", f"--output_dir={tmp_path / 'out'}"]) == 2
-    assert f"{tmp_path / 'texts'}: cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(os, call, refuse)
+    said = fails("prepare", f"--corpus={tmp_path / 'texts'}", f"--output_dir={tmp_path / 'out'}")
+    assert f"{tmp_path / 'texts'}: cannot be read" in said

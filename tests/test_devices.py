@@ -1,5 +1,6 @@
 """Processes and devices of a run: refused settings, errors told once, and what a run chooses for its device."""
 
+import contextlib
 import itertools
 import os
 import platform
@@ -12,7 +13,6 @@ import torch
 from accelerate import DistributedType
 
 from d2l_bert import D2lBertConfig
-from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
@@ -31,38 +31,35 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
         devices.start_processes()
 
 
-def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch):
-    def make(kind=DistributedType.MULTI_CPU, fsdp2=False):
-        state = SimpleNamespace(fsdp_plugin=SimpleNamespace())
-        engine = SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=fsdp2, state=state)
-        engine.device = torch.device("cpu")
-        monkeypatch.setattr(devices, "Accelerator", lambda **_: engine)
-        return devices.make_accelerator("no")
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    make(DistributedType.FSDP, fsdp2=True)
-    with pytest.raises(ValueError, match="first version is not supported; set fsdp_version: 2"):
-        make(DistributedType.FSDP)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    make(DistributedType.FSDP, fsdp2=True)
-    with pytest.raises(ValueError, match="FSDP was asked for, but Accelerate has none on"):
-        make()
+@pytest.mark.parametrize(
+    ("kind", "version_2", "asked", "refusal"),
+    [
+        (DistributedType.FSDP, True, "false", None),
+        (DistributedType.FSDP, True, "true", None),
+        (DistributedType.FSDP, False, "false", "first version is not supported; set fsdp_version: 2"),
+        (DistributedType.MULTI_CPU, False, "true", "FSDP was asked for, but Accelerate has none on"),
+    ],
+)
+def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch, kind, version_2, asked, refusal):
+    made = SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=version_2, device=torch.device("cpu"))
+    made.state = SimpleNamespace(fsdp_plugin=SimpleNamespace())
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: made)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
+    with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
+        devices.make_accelerator("no")
 
 
 @pytest.mark.parametrize(
     "variable, what",
     [
-        ("ACCELERATE_USE_FSDP", "FSDP was asked for, but Accelerate has none on"),
         ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed is not supported"),
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM is not supported"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "tensor or context parallelism is not supported"),
     ],
 )
-def test_unsupported_engines_are_refused_in_one_line(monkeypatch, capsys, tmp_path, variable, what):
+def test_unsupported_engines_are_refused_in_one_line(monkeypatch, fails, tmp_path, variable, what):
     monkeypatch.setenv(variable, "true")
-    assert main(["pretrain", f"--output_dir={tmp_path / 'out'}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert what in line and not (tmp_path / "out").exists()
+    assert what in fails("pretrain", "--output_dir", tmp_path / "out") and not (tmp_path / "out").exists()
 
 
 def test_gradient_accumulation_set_by_the_launcher_does_not_divide_the_loss(monkeypatch):
@@ -79,10 +76,10 @@ def test_a_mistake_seen_by_all_ranks_is_reported_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
     command += ["pretrain", f"--corpus={tmp_path / 'nowhere'}", f"--output_dir={tmp_path / 'out'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    (line,) = [line for line in process.stderr.splitlines() if "d2l-bert pretrain: error:" in line]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120).stderr
+    (line,) = [line for line in said.splitlines() if "d2l-bert pretrain: error:" in line]
     assert "nowhere" in line and not (tmp_path / "out").exists()
-    assert "Traceback" not in process.stderr.partition("ChildFailedError")[0].partition("torch/distributed")[0]
+    assert "Traceback" not in said.partition("ChildFailedError")[0].partition("torch/distributed")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,16 +131,10 @@ def chosen(device, run=None, architecture=None):
 
 
 def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout(gpu):
-    cases = list(itertools.product(("cpu", "cuda"), (256, 257), (0.0, 0.1)))
-    found = {
-        (device, length, dropout): chosen(
-            device, PretrainConfig(max_seq_length=length), D2lBertConfig(attention_probs_dropout_prob=dropout)
-        ).attn_implementation
-        for device, length, dropout in cases
-    }
-    on_gpu = {case for case in cases if case[0] == "cuda"}
-    assert {case for case in cases if found[case] == "sdpa"} == {("cpu", 257, 0.0), *on_gpu}
-    assert set(found.values()) == {"eager", "sdpa"}
+    for device, length, dropout in itertools.product(("cpu", "cuda"), (256, 257), (0.0, 0.1)):
+        run, architecture = PretrainConfig(max_seq_length=length), D2lBertConfig(attention_probs_dropout_prob=dropout)
+        is_sdpa = device == "cuda" or (length, dropout) == (257, 0.0)
+        assert chosen(device, run, architecture).attn_implementation == ("sdpa" if is_sdpa else "eager")
 
 
 @pytest.mark.parametrize(
@@ -171,22 +162,35 @@ def test_the_default_micro_batch_has_fewer_pairs_where_they_are_longer_and_takes
         assert tokens * 122 * 24 * 1024 <= memory / 2 < 2 * tokens * 122 * 24 * 1024
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+
 @pytest.mark.parametrize(
     ("asked", "launchers", "precision"),
     [("no", "bf16", "no"), (None, "bf16", "bf16"), ("bf16", "no", "bf16"), (None, "no", None)],
 )
-def test_the_launchers_precision_is_taken_where_no_other_is_asked_for(monkeypatch, asked, launchers, precision):
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_the_launchers_precision_is_taken_where_no_other_is_asked_for_or_a_line_says_which(
+    monkeypatch, caplog, asked, launchers, precision, has_bf16
+):
     """`accelerate launch` also sets `no` if its user has not chosen: then it is bf16 if the hardware has that."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
-    for has_bf16 in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)  # noqa: B023
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        expected = precision or ("bf16" if has_bf16 else "no")
-        assert devices.make_accelerator(asked).mixed_precision == expected
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    expected = precision or ("bf16" if has_bf16 else "no")
+    with caplog.at_level("INFO", "d2l_bert"):
+        accelerator = devices.make_accelerator(asked)
+    assert accelerator.mixed_precision == expected
+    assert (f"not the launcher's {launchers}" in caplog.text) == (expected != launchers and asked is None)
+    run = devices.with_defaults(PretrainConfig(mixed_precision=asked), D2lBertConfig(), accelerator)
+    assert run.mixed_precision == expected, "so stands in the run's record"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU alone")
-def test_fp16_is_refused_on_a_cpu():
-    """Accelerate alone would train in float32 without a message."""
-    with pytest.raises(UserError, match="mixed_precision fp16 needs a GPU; give bf16 or no"):
-        devices.make_accelerator("fp16")
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="on a CPU alone")
+@pytest.mark.parametrize("options", [["--mixed_precision=fp16"], ["--mixed_precision=fp16", "--dry_run"], []])
+def test_fp16_is_refused_on_a_cpu_with_what_a_cpu_has(tmp_path, fails, monkeypatch, options):
+    """Accelerate alone would train in float32 without a message. Without an option the launcher asks for fp16."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no" if options else "fp16")
+    line = fails("pretrain", "--optim=adamw", "--output_dir", tmp_path / "out", *options)
+    assert "mixed_precision fp16 needs a GPU; give bf16 or no" in line and not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """How the lines of a text divide it: the kinds of text that are told apart, and what is read of each."""
 
-import itertools
 import random
 import textwrap
 
@@ -18,7 +17,7 @@ WORDS = "the a old house river of and was seen near tall tree in winter while bi
 
 
 def words(least, most):
-    return " ".join(rng.choices(WORDS, k=rng.randint(least, most)))
+    return spaced(WORDS, rng.randint(least, most))
 
 
 def sentence(least=4, most=16, stop="."):
@@ -38,20 +37,12 @@ HINDI = "नदी घर पेड़ और था में पुरान�
 CHINESE = "山川河流春夏秋冬风花雪月人来去看听说话在有的是"
 
 
-def thai(_):
-    return " ".join(rng.choices(THAI, k=rng.randint(10, 60)))
-
-
-def chinese():
-    return "".join(rng.choices(CHINESE, k=rng.randint(6, 20)))
-
-
 def chinese_sentence():
-    return f"{chinese()}，{chinese()}。"
+    return "{}，{}。".format(*("".join(rng.choices(CHINESE, k=rng.randint(6, 20))) for _ in range(2)))
 
 
-def hindi_sentence():
-    return f"{' '.join(rng.choices(HINDI, k=9))}।"
+def spaced(choices, count):
+    return " ".join(rng.choices(choices, k=count))
 
 
 def log(number):
@@ -59,21 +50,13 @@ def log(number):
     return f"081109 2036{number:02d} {level} dfs.DataNode: PacketResponder for block blk_{rng.random()} {words(1, 9)}"
 
 
-def trace(number):
-    return f"{log(number)}\n  at java.io.Reader.read(Reader.java:{number})\n  at Main.main(Main.java:7)"
-
-
 def code(number):
     return f"def f{number}(a, b):\n    c = a.b + {number}\n    return [c, b]\n"
 
 
-def wrapped(width, **options):
-    return repeated(lambda _: textwrap.fill(prose(8), width, **options), 12, "\n\n")
-
-
 KINDS = {
     "books, a paragraph a line": (repeated(lambda _: prose(5), 40, "\n\n"), "file", "paragraphs"),
-    "wrapped, with empty lines": (wrapped(70), "file", "wrapped"),
+    "wrapped, with empty lines": (repeated(lambda _: textwrap.fill(prose(8), 70), 12, "\n\n"), "file", "wrapped"),
     "wrapped and indented, without empty lines": (
         repeated(lambda _: textwrap.fill(prose(8), 60, initial_indent="  ")),
         "file",
@@ -99,7 +82,7 @@ KINDS = {
         "wrapped",
     ),
     "wrapped Hindi": (
-        repeated(lambda _: textwrap.fill(" ".join(hindi_sentence() for _ in range(8)), 60)),
+        repeated(lambda _: textwrap.fill(" ".join(f"{spaced(HINDI, 9)}।" for _ in range(8)), 60)),
         "file",
         "wrapped",
     ),
@@ -131,7 +114,11 @@ KINDS = {
         "paragraphs",
     ),
     "log": (repeated(log), "line", "sentences"),
-    "log with stack traces": (repeated(trace), "line", "sentences"),
+    "log with stack traces": (
+        repeated(lambda n: f"{log(n)}\n  at java.io.Reader.read(Reader.java:{n})\n  at Main.main(Main.java:7)"),
+        "line",
+        "sentences",
+    ),
     "log of lines of the same length": (
         repeated(lambda n: f"node7 cron of c. acme. Inc. started job {n:03d}"),
         "line",
@@ -145,8 +132,12 @@ KINDS = {
         "line",
         "sentences",
     ),
-    "Thai, a paragraph a line, without empty lines": (repeated(thai), "line", "sentences"),
-    "Thai, a paragraph a line, with empty lines": (repeated(thai, separator="\n\n"), "file", "sentences"),
+    "Thai, a paragraph a line, without empty lines": (repeated(lambda _: spaced(THAI, 20)), "line", "sentences"),
+    "Thai, a paragraph a line, with empty lines": (
+        repeated(lambda _: spaced(THAI, 20), separator="\n\n"),
+        "file",
+        "sentences",
+    ),
     "code": (repeated(code), "file", "sentences"),
     "verse": (
         repeated(lambda _: "\n".join(f"{words(4, 8).capitalize()}{s}" for s in ("", ",", "", ".")), 12, "\n\n"),
@@ -178,91 +169,72 @@ def read(source):
     return list(found.values())
 
 
-def flat(documents):
-    """Documents as lists of sentences, from documents as lists of paragraphs of them."""
-    return [list(itertools.chain.from_iterable(paragraphs)) for paragraphs in documents]
-
-
 def test_a_document_ends_where_the_option_says(tmp_path):
     """The same lines, read in each way; a line is never joined to the next, as the lines are not wrapped."""
     (tmp_path / "a.txt").write_text("One came. Two went.\nThree sat.\n\n \nFour rose. Five fell.\nSix stood.\n")
-    lines = [["One came.", "Two went."], ["Three sat."], ["Four rose.", "Five fell."], ["Six stood."]]
-    expected = {
-        "auto": [lines],
-        "file": [lines],
-        "line": [[line] for line in lines],
-        "blank_line": [lines[:2], lines[2:]],
-    }
-    for documents, of_documents in expected.items():
-        source = file_source(tmp_path, documents=documents)
-        assert read(source) == flat(of_documents), documents
+    one, three, four, six = ["One came.", "Two went."], ["Three sat."], ["Four rose.", "Five fell."], ["Six stood."]
+    whole = [[*one, *three, *four, *six]]
+    expected = {"auto": whole, "file": whole, "line": [one, three, four, six], "blank_line": [one + three, four + six]}
+    sources = {documents: file_source(tmp_path, documents=documents) for documents in expected}
+    for documents, source in sources.items():
+        assert read(source) == expected[documents], documents
         assert [count for key, count in (+source.counts).items() if key.startswith("files ")] == [1]
-    identities = [file_source(tmp_path, documents=documents).identity for documents in expected]
-    assert all(identities.count(identity) == 1 for identity in identities)
+    assert len({str(source.identity) for source in sources.values()}) == 4
 
 
-def test_in_bert_s_format_each_block_is_a_document_and_each_line_a_sentence(tmp_path):
-    blocks = [[sentence(), f"Dr. Smith came, e.g. with No. {n}.", sentence()] for n in range(30)]
-    (tmp_path / "a.txt").write_text("\n\n".join("\n".join(block) for block in blocks) + "\n")
-    source = file_source(tmp_path)
-    assert read(source) == flat([[block] for block in blocks])
-    assert +source.counts == {"files divided at empty lines, a sentence a line": 1}
+BLOCKS = [[sentence(), f"Dr. Smith came, e.g. with No. {n}.", sentence()] for n in range(30)]
+LOG = [f"{log(number)} of c. acme. Inc. {number}" if number % 3 == 0 else log(number) for number in range(100)]
+FEW_STOPS = [*LOG[:6], *(line for line in LOG if "acme" not in line)]
+DAYS = [["I love my dog.", f"Day {number}."] for number in range(40)]
+PROSE = [[f"{words(4, 16).capitalize()} seen." for _ in range(10)] for _ in range(20)]
+READ = {  # the text of a file, or the rows of a table; its documents; how they are counted
+    "BERT's format": ("\n\n".join(map("\n".join, BLOCKS)), BLOCKS, "files divided at empty lines, a sentence a line"),
+    "a log": ("\r\n".join(LOG), [[line] for line in LOG], "files divided into lines, a sentence a line"),
+    "rows": (list(map(" ".join, DAYS)), DAYS, "rows read whole, a paragraph a line"),
+    "rows, a newline in one": (
+        ["I\nlove my dog. Day 0.", *map(" ".join, DAYS[1:])],
+        [["I", "love my dog.", "Day 0."], *DAYS[1:]],
+        "rows read whole, a paragraph a line",
+    ),
+    "rows of wrapped prose": (
+        [textwrap.fill(" ".join(row[:5]), 60) + "\n\n" + textwrap.fill(" ".join(row[5:]), 60) for row in PROSE],
+        PROSE,
+        "rows read whole, lines joined",
+    ),
+    "rows of a log": (FEW_STOPS, [[line] for line in FEW_STOPS], "rows read whole, a sentence a line"),
+}
 
 
-def test_a_line_of_a_log_is_a_document_and_a_sentence(tmp_path):
-    lines = [f"{log(number)} of c. acme. Inc. {number}" if number % 3 == 0 else log(number) for number in range(100)]
-    (tmp_path / "app.log").write_text("\r\n".join(lines))
-    source = file_source(tmp_path / "app.log")
-    assert read(source) == flat([[[line]] for line in lines])
-    assert +source.counts == {"files divided into lines, a sentence a line": 1}
-    assert read(file_source(tmp_path / "app.log", max_documents=7)) == flat([[[line]] for line in lines[:7]])
-
-
-def test_a_row_is_a_document_whatever_the_other_rows_are(tmp_path):
-    rows = [f"I love my dog. Day {number}." for number in range(40)]
-    expected = [[["I love my dog.", f"Day {number}."]] for number in range(40)]
-    write_table(tmp_path / "a.jsonl", [{"text": row} for row in rows])
-    assert read(file_source(tmp_path / "a.jsonl")) == flat(expected)
-    write_table(tmp_path / "b.jsonl", [{"text": row} for row in ["I\nlove my dog. Day 0.", *rows[1:]]])
-    source = file_source(tmp_path / "b.jsonl")
-    assert read(source) == flat([[["I"], ["love my dog.", "Day 0."]], *expected[1:]])
-    assert +source.counts == {"rows read whole, a paragraph a line": 40}
-
-
-def test_the_lines_of_rows_are_joined_where_they_are_wrapped_prose(tmp_path):
-    paragraphs = [[prose(5), prose(5)] for _ in range(20)]
-    write_table(tmp_path / "a.csv", [{"text": "\n\n".join(textwrap.fill(p, 60) for p in row)} for row in paragraphs])
-    source = file_source(tmp_path)
-    assert texts(source) == paragraphs
-    assert +source.counts == {"rows read whole, lines joined": 20}
+@pytest.mark.parametrize("kind", READ)
+def test_the_documents_and_sentences_are_those_of_the_text(kind, tmp_path):
+    text, documents, counted = READ[kind]
+    file = tmp_path / ("a.jsonl" if "rows" in kind else "a.txt")
+    if "rows" in kind:
+        write_table(file, [{"text": row} for row in text])
+    else:
+        file.write_bytes(text.encode())
+    source = file_source(file)
+    assert read(source) == documents
+    assert +source.counts == {counted: len(text) if "rows" in kind else 1}
+    assert read(file_source(file, max_documents=7)) == documents[:7]
 
 
 def test_rows_are_divided_like_files_and_put_together_in_blocks(tmp_path):
     write_table(tmp_path / "a.jsonl", [{"text": "One came.\nTwo went.\n\nThree sat."}] * 100)
-    one, two, three = ["One came."], ["Two went."], ["Three sat."]
-    assert read(file_source(tmp_path, documents="line")) == flat([[one], [two], [three]] * 100)
-    assert read(file_source(tmp_path, documents="blank_line")) == flat([[[*one, *two]], [three]] * 100)
+    one, two, three = "One came.", "Two went.", "Three sat."
+    assert read(file_source(tmp_path, documents="line")) == [[one], [two], [three]] * 100
+    assert read(file_source(tmp_path, documents="blank_line")) == [[one, two], [three]] * 100
     blocks = file_source(tmp_path, documents="file")
-    assert read(blocks) == flat([[[*one, *two, *three]] * 64, [[*one, *two, *three]] * 36])
+    assert read(blocks) == [[one, two, three] * 64, [one, two, three] * 36]
     assert +blocks.counts == {"rows read in documents of 64 rows": 100}
 
 
-def test_a_row_of_a_log_is_one_sentence(tmp_path):
-    write_table(
-        tmp_path / "a.jsonl", [{"text": f"started c. acme. Inc. {n}" if n < 9 else log(n)} for n in range(100)]
-    )
-    assert all(len(document) == 1 for document in read(file_source(tmp_path)))
-
-
-@pytest.mark.parametrize("text", ["x" * 10_000_000, "word " * 2_000_000, "A word. " * 1_250_000])
-@pytest.mark.parametrize("documents", ["auto", "blank_line", "line"])
-def test_a_line_of_ten_megabytes_is_one_document(text, documents, tmp_path):
+@pytest.mark.parametrize("text", ["x" * 4_000_000, "word " * 800_000, "A word. " * 500_000])
+@pytest.mark.parametrize("documents", ["auto", "line"])
+def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):
     (tmp_path / "a.txt").write_text(text)
-    blocks = list(split_sentences(file_source(tmp_path, documents=documents).documents))
-    assert blocks[-1].document == 0
-    assert sum(len(sentence.replace(" ", "")) for block in blocks for sentence in block.sentences) == len(
-        text.replace(" ", "")
-    )
+    (sentences,) = read(file_source(tmp_path, documents=documents))
+    assert sum(len(sentence.replace(" ", "")) for sentence in sentences) == len(text.replace(" ", ""))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64])
@@ -276,15 +248,12 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, m
     monkeypatch.setattr(sources, "READ_CHARACTERS", size)
     found = texts(file_source(tmp_path, documents=documents))
     if size < 32 and documents != "line":  # with such small pieces, long lines and paragraphs are cut
-        found, expected = (
-            ["".join("".join(paragraphs).split()) for paragraphs in found],
-            ["".join("".join(paragraphs).split()) for paragraphs in expected],
-        )
+        found, expected = (["".join("".join(of).split()) for of in some] for some in (found, expected))
     assert found == expected
 
 
-def test_a_line_longer_than_the_pieces_has_single_spaces_too():
+@pytest.mark.parametrize("longest", [1, 100])
+def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
-        for longest in (1, 100):
-            found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
-            assert found == [[" ".join(line.split())]] * bool(line.strip())
+        found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
+        assert found == [[" ".join(line.split())]] * bool(line.strip())

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pyarrow
@@ -15,7 +14,6 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from huggingface_hub import HfApi
 from small_tasks import answer_rows, choice_rows, squad_json, write_rows
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoTokenizer, BertConfig, BertForPreTraining
@@ -31,9 +29,9 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 
 # Commands that the test of all commands does not run, by their first words, and why.
 NOT_RUN = {
-    "make demo": "installs, and trains for minutes",
+    "make install": "installs from the network; tests/test_packaging.py installs the package",
     ". .venv/bin/activate": "the test runs in an environment of its own",
-    "pip install": "installs from the network; tests/test_packaging.py installs the package",
+    "pip install": "the same",
     ".venv/bin/python -m pip install": "the same",
     "accelerate launch": "the launchers' own parsers read these below, and tests/test_distributed.py launches",
     "torchrun": "the same",
@@ -41,6 +39,7 @@ NOT_RUN = {
     "d2l-bert prepare --check parts/*": "wants the parts that sbatch makes; docs/data.md makes some",
     "d2l-bert pretrain --corpus parts/*": "the same",
     "zcat": "a pipe; tests/promises reads the standard input",
+    "d2l-bert evaluate my-bert --line_scores": "a pipe; tests/test_line_scores.py reads lines",
     "python -m benchmarks": "trains for minutes",
     "python -m http.server": "serves until it is stopped",
     "d2l-bert demo": "the same; tests/test_pages.py starts it",
@@ -50,7 +49,7 @@ NOT_RUN = {
     "d2l-bert finetune my-bert --task swag": "the same",
     "d2l-bert finetune my-bert --task text-classification --dataset": "the same",
     "d2l-bert finetune my-bert --task multiple-choice --dataset": "the same",
-    "d2l-bert convert net.params": "wants weights of d2l's model; tests/test_d2l_checkpoints.py converts such",
+    "d2l-bert convert net.params": "wants weights of d2l's model; tests/test_conversion.py converts such",
     "d2l-bert convert my-bert for-d2l": "the same",
 }
 
@@ -81,34 +80,38 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
     shutil.copytree(my_bert, "my-bert", ignore=shutil.ignore_patterns("checkpoint-*"))
     for folder in ("books", "check", "shards/0", "shards/1"):
         shutil.copytree(books, folder)
+    Path("model_cards").symlink_to(ROOT / "model_cards")
     Path("shards/1/book-00.txt").unlink()
-    first = (books / "book-00.txt").read_text()
-    write_rows(Path("more.jsonl"), [{"text": first}] * 3)
-    Path("texts.txt").write_text("Anna found a hammer.\nThe valley was old.\n")
-    pyarrow.parquet.write_table(pyarrow.table({"abstract": ["Anna found a hammer."]}), "texts.parquet")
-    rows = [(f"in the {place} number {number}", place) for number in range(8) for place in ("garden", "tower")]
-    for name in ("train", "val", "test"):
-        Path(f"{name}.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
-    for name in ("mrpc", "mrpc-test"):
-        lines = "".join(f"{text},{text},{number % 2}\n" for number, (text, _) in enumerate(rows))
-        Path(f"{name}.csv").write_text("text,text_pair,label\n" + lines)
-    Path("prices.csv").write_text("text,price\n" + "".join(f"{text},{len(text)}\n" for text, _ in rows))
-    lines = "".join(f"{text},{n % 2},{n // 2 % 2},{n // 4 % 2}\n" for n, (text, _) in enumerate(rows))
-    Path("toxic.csv").write_text("text,toxic,insult,threat\n" + lines)
-    write_rows(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
+    texts = [f"in the {place} number {number}" for number in range(8) for place in ("garden", "tower")]
+    rows = [(text, text.split()[2]) for text in texts]
+    pairs = [("text,text_pair,label", *(f"{text},{text},{number % 2}" for number, text in enumerate(texts)))]
+    tables = {f"{name}.csv": ["text,label", *map(",".join, rows)] for name in ("train", "val", "test")}
+    tables |= dict.fromkeys(("mrpc.csv", "mrpc-test.csv"), *pairs)
+    tables |= {
+        "prices.csv": ["text,price", *(f"{text},{len(text)}" for text in texts)],
+        "toxic.csv": [
+            "text,toxic,insult,threat",
+            *(f"{text},{n % 2},{n // 2 % 2},{n // 4 % 2}" for n, text in enumerate(texts)),
+        ],
+        "texts.txt": ["Anna found a hammer.", "The valley was old."],
+        "tomorrow.csv": ["text", *texts],
+        "letters.csv": ["no;letter", "1;The valley was old."],
+    }
     for name in ("train", "dev", "test"):
-        Path(f"{name}.conll").write_text("Ada B-PER\nmoved O\nto O\nYork B-LOC\n\n" * 8)
-        Path(f"{name}-v2.0.json").write_text(json.dumps(squad_json(answer_rows(8, seed=1))))
+        tables[f"{name}.conll"] = ["Ada B-PER\nmoved O\nto O\nYork B-LOC\n"] * 8
+        tables[f"{name}-v2.0.json"] = [json.dumps(squad_json(answer_rows(8, seed=1)))]
+    for name, lines in tables.items():
+        Path(name).write_text("\n".join(lines) + "\n")
+    write_rows(Path("more.jsonl"), [{"text": (books / "book-00.txt").read_text()}] * 3)
+    write_rows(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
     for name in ("choices", "choices-val"):
         write_rows(Path(f"{name}.jsonl"), choice_rows(8, seed=1))
-    api = HfApi(endpoint=here.endpoint)
+    pyarrow.parquet.write_table(pyarrow.table({"abstract": ["Anna found a hammer."]}), "texts.parquet")
     tokenizer = AutoTokenizer.from_pretrained("my-bert")
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    with tempfile.TemporaryDirectory() as folder:
-        BertForPreTraining(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        api.create_repo("someone/bert")
-        api.upload_folder(repo_id="someone/bert", folder_path=folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForPreTraining(BertConfig(vocab_size=len(tokenizer), **sizes))
+    for part in (model, tokenizer):
+        part.push_to_hub("someone/bert")
     return tmp_path
 
 
@@ -169,9 +172,7 @@ def test_every_launcher_takes_the_options_on_the_page():
     commands = [re.sub(r"^(\w+=\S+ )+", "", line) for line in text.splitlines()]
     tried = set()
     for launch, ours in (line.split(" -m d2l_bert pretrain ") for line in commands if " -m d2l_bert " in line):
-        launcher, *arguments = shlex.split(launch)
-        if launcher == "accelerate":
-            assert arguments.pop(0) == "launch"
+        launcher, *arguments = shlex.split(launch.replace("accelerate launch", "accelerate"))
         parsed = LAUNCHERS[launcher]().parse_args([*arguments, "script"])
         if launcher == "accelerate":
             _validate_launch_command(parsed)
@@ -180,29 +181,20 @@ def test_every_launcher_takes_the_options_on_the_page():
         tried.add(launcher)
     assert tried == set(LAUNCHERS)
     scripts = {"slurm.sh": options_of("pretrain"), "slurm_prepare.sh": {*options_of("prepare"), "--array"}}
-    batches = [line for line in commands if line.startswith("sbatch")]
-    assert len(batches) == len(scripts)
-    for batch in batches:
-        (script,) = re.findall(r"docs/accelerate/(\S+)", batch)
-        assert set(re.findall(r"--\w+", batch)) <= scripts.pop(script)
+    for batch in (line for line in commands if line.startswith("sbatch")):
+        assert set(re.findall(r"--\w+", batch)) <= scripts.pop(re.findall(r"docs/accelerate/(\S+)", batch)[0])
+    assert not scripts
     known = {*options_of("pretrain"), *launch_command_parser()._option_string_actions, "--signal"}
-    known |= set(torchrun_parser()._option_string_actions)
-    assert set(re.findall(r"`(--[\w-]+)", text)) <= known
-
-
-def launched(name):
-    """The environment variables that `accelerate launch` sets with one of the files in docs/accelerate."""
-    options = ["--config_file", str(LAUNCHING / name), "--num_processes=2", "script"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(options))
-    return prepare_multi_gpu_env(arguments)
+    assert set(re.findall(r"`(--[\w-]+)", text)) <= known | set(torchrun_parser()._option_string_actions)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LAUNCHING.glob("*.yaml")))
 def test_accelerate_knows_every_key_of_our_configuration_files(name):
     config = load_config_from_file(str(LAUNCHING / name))  # refuses unknown keys, except below fsdp_config
-    known = {action.dest for action in launch_command_parser()._actions}
-    assert set(config.fsdp_config) <= known
-    wants_fsdp = launched(name).get("ACCELERATE_USE_FSDP") == "true"
+    assert set(config.fsdp_config) <= {action.dest for action in launch_command_parser()._actions}
+    options = ["--config_file", str(LAUNCHING / name), "--num_processes=2", "script"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(options))
+    wants_fsdp = prepare_multi_gpu_env(arguments).get("ACCELERATE_USE_FSDP") == "true"
     assert wants_fsdp == (name == "fsdp2.yaml") == bool(config.fsdp_config)
 
 
@@ -219,8 +211,6 @@ exit $LEAVES""",
 
 @pytest.mark.parametrize("code", [0, 2, 143])
 def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_time_is_up(tmp_path, code):
-    script = LAUNCHING / "slurm.sh"
-    subprocess.run(["bash", "-n", script], check=True)
     for name, lines in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
         (tmp_path / name).chmod(0o755)
@@ -228,9 +218,11 @@ def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_ti
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": "/shared",
         "SLURM_JOB_ID": "1234567",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_CPUS_PER_TASK": "8",
+        "LEAVES": str(code),
     }
-    environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_PER_TASK": "8", "LEAVES": str(code)}
-    command = ["bash", script, "--corpus", "my books", "--max_steps=3"]
+    command = ["bash", LAUNCHING / "slurm.sh", "--corpus", "my books", "--max_steps=3"]
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == code
     show, *tasks = (tmp_path / "calls").read_text().splitlines()
     assert show == "scontrol show hostnames node[7-8]"

@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, pipeline
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
-from d2l_bert.__main__ import main
 from d2l_bert.modeling.loading import hash_of_model, load_tokenizer
 from d2l_bert.tokenization.encoding import SentenceEncoder
 from d2l_bert.tokenization.rules import count_words
@@ -40,6 +39,7 @@ TEXTS = [
 # too: these two are not in TEXTS.
 
 VERSION_4 = Path(__file__).parent.parent / "build/transformers-4"  # where `make older` installs it
+needs_version_4 = pytest.mark.skipif(not VERSION_4.is_dir(), reason="Transformers 4 is missing: make older")
 
 
 def vocabulary(*words):
@@ -109,35 +109,28 @@ print(__version__, json.dumps(list(found.values())))
 """
 
 
-def loaded_elsewhere(folder, place, **environment):
-    """The version, and what AutoTokenizer gives for each folder, in a fresh process without this package."""
-    copy = Path(shutil.copytree(folder, place / "copy"))
-    command, variables = [sys.executable, "-c", LOAD], {**os.environ, **environment}
-    done = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=120)
+def in_a_fresh_process(code, folder, version):
+    """What a program says last, in a folder, with the Transformers that is installed or with version 4."""
+    variables = {**os.environ, **({"PYTHONPATH": str(VERSION_4)} if version == 4 else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=variables, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    version, _, found = done.stdout.splitlines()[-1].partition(" ")
-    return version, json.loads(found)
-
-
-def thrice(folder):
-    return [each for each in json.loads((folder / "expected.json").read_text()).values() for _ in range(3)]
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
-def test_a_fresh_process_without_the_package_gives_the_same_ids(saved, tmp_path):
-    version, found = loaded_elsewhere(saved, tmp_path)
-    assert version[0] != "4" and found == thrice(saved)
+@pytest.mark.parametrize("version", [pytest.param(4, marks=needs_version_4), 5])
+def test_a_fresh_process_without_the_package_gives_the_same_ids(version, saved, tmp_path):
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    found, _, said = in_a_fresh_process(LOAD, copy, version).partition(" ")
+    expected = json.loads((saved / "expected.json").read_text())
+    assert found.startswith(f"{version}.")
+    assert json.loads(said) == [each for each in expected.values() for _ in range(3)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VERSION_4.is_dir(), reason="Transformers 4 is missing: make older")
-def test_transformers_4_gives_the_same_ids(saved, tmp_path):
-    version, found = loaded_elsewhere(saved, tmp_path, PYTHONPATH=str(VERSION_4))
-    assert version[0] == "4" and found == thrice(saved)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not VERSION_4.is_dir(), reason="Transformers 4 is missing: make older")
+@needs_version_4
 @pytest.mark.parametrize("kind", ["bert", "kmers"])
 def test_added_tokens_survive_in_both_versions(kind, tmp_path):
     tokenizer, text = KINDS[kind](), "a [E1] b[/E1] <w> c"
@@ -149,17 +142,7 @@ def test_added_tokens_survive_in_both_versions(kind, tmp_path):
         f"it = AutoTokenizer.from_pretrained('tok'); ids = it({text!r})['input_ids']\n"
         "print(ids, len(it), sorted(it.all_special_ids), it.decode(ids, skip_special_tokens=True))"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=os.environ | more,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
-        for more in ({}, {"PYTHONPATH": str(VERSION_4)})
-    ]
+    said = [in_a_fresh_process(code, tmp_path, version) for version in (4, 5)]
     assert said[0] == said[1] and f"{tokenizer(text)['input_ids']} {len(tokenizer)} [0, 1, 2, 3, 4, " in said[0]
 
 
@@ -231,20 +214,17 @@ def test_every_kind_is_read_from_its_folder_and_from_a_bare_tokenizer_json(kind,
         )
 
 
-@pytest.mark.parametrize("words", [["anna", "[E1]"], ["Anna"]])
+@pytest.mark.parametrize("words", [["anna", "[E1]"], ["Anna"], ["änna", "anna"]])
 def test_a_bare_vocab_txt_is_berts_vocabulary_in_lower_case_unless_it_has_capitals(words, tmp_path):
+    """Accents are stripped unless a word has one."""
     pieces = [*SPECIAL_TOKENS, *words, "walked", "."]
     (tmp_path / "vocab.txt").write_bytes("\r\n".join([*pieces, ""]).encode())
+    text = "Änna walked." if words[0] == "änna" else "Anna walked."
     for name in (tmp_path, tmp_path / "vocab.txt"):
         tokenizer = load_tokenizer(str(name))
         assert type(tokenizer) is BertTokenizer and tokenizer.convert_ids_to_tokens(range(len(pieces))) == pieces
-        assert tokenizer.tokenize("Anna walked.") == [words[0], "walked", "."]
+        assert tokenizer.tokenize(text) == [words[0], "walked", "."]
     assert hash_of_model(tmp_path / "vocab.txt") == hash_of_model(tmp_path)
-
-
-def test_a_bare_vocab_txt_with_accents_keeps_them(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, "für", "fur"]) + "\n", encoding="utf-8")
-    assert load_tokenizer(str(tmp_path)).tokenize("Für fur") == ["für", "fur"]
 
 
 def test_a_bertlike_folder_whose_rules_transformers_5_would_not_follow_is_refused_with_the_way_out(saved, tmp_path):
@@ -255,14 +235,6 @@ def test_a_bertlike_folder_whose_rules_transformers_5_would_not_follow_is_refuse
     with pytest.raises(ValueError, match="PreTrainedTokenizerFast"):
         load_tokenizer(str(folder))
     assert len(load_tokenizer(str(folder / "tokenizer.json")).tokenize("a" * 101)) == 101
-
-
-def _bad(change):
-    """A PreTrainedTokenizerFast of WordPiece after `change` of its backend and the names of its special tokens."""
-    made = backend(cased(), ".")
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
-    made = change(made, names) or made
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 REFUSED = {
@@ -278,7 +250,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_stands_in_the_way_of_a_tokenizer_is_named(reason, tmp_path):
-    _bad(REFUSED[reason]).save_pretrained(tmp_path)
+    made, names = backend(cased(), "."), {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    made = REFUSED[reason](made, names) or made
+    PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be loaded") as caught:
         load_tokenizer(str(tmp_path))
     assert reason in str(caught.value)
@@ -301,40 +275,25 @@ def marked(request, tmp_path):
     tokenizer = KINDS[request.param]()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]", "[/E1]"]})
     tokenizer.add_tokens(["<w>", AddedToken("two words", normalized=True)])
-    tokenizer.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     return load_tokenizer(str(tmp_path))
 
 
 def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another(marked):
-    texts = ["a [E1] b[/E1] c", "<w>d two words [E1]", "no more"]
     encode = SentenceEncoder(text_backend(marked))
-    for text in texts:
+    for text in ("a [E1] b[/E1] c", "<w>d two words [E1]", "no more"):
         assert encode([text])[0].tolist() == marked(text, add_special_tokens=False)["input_ids"]
     assert marked.mask_token_id not in encode(["a [MASK] b"])[0]
     words = len(marked) - 4
     assert ordinary_ids(marked) == (5, words) and marked.convert_ids_to_tokens(words) == "[E1]"
-
-
-def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use():
-    rules = normalizers.Sequence([normalizers.Replace("a b", "c"), cased()])
-    tokenizer = general_tokenizer(backend(rules))
-    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
-    assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
-
-
-def test_a_tokenizer_with_added_tokens_is_extended_only_without_them(marked):
-    with pytest.raises(ValueError, match=r"\[E1\], \[/E1\]"):
+    with pytest.raises(ValueError, match=r"\[E1\], \[/E1\]"):  # new words would get their ids
         extend_wordpiece(marked, count_words(["hello hello"]), 1)
 
 
-def test_a_run_trains_with_markers(books, marked, tmp_path):
-    save_tokenizer(marked, tmp_path / "tok")
-    text = "".join(f"[E1] Anna [/E1] walked to garden {n}. Then she left. She came back.\n\n" for n in range(20))
-    (tmp_path / "text.txt").write_text(text)
-    arguments = ["prepare", "--corpus", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "tok")]
-    assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 0
-    tokenizer = load_tokenizer(str(tmp_path / "out"))
-    assert tokenizer.convert_tokens_to_ids("[E1]") == marked.convert_tokens_to_ids("[E1]") == len(tokenizer) - 4
+def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use():
+    tokenizer = general_tokenizer(backend(normalizers.Sequence([normalizers.Replace("a b", "c"), cased()])))
+    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
+    assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,12 +307,6 @@ def test_unknown_words_are_added_as_if_they_were_split_into_characters():
     extended = extend_wordpiece(tokenizer, count_words(texts), 9)
     assert extended.convert_ids_to_tokens(range(7, len(extended))) == ["ab", "zzz", "zz", "字"]
     assert extended.tokenize("字 zzz q") == ["字", "zzz", "[UNK]"]
-
-
-def test_a_tokenizer_with_other_rules_has_another_fingerprint():
-    marks = {tokenizer_fingerprint(make()) for make in KINDS.values()}
-    marks |= {tokenizer_fingerprint(general_tokenizer(backend(cased(), ".", limit=limit))) for limit in (99, 101)}
-    assert len(marks) == len(KINDS) + 2
 
 
 @pytest.mark.parametrize("kind", ["kmers", "long"])

@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from fast_models import LENGTH, ROWS, SLOTS, assert_same, loss_and_gradients, make_batch, make_model
+from fast_models import (
+    LENGTH,
+    ROWS,
+    SLOTS,
+    assert_same,
+    compute_as_on,
+    every_device,
+    loss_and_gradients,
+    make_batch,
+    make_model,
+)
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 
@@ -112,8 +122,12 @@ def test_training_with_labels_of_every_position_computes_the_labelled_positions_
     assert through == [(ROWS, min(LENGTH, 4 * math.ceil(max(1, most) / 4)) + has_cls)]
 
 
+@every_device
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gradient(model_class):
+def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gradient(
+    model_class, device, monkeypatch
+):
+    compute_as_on(device, monkeypatch)
     model = make_model(model_class)
     batch = make_batch(model, everywhere=True)
     batch.pop("next_sentence_label", None)

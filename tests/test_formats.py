@@ -24,14 +24,13 @@ from d2l_bert.tokenization.wordpiece import make_tokenizer, train_wordpiece
 
 
 RECORD = Path(__file__).with_name("recorded_formats.json")
-RECORD_ANEW = "record anew with `python tests/test_formats.py`"
 
-# What is recorded of each text, the constants that it is named by, and the versions that it follows from.
+# What is recorded of each text, and the constants that name it in the cache.
 RECORDED = {
-    "rows": (["TEXT_FORMAT"], ["sentencex", "unicode"]),
-    "tables": (["TEXT_FORMAT"], ["sentencex", "unicode"]),
-    "vocabulary": (["TOKENIZER_FORMAT"], ["sentencex", "unicode", "tokenizers"]),
-    "tokens": (["ENCODING_FORMAT", "STORE_FORMAT"], ["sentencex", "unicode", "tokenizers"]),
+    "rows": ["TEXT_FORMAT"],
+    "tables": ["TEXT_FORMAT"],
+    "vocabulary": ["TOKENIZER_FORMAT"],
+    "tokens": ["ENCODING_FORMAT", "STORE_FORMAT"],
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,24 +66,7 @@ TEXTS = {"english": (write_english, "en"), "chinese": (write_chinese, "zh")}  # 
 
 # A fixed vocabulary, so that ids do not depend on how a vocabulary is trained.
 PIECES = [*wordpiece.SPECIAL_TOKENS, *map(chr, range(33, 127)), *(f"##{chr(code)}" for code in range(97, 123))]
-PIECES += [
-    "smith",
-    "the",
-    "##es",
-    "sentence",
-    "table",
-    "café",
-    "cafe",
-    "…",
-    "“",
-    "老",
-    "师",
-    "说",
-    "号",
-    "学",
-    "生",
-    "。",
-]
+PIECES += ["smith", "the", "##es", "sentence", "table", "café", "cafe", "…", "“", *"老师说号学生。"]
 
 
 def measured(name: str, folder: Path) -> dict[str, str]:
@@ -110,73 +92,49 @@ def sha256(values):
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def formats() -> dict[str, int]:
-    return {
-        "TEXT_FORMAT": text_store.TEXT_FORMAT,
-        "STORE_FORMAT": token_store.STORE_FORMAT,
-        "ENCODING_FORMAT": encoding.ENCODING_FORMAT,
-        "TOKENIZER_FORMAT": prepare.TOKENIZER_FORMAT,
-    }
-
-
-def versions() -> dict[str, str]:
+def made_with() -> dict[str, dict]:
+    """The formats of today, and the versions of what a text's sentences and tokens follow from."""
     libraries = {name: importlib.metadata.version(name) for name in ("sentencex", "tokenizers")}
-    return {**libraries, "unicode": unicodedata.unidata_version}
+    return {
+        "formats": {
+            "TEXT_FORMAT": text_store.TEXT_FORMAT,
+            "STORE_FORMAT": token_store.STORE_FORMAT,
+            "ENCODING_FORMAT": encoding.ENCODING_FORMAT,
+            "TOKENIZER_FORMAT": prepare.TOKENIZER_FORMAT,
+        },
+        "versions": {**libraries, "unicode": unicodedata.unidata_version},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The check
 
 
-def other_version(name: str, recorded: dict) -> str | None:
-    """A line about the first installed version that `name` follows from and that is not the recorded one."""
-    for library in RECORDED[name][1]:
-        if versions()[library] != recorded["versions"][library]:
-            return f"recorded with {library} {recorded['versions'][library]}, and {versions()[library]} is installed"
-    return None
-
-
-def difference(name: str, found: str, before: str, recorded: dict) -> str | None:
-    """What to do about content, or a format, that is not the recorded one; None if all is as recorded."""
-    its_formats = RECORDED[name][0]
-    raised = [key for key in its_formats if formats()[key] != recorded["formats"][key]]
-    if raised:
-        return (
-            f"{raised[0]} is {formats()[raised[0]]}, and {recorded['formats'][raised[0]]} is recorded; {RECORD_ANEW}"
-        )
-    if found != before:
-        return (
-            f"the {name} of a text are not what {RECORD.name} says: old caches and checkpoints would be taken for new "
-            f"ones. If that is meant, raise {' or '.join(its_formats)} by 1, then {RECORD_ANEW}"
-        )
-    return None
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_gives_what_is_recorded(text, tmp_path):
-    recorded = json.loads(RECORD.read_text())
+    recorded, today = json.loads(RECORD.read_text()), made_with()
+    if today["versions"] != recorded["versions"]:
+        pytest.skip(f"recorded with {recorded['versions']}, and {today['versions']} are installed")
+    assert today["formats"] == recorded["formats"], "record anew with `python tests/test_formats.py`"
     found = measured(text, tmp_path)
-    compared = [name for name in RECORDED if not other_version(name, recorded)]
-    for name in compared:
-        message = difference(name, found[name], recorded["texts"][text][name], recorded)
-        assert message is None, message
-    if len(compared) < len(RECORDED):
-        pytest.skip(next(filter(None, (other_version(name, recorded) for name in RECORDED))))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Names in the cache
+    changed = [
+        f"the {name} of a text (raise {' or '.join(formats)} by 1)"
+        for name, formats in RECORDED.items()
+        if found[name] != recorded["texts"][text][name]
+    ]
+    assert not changed, (
+        f"{', '.join(changed)} are not what {RECORD.name} says: old caches and checkpoints would be taken for new "
+        f"ones. If that is meant, raise the constants, then record anew with `python tests/test_formats.py`"
+    )
 
 
 def write_record() -> None:
     """Write `recorded_formats.json` anew."""
     with tempfile.TemporaryDirectory() as folder:
-        texts = {}
         for text in TEXTS:
             (Path(folder) / f"of-{text}").mkdir()
-            texts[text] = measured(text, Path(folder) / f"of-{text}")
-    record = {"formats": formats(), "versions": versions(), "texts": texts}
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        texts = {text: measured(text, Path(folder) / f"of-{text}") for text in TEXTS}
+    RECORD.write_text(json.dumps({**made_with(), "texts": texts}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

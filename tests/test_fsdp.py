@@ -1,14 +1,11 @@
 """FSDP2 trains the same weights as one process, and each resumes from the other's checkpoints."""
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL
+from promises.driving import end, start
 from safetensors.torch import load_file
 
 from d2l_bert.__main__ import main
@@ -16,28 +13,16 @@ from d2l_bert.__main__ import main
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]
-FILES = ("model.safetensors", "checkpoint-4/*.safetensors")
+FILES = ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.safetensors")
 
 
-def on_fsdp(*arguments):
-    """Run the command with FSDP2 on two processes, launched as docs/distributed.md describes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0", "--num_processes=2"]
-    command += [f"--config_file={ROOT / 'docs/accelerate/fsdp2.yaml'}", ROOT / "tests" / "on_fsdp.py", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert process.returncode == 0, process.stderr
-
-
-def assert_the_same(one, two):
-    names = [path.relative_to(one) for pattern in FILES for path in one.glob(pattern)]
-    assert len(names) >= 3
-    for name in names:
-        one_file, two_file = load_file(one / name), load_file(two / name)
-        assert one_file.keys() == two_file.keys()
-        for key in one_file:
-            torch.testing.assert_close(one_file[key], two_file[key], atol=1e-4, rtol=0)
+def assert_the_same(one, two, *files):
+    for name in (*FILES, *files):
+        tensors, expected = load_file(two / name), load_file(one / name)
+        assert tensors.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(tensors[key], tensor, atol=1e-4, rtol=0)
 
 
 def without_the_end(folder, copy):
@@ -58,13 +43,22 @@ def test_fsdp2_and_one_process_train_the_same_weights_and_resume_each_others_che
     """
     Each evaluation comes right before a checkpoint, when FSDP2 holds some parameters unsharded, as other objects.
     """
-    command = ["pretrain", f"--corpus={books}", "--tie_word_embeddings=false", *options, *OPTIONS, *SMALL]
-    assert main([*command, f"--output_dir={tmp_path / 'one'}"]) == 0
-    on_fsdp(*command, f"--output_dir={tmp_path / 'two'}")
-    assert_the_same(tmp_path / "one", tmp_path / "two")
-    back = without_the_end(tmp_path / "two", tmp_path / "back")
-    assert main([*command, f"--output_dir={back}", "--resume_from_checkpoint=latest"]) == 0
-    assert_the_same(tmp_path / "one", back)
-    there = without_the_end(tmp_path / "one", tmp_path / "there")
-    on_fsdp(*command, f"--output_dir={there}", "--resume_from_checkpoint=latest")
-    assert_the_same(tmp_path / "one", there)
+
+    def train(folder, *more, with_fsdp):
+        words = ["pretrain", f"--corpus={books}", "--tie_word_embeddings=false", *options, *OPTIONS, *SMALL, *more]
+        if with_fsdp:
+            said = tmp_path / "said.txt"
+            ranks = start([*words, f"--output_dir={folder}"], script="on_fsdp.py", processes=2, said=said)
+            assert end(ranks, 300) == [0, 0], said.read_text()
+        else:
+            assert main([*words, f"--output_dir={folder}"]) == 0
+
+    averages = ["checkpoint-4/average.safetensors"] if "--ema_decay=0.9" in options else []
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(one, with_fsdp=False)
+    train(two, with_fsdp=True)
+    assert_the_same(one, two, *averages)
+    for source, with_fsdp in ((two, False), (one, True)):
+        resumed = without_the_end(source, tmp_path / f"from-{source.name}")
+        train(resumed, "--resume_from_checkpoint=latest", with_fsdp=with_fsdp)
+        assert_the_same(one, resumed, *averages)

@@ -1,11 +1,12 @@
 """Initial weights: attention heads that look at neighbours, or the weights and words of a trained model."""
 
-import json
+import shutil
 
 import pytest
+import small_models
 import torch
 from conftest import SIZES
-from runs import run
+from promises.driving import read_json
 from safetensors.torch import load_file
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining
@@ -56,115 +57,56 @@ def test_the_initialisation_follows_its_seed_and_changes_no_other_weights(model)
     again = D2lBertForPreTraining(model.config)
     again.load_state_dict(plain.state_dict())
     look_at_neighbours(again, torch.Generator().manual_seed(1))
-    touched = {
-        name
-        for (name, before), after in zip(plain.named_parameters(), again.parameters(), strict=True)
-        if not torch.equal(before, after)
-    }
+    before, after = dict(plain.named_parameters()), dict(again.named_parameters())
+    touched = {name for name in before if not torch.equal(before[name], after[name])}
     first = {f"bert.encoder.layer.0.attention.{part}.weight" for part in ("query", "key", "value", "output")}
     later = {f"bert.encoder.layer.1.attention.{part}.weight" for part in ("value", "output")}
     assert touched == first | later | {"bert.embeddings.position_embeddings.weight"}
-    assert all(
-        torch.equal(mine, other)
-        for mine, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
-    )
+    assert all(torch.equal(mine, after[name]) for name, mine in model.named_parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From a trained model
 
 
-@pytest.fixture(scope="module")
-def tokenizers():
-    """A tokenizer with a vocabulary of 40 entries, and one with three words of a text added."""
-    old = train_wordpiece(["abc abd abe acd ace ade bcd bce bde cde"] * 5, vocab_size=40)
-    return old, extend_wordpiece(old, count_words(["abcde abcde abcde edcb edcb bec bec"]), 3)
-
-
-def make_model(tokenizer, model_class=D2lBertForPreTraining, **changes):
-    torch.manual_seed(0)
-    model = model_class(D2lBertConfig(**{**SIZES, "vocab_size": len(tokenizer), **changes})).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)  # biases, too, must differ from each other
-    return model
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_of_added_words_are_the_means_of_their_pieces(tokenizers, tied):
-    old, new = tokenizers
-    model, before = (make_model(old, tie_word_embeddings=tied) for _ in range(2))
+def test_embeddings_of_added_words_are_the_means_of_their_pieces(tied):
+    old = train_wordpiece(["abc abd abe acd ace ade bcd bce bde cde"] * 5, vocab_size=40)
+    new = extend_wordpiece(old, count_words(["abcde abcde abcde edcb edcb bec bec"]), 3)
+    config = D2lBertConfig(**{**SIZES, "vocab_size": len(old), "tie_word_embeddings": tied})
+    model = small_models.make_model(D2lBertForPreTraining, config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     extend_embeddings(model, old, new)
     assert model.config.vocab_size == len(new) == len(old) + 3
-    tables = ("bert.embeddings.word_embeddings.weight", "mlm.decoder.weight", "mlm.decoder.bias")
     after = model.state_dict()
-    for name, was in before.state_dict().items():
-        now = after.pop(name)
-        if name not in tables:
-            assert torch.equal(now, was), name
-            continue
-        assert torch.equal(now[: len(old)], was), name
-        for row in range(len(old), len(new)):
-            pieces = old(new.convert_ids_to_tokens(row), add_special_tokens=False)["input_ids"]
-            assert len(pieces) > 1
-            torch.testing.assert_close(now[row], sum(was[piece] for piece in pieces) / len(pieces))
-    assert not after
+    for name in ("bert.embeddings.word_embeddings.weight", "mlm.decoder.weight", "mlm.decoder.bias"):
+        words = new.convert_ids_to_tokens(range(len(old), len(new)))
+        pieces = old(words, add_special_tokens=False)["input_ids"]
+        assert min(map(len, pieces)) > 1
+        means = torch.stack([before[name][parts].mean(0) for parts in pieces])
+        torch.testing.assert_close(after.pop(name), torch.cat([before.pop(name), means]))
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
     shared = model.mlm.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A run that starts from a model
-
-
-SHORT = ["--max_seq_length=48", "--global_batch_size=8", "--dataloader_num_workers=0", "--mixed_precision=no"]
-
-
-@pytest.fixture(scope="module")
-def spelling(books, tmp_path_factory):
-    """The folder of a model with a vocabulary of 60 entries, which splits most words."""
-    folder = tmp_path_factory.mktemp("spelling") / "model"
-    run(books, folder, "--max_steps=2", "--vocab_size=60", "--mixed_precision=no")
-    return folder
-
-
-def run_from(model, corpus, folder, *options):
-    """Train from the weights of `model`; returns the new weights."""
-    assert (
-        main(["pretrain", f"--init_from={model}", f"--corpus={corpus}", f"--output_dir={folder}", *SHORT, *options])
-        == 0
-    )
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_stock_bert_as_from_the_model_that_it_becomes(books, trained, tmp_path):
-    assert main(["convert", str(trained), str(tmp_path / "stock"), "--to", "bert"]) == 0
-    options = [
-        "--max_steps=1",
-        "--learning_rate=1e-12",
-        "--hidden_dropout_prob=0.0",
-        "--attention_probs_dropout_prob=0.0",
-    ]
-    weights = run_from(tmp_path / "stock", books, tmp_path / "out", *options)
-    before = load_file(trained / "model.safetensors")
-    assert weights.keys() == before.keys()
-    for name, tensor in before.items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-9, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, spelling, tmp_path):
+@pytest.mark.parametrize("kind", ["d2l-bert", pytest.param("stock BERT", marks=pytest.mark.slow)])
+def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, trained, tmp_path, kind):
     """One step at a learning rate of almost 0 leaves the weights unchanged."""
-    out = tmp_path / "out"
-    weights = run_from(spelling, books, out, "--max_steps=1", "--learning_rate=1e-12", "--hidden_dropout_prob=0.3")
-    before = load_file(spelling / "model.safetensors")
+    source, out = shutil.copytree(trained, tmp_path / "start"), tmp_path / "out"
+    if kind == "stock BERT":
+        source = tmp_path / "stock"
+        assert main(["convert", str(trained), str(source), "--to", "bert"]) == 0
+    words = ["pretrain", f"--init_from={source}", f"--corpus={books}", f"--output_dir={out}", "--max_seq_length=48"]
+    assert main([*words, "--max_steps=1", "--learning_rate=1e-12", "--hidden_dropout_prob=0.3"]) == 0
+    weights, before = (load_file(folder / "model.safetensors") for folder in (out, trained))
     assert weights.keys() == before.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-9, rtol=0)
     for name in ("tokenizer.json", "vocab.txt"):
-        assert (out / name).read_bytes() == (spelling / name).read_bytes()
-    config, was = (json.loads((folder / "config.json").read_text()) for folder in (out, spelling))
+        assert (out / name).read_bytes() == (trained / name).read_bytes()
+    config, was = (read_json(folder / "config.json") for folder in (out, trained))
     assert {name for name in was if config[name] != was[name]} == {"hidden_dropout_prob"}
     card = (out / "README.md").read_text()
-    assert "pretrained further on books" in card and "base_model" not in card
-    assert f"the weights, architecture and vocabulary of {spelling.name} |" in card and str(spelling) not in card
+    assert "pretrained further from" in card and "base_model" not in card
+    assert f"the weights, architecture and vocabulary of {source.name} |" in card and str(source) not in card

@@ -50,18 +50,6 @@ def package_of(name, helpers):
     return "helpers" if parts[1] in helpers else "command line"
 
 
-def drawn_helpers():
-    """The modules of `src/d2l_bert` that the text calls helpers."""
-    sentence = DRAWING.partition("The helpers are ")[2].partition(";")[0]
-    return set(re.findall(r"`(\w+)\.py`", sentence))
-
-
-def drawn_arrows():
-    """For each package in the drawing, the packages that it may import."""
-    rows = re.findall(r"^    ([a-z_ ]+?) +-> (.+)$", DRAWING, re.MULTILINE)
-    return {package: set(re.split(", ", others)) - {"nothing", "messages.py only"} for package, others in rows}
-
-
 @pytest.fixture(scope="module")
 def found():
     """For each module, the modules of this package that it imports."""
@@ -76,7 +64,10 @@ def test_every_module_says_in_its_first_line_what_is_in_it():
 
 def test_imports_follow_the_arrows_of_the_drawing(found):
     """And every arrow of the drawing is used by an import."""
-    arrows, helpers = drawn_arrows(), drawn_helpers()
+    rows = re.findall(r"^    ([a-z_ ]+?) +-> (.+)$", DRAWING, re.MULTILINE)
+    arrows = {package: set(re.split(", ", others)) - {"nothing", "messages.py only"} for package, others in rows}
+    # The modules of `src/d2l_bert` that the text calls helpers.
+    helpers = set(re.findall(r"`(\w+)\.py`", DRAWING.partition("The helpers are ")[2].partition(";")[0]))
     used = set()
     for name, imported in found.items():
         package = package_of(name, helpers)

@@ -1,9 +1,11 @@
 """Optimizers agree with their papers, averaged weights with their formula."""
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.training.optimizer import MovingAverage, make_adamw, make_optimizers
@@ -19,10 +21,12 @@ SIZES = {
 }
 SWITCHES = [{}, {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}]
 
+d2l_and_bert = pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
 
-def make_model(**switches):
+
+def make_model(switches, model_class=D2lBertForPreTraining):
     torch.manual_seed(0)
-    return D2lBertForPreTraining(D2lBertConfig(**SIZES, **switches))
+    return model_class(D2lBertConfig(**SIZES, **switches))
 
 
 def is_decayed(name):
@@ -30,60 +34,31 @@ def is_decayed(name):
     return not name.endswith(".bias") and "LayerNorm" not in name
 
 
-class PaperAdamW:
-    """Algorithm 2 of Loshchilov and Hutter (2017) for one tensor. Its schedule multiplier is our learning rate."""
-
-    def __init__(self, tensor, decay, betas, epsilon):
-        self.theta, self.decay, self.betas, self.epsilon = tensor.double(), decay, betas, epsilon
-        self.m, self.v, self.t = torch.zeros_like(self.theta), torch.zeros_like(self.theta), 0
-
-    def step(self, gradient, rate):
-        beta1, beta2 = self.betas
-        gradient, self.t = gradient.double(), self.t + 1
-        self.m = beta1 * self.m + (1 - beta1) * gradient
-        self.v = beta2 * self.v + (1 - beta2) * gradient**2
-        m_hat, v_hat = self.m / (1 - beta1**self.t), self.v / (1 - beta2**self.t)
-        self.theta = self.theta - rate * (m_hat / (v_hat.sqrt() + self.epsilon) + self.decay * self.theta)
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
+@d2l_and_bert
 def test_adamw_steps_as_in_its_paper(switches):
-    model = make_model(**switches)
-    rate, decay, betas, epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
-    optimizer = make_adamw(model.parameters(), rate, decay, betas, epsilon)
-    paper = {
-        name: PaperAdamW(parameter.detach(), decay if is_decayed(name) else 0.0, betas, epsilon)
-        for name, parameter in model.named_parameters()
-    }
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for name, parameter in model.named_parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.01
-            paper[name].step(parameter.grad, rate)
+    """Algorithm 2 of Loshchilov and Hutter (2017), in float64; its schedule multiplier is our learning rate."""
+    model = make_model(switches)
+    rate, decay, (beta1, beta2), epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
+    optimizer = make_adamw(model.parameters(), rate, decay, (beta1, beta2), epsilon)
+    decays = torch.cat([torch.full((p.numel(),), decay * is_decayed(name)) for name, p in model.named_parameters()])
+    theta = parameters_to_vector(model.parameters()).double()
+    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    for t in (1, 2, 3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape) * 0.01
         optimizer.step()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                parameter.detach().double(), paper[name].theta, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-class PaperMuon:
-    """Jordan et al. (2024), with the update size and weight decay of Liu et al. (2025, equation 4), for one matrix."""
-
-    def __init__(self, matrix, decay, momentum=0.95):
-        self.theta, self.decay, self.momentum, self.average = matrix.clone(), decay, momentum, torch.zeros_like(matrix)
-
-    def step(self, gradient, rate):
-        self.average = self.momentum * self.average + (1 - self.momentum) * gradient
-        update = self.momentum * self.average + (1 - self.momentum) * gradient
-        u, _, v = torch.linalg.svd(update, full_matrices=False)
-        self.theta = self.theta - rate * (0.2 * max(update.shape) ** 0.5 * u @ v + self.decay * self.theta)
+        gradient = parameters_to_vector(parameter.grad for parameter in model.parameters()).double()
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        theta = theta - rate * (m_hat / (v_hat.sqrt() + epsilon) + decays * theta)
+        torch.testing.assert_close(parameters_to_vector(model.parameters()).double(), theta, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-@pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
+@d2l_and_bert
 def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(model_class, switches):
-    model = model_class(D2lBertConfig(**SIZES, **switches))
+    model = make_model(switches, model_class)
     muon, adamw = make_optimizers(model, "muon", 0.02, 0.1, (0.8, 0.95), 1e-3)
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -100,79 +75,76 @@ def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(m
 
 def test_muon_steps_as_in_its_papers():
     """
-    Its five Newton-Schulz iterations are approximate: they give singular values between 0.7 and 1.2 instead of 1.
+    Jordan et al. (2024), with the update size and weight decay of Liu et al. (2025, equation 4).
+
+    The five Newton-Schulz iterations are approximate: they give singular values between 0.7 and 1.2 instead of 1.
     """
-    model = make_model()
-    muon, _ = make_optimizers(model, "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
+    muon, _ = make_optimizers(make_model({}), "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
     matrices = muon.param_groups[0]["params"]
-    papers = [PaperMuon(matrix.detach(), 0.3) for matrix in matrices]
     before = [matrix.detach().clone() for matrix in matrices]
-    generator = torch.Generator().manual_seed(0)
+    expected, averages = [theta.clone() for theta in before], [torch.zeros_like(theta) for theta in before]
     for _ in range(3):
-        for matrix, paper in zip(matrices, papers, strict=True):
-            matrix.grad = torch.randn(matrix.shape, generator=generator)
-            paper.step(matrix.grad, 0.02)
+        for theta, average, matrix in zip(expected, averages, matrices, strict=True):
+            matrix.grad = torch.randn(matrix.shape)
+            average.mul_(0.95).add_(0.05 * matrix.grad)
+            u, _, v = torch.linalg.svd(0.95 * average + 0.05 * matrix.grad, full_matrices=False)
+            theta -= 0.02 * (0.2 * max(matrix.shape) ** 0.5 * u @ v + 0.3 * theta)
         muon.step()
-    for matrix, paper, start in zip(matrices, papers, before, strict=True):
-        moved, expected = matrix.detach() - start, paper.theta - start
-        assert (moved * expected).sum() / (moved.norm() * expected.norm()) > 0.95
-        assert 0.8 < moved.norm() / expected.norm() < 1.2
+    for matrix, theta, start in zip(matrices, expected, before, strict=True):
+        moved, should_move = matrix.detach() - start, theta - start
+        assert (moved * should_move).sum() / (moved.norm() * should_move.norm()) > 0.95
+        assert 0.8 < moved.norm() / should_move.norm() < 1.2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The moving average of the weights
 
 
-def wander(model, generator):
-    """Change every weight at random, as a step would."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
+def wander(model):
+    """Change every weight at random, as a step would; returns all weights, in float64."""
+    weights = parameters_to_vector(model.parameters()).detach()
+    weights += torch.randn(len(weights))
+    vector_to_parameters(weights, model.parameters())
+    return weights.double()
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
+@d2l_and_bert
 def test_the_moving_average_equals_its_formula(switches):
     """The formula as a sum in float64: each step's weights, times the decays of all later steps."""
-    model, generator = make_model(**switches), torch.Generator().manual_seed(0)
+    model = make_model(switches)
     average = MovingAverage(model, 0.5)
-    history = [{name: tensor.detach().double().clone() for name, tensor in model.named_parameters()}]
+    history = [parameters_to_vector(model.parameters()).detach().double()]
     for step in range(1, 13):
-        wander(model, generator)
+        history.append(wander(model))
         average.update(step)
-        history.append({name: tensor.detach().double().clone() for name, tensor in model.named_parameters()})
     kept = [min(0.5, (1 + step) / (10 + step)) for step in range(1, 13)]
     assert kept[0] == 2 / 11 and kept[7:] == [0.5] * 5
     shares = [math.prod(kept)] + [(1 - kept[n]) * math.prod(kept[n + 1 :]) for n in range(12)]
-    assert sum(shares) == pytest.approx(1)
-    assert average.averages.keys() == history[0].keys()
-    for name, found in average.averages.items():
-        expected = sum(share * weights[name] for share, weights in zip(shares, history, strict=True))
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = sum(share * weights for share, weights in zip(shares, history, strict=True))
+    found = parameters_to_vector(average.averages.values()).double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def bits(model):
-    return {name: tensor.detach().view(torch.int32).clone() for name, tensor in model.named_parameters()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_afterwards(switches, fails):
-    model = make_model(**switches)
+@d2l_and_bert
+@pytest.mark.parametrize("error", [contextlib.nullcontext(), pytest.raises(KeyError)], ids=["", "fails"])
+def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_afterwards(switches, error):
+    model = make_model(switches)
     average = MovingAverage(model, 0.9)
-    wander(model, torch.Generator().manual_seed(0))
+    wander(model)
     average.update(1)
     with torch.no_grad():
         model.nsp.output.bias.copy_(torch.tensor([-0.0, float("nan")]))
-    before, averages = bits(model), {name: tensor.clone() for name, tensor in average.averages.items()}
-    with pytest.raises(KeyError) if fails else torch.no_grad(), average.in_place():
-        assert same(dict(model.named_parameters()), averages) and not same(bits(model), before)
+
+    def bits():
+        return parameters_to_vector(model.parameters()).detach().view(torch.int32)
+
+    before, averages = bits(), parameters_to_vector(average.averages.values())
+    with error, average.in_place():
+        assert torch.equal(parameters_to_vector(model.parameters()), averages)
         if switches:
-            assert torch.equal(model.mlm.decoder.weight, averages["bert.embeddings.word_embeddings.weight"])
+            assert torch.equal(model.mlm.decoder.weight, model.bert.embeddings.word_embeddings.weight)
         assert all(parameter.requires_grad for parameter in model.parameters())
-        if fails:
+        if not isinstance(error, contextlib.nullcontext):
             raise KeyError
-    assert same(bits(model), before) and same(average.averages, averages)
+    assert torch.equal(bits(), before)
+    assert torch.equal(parameters_to_vector(average.averages.values()), averages)

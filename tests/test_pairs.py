@@ -30,7 +30,7 @@ from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGME
 
 
 def covered(corpus, pairs):
-    """For each document, how many segments each token is in."""
+    """For each document, how many segments each token is in. An empty segment has none."""
     found = [np.zeros(ends[-1], dtype=int) for ends in corpus.ends]
     for pair in pairs:
         for side in ("a", "b"):
@@ -106,12 +106,10 @@ def test_the_place_of_a_segment_in_its_document_does_not_tell_the_label(pairing,
     """Headings and last sentences are as often in segments of either label."""
     corpus = short_documents()
     pairs = epochs_of(corpus, pairing, 10)
-    begins = pairs[f"{side}_start"] == 0
-    ends = pairs[f"{side}_end"] == np.array([ends[-1] for ends in corpus.ends])[pairs[f"{side}_document"]]
-    label = pairs["next_sentence_label"]
-    for found in (begins, ends):
+    sizes = np.array([ends[-1] for ends in corpus.ends])[pairs[f"{side}_document"]]
+    for found in (pairs[f"{side}_start"] == 0, pairs[f"{side}_end"] == sizes):
         if found.any():
-            assert abs(label[found].mean() - 0.5) < 4 * 0.5 / np.sqrt(found.sum())
+            assert_balanced(pairs["next_sentence_label"][found])
 
 
 @both_pairings
@@ -120,40 +118,36 @@ def test_what_is_cut_does_not_tell_the_order(pairing):
     corpus = short_documents()
     pairs = epochs_of(corpus, pairing, 10, objective="sop")
     is_cut = np.array([pair["a_start"] not in corpus.starts[pair["a_document"]] for pair in pairs])
-    label = pairs["next_sentence_label"]
     assert is_cut.sum() > 100
-    assert abs(label[is_cut].mean() - 0.5) < 4 * 0.5 / np.sqrt(is_cut.sum())
+    assert_balanced(pairs["next_sentence_label"][is_cut])
 
 
 @both_pairings
-def test_the_labels_are_balanced_in_a_small_text_too(pairing):
-    for documents in (1, 2, 3, 4, 12, 17):
-        corpus = Corpus([[5, 6]] * documents)
-        labels = np.concatenate([corpus.pairs(pairing, 64, seed)["next_sentence_label"] for seed in range(200)])
-        if documents == 1:
-            assert (labels == NO_LABEL).all()
-        else:
-            assert abs(labels.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(labels) / documents)  # blocks are drawn as a whole
+@pytest.mark.parametrize("documents", [2, 3, 4, 12, 17])
+def test_the_labels_are_balanced_in_a_small_text_too(pairing, documents):
+    corpus = Corpus([[5, 6]] * documents)
+    labels = np.concatenate([corpus.pairs(pairing, 64, seed)["next_sentence_label"] for seed in range(200)])
+    assert_balanced(labels, len(labels) / documents)  # blocks are drawn as a whole
+
+
+@both_pairings
+def test_the_only_pair_of_a_text_has_no_label(pairing):
+    assert Corpus([[5, 6]]).pairs(pairing, 64)["next_sentence_label"].tolist() == [NO_LABEL]
 
 
 @both_pairings
 def test_texts_that_end_alike_have_no_label(pairing):
     """Half of 400 letters end with the same words: each such end follows each beginning. The others have labels."""
     corpus = Corpus([[8, 6]] * 400)
-    ids = np.arange(14 * 400)
-    alike = np.arange(0, 400, 2)
-    ids[(14 * alike[:, None] + np.arange(8, 14)).ravel()] = np.tile(np.arange(6), len(alike))
-    corpus.ids = ids
+    corpus.ids.reshape(400, 14)[::2, 8:] = np.arange(6)
     pairs = np.concatenate([corpus.pairs(pairing, 64, seed) for seed in range(20)])
-    ends_alike = pairs["b_document"] % 2 == 0
+    is_alike = {side: pairs[f"{side}_document"] % 2 == 0 for side in "ab"}
     label = pairs["next_sentence_label"]
-    wrong = (label == NOT_NEXT) & ends_alike & (pairs["a_document"] % 2 == 0)
-    assert not wrong.any(), "this B is what follows A"
-    assert 0.5 < (label[ends_alike] == NO_LABEL).mean() and (label[~ends_alike] != NO_LABEL).mean() > 0.5
-    for side in "ab":  # what has a label is balanced, whatever the text of either side
-        for kind in (0, 1):
-            found = label[(pairs[f"{side}_document"] % 2 == kind) & (label != NO_LABEL)]
-            assert abs(found.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(found))
+    assert not (is_alike["a"] & is_alike["b"] & (label == NOT_NEXT)).any(), "this B is what follows A"
+    assert 0.5 < (label[is_alike["b"]] == NO_LABEL).mean() and (label[~is_alike["b"]] != NO_LABEL).mean() > 0.5
+    for of_side in is_alike.values():  # what has a label is balanced, whatever the text of either side
+        for found in (of_side, ~of_side):
+            assert_balanced(label[found & (label != NO_LABEL)])
 
 
 @both_pairings
@@ -171,42 +165,30 @@ def test_a_b_of_another_pair_comes_from_anywhere_in_the_text(pairing):
 
 def test_segments_fill_the_length_unless_their_document_ends():
     corpus = steady_corpus()
-    pairs = labelled(corpus.segment_pairs(STEADY_LENGTH, short_seq_prob=0, objective="sop"))
-    a, b = lengths_of(pairs)
-    sizes = np.array([ends[-1] for ends in corpus.ends])
+    pairs = labelled(corpus.pairs("segments", STEADY_LENGTH, short_seq_prob=0, objective="sop"))
+    sizes = np.array([ends[-1] for ends in corpus.ends])[pairs["a_document"]]
     is_first = np.minimum(pairs["a_start"], pairs["b_start"]) == 0  # of a document that is gathered from its end
-    is_last = np.maximum(pairs["a_end"], pairs["b_end"]) == sizes[pairs["a_document"]]
-    full = a + b == STEADY_LENGTH - SPECIALS_IN_A_PAIR
-    assert (full | is_first | is_last).all()
-    assert full.mean() > 0.8
+    is_last = np.maximum(pairs["a_end"], pairs["b_end"]) == sizes
+    is_full = sum(lengths_of(pairs)) == STEADY_LENGTH - SPECIALS_IN_A_PAIR
+    assert (is_full | is_first | is_last).all() and is_full.mean() > 0.8
 
 
 def test_every_boundary_between_a_and_b_is_equally_likely():
-    pairs = Corpus([[1] * 20_000]).segment_pairs(8 + SPECIALS_IN_A_PAIR, short_seq_prob=0, objective="sop")
-    a, b = lengths_of(pairs)
-    first = np.where(pairs["next_sentence_label"] == made_by.IN_ORDER, a, b)
-    counts = np.bincount(first, minlength=8)
+    pairs = Corpus([[1] * 20_000]).pairs("segments", 8 + SPECIALS_IN_A_PAIR, short_seq_prob=0, objective="sop")
+    first = np.where(pairs["next_sentence_label"] == made_by.IN_ORDER, *lengths_of(pairs))
+    counts, expected = np.bincount(first, minlength=8), len(pairs) / 7
     assert counts[0] == 0 and len(counts) == 8
-    expected = len(pairs) / 7
     assert np.abs(counts[1:] - expected).max() < 4 * np.sqrt(expected * 6 / 7)
 
 
-def test_short_seq_prob_is_the_share_of_short_pairs():
-    corpus = Corpus([[1] * 500] * 40)
-    capacity = 50
-
-    def share_short(probability):
-        pairs = corpus.segment_pairs(capacity + SPECIALS_IN_A_PAIR, short_seq_prob=probability, objective="sop")
-        # One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway.
-        a, b = lengths_of(pairs)
-        inside = (np.minimum(pairs["a_start"], pairs["b_start"]) > 0) & (
-            np.maximum(pairs["a_end"], pairs["b_end"]) < 500
-        )
-        return (a + b < capacity)[inside].mean()
-
-    assert share_short(0) == 0
-    assert share_short(1) == pytest.approx(48 / 49, abs=0.02)
-    assert share_short(0.1) == pytest.approx(0.1 * 48 / 49, abs=0.04)
+@pytest.mark.parametrize(("probability", "tolerance"), [(0, 0), (1, 0.02), (0.1, 0.04)])
+def test_short_seq_prob_is_the_share_of_short_pairs(probability, tolerance):
+    """One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway."""
+    corpus, length = Corpus([[1] * 500] * 40), 50 + SPECIALS_IN_A_PAIR
+    pairs = corpus.pairs("segments", length, short_seq_prob=probability, objective="sop")
+    starts, ends = np.minimum(pairs["a_start"], pairs["b_start"]), np.maximum(pairs["a_end"], pairs["b_end"])
+    is_short = sum(lengths_of(pairs))[(starts > 0) & (ends < 500)] < 50
+    assert is_short.mean() == pytest.approx(probability * 48 / 49, abs=tolerance)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,16 +199,15 @@ UNTRUNCATED = 48 + SPECIALS_IN_A_PAIR  # four times the longest sentence of `cor
 
 @given(corpora(), st.integers(0, 2**32))
 def test_sentences_pair_up_and_none_is_left_out(corpus, seed):
-    pairs = labelled(corpus.sentence_pairs(UNTRUNCATED, seed, objective="sop"))
+    pairs = labelled(corpus.pairs("sentences", UNTRUNCATED, seed, objective="sop"))
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
         spans = sorted((int(pair[f"{side}_start"]), int(pair[f"{side}_end"])) for pair in mine for side in ("a", "b"))
-        sentences = [int(np.searchsorted(ends, end)) + 1 for _, end in spans]  # up to the end of each segment
         if len(ends) == 1:
             assert not spans
             continue
         assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == ends[-1]
-        counts = np.diff([0, *sentences])
+        counts = np.diff([0, *(np.searchsorted(ends, end) + 1 for _, end in spans)])  # the sentences of each segment
         assert (counts[1:-1] == 1).all() and (counts <= 2).all(), "only the first and the last take one more"
 
 
@@ -242,19 +223,17 @@ def test_ordered_and_swapped_segments_are_neighbours_and_balanced(pairing):
     # A sentence that is left over joins the last pair of its document, which is then truncated by its three tokens.
     between = np.where(in_order, pairs["b_start"] - pairs["a_end"], pairs["a_start"] - pairs["b_end"])
     assert (between >= 0).all() and (between <= 3).all()
-    assert_balanced(pairs)
+    assert_balanced(in_order)
 
 
+@both_pairings
 @given(corpora(), st.integers(5, 40), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0]))
-def test_single_segments_cover_every_document_exactly_once(corpus, capacity, seed, share):
-    length = capacity + SPECIALS_IN_A_SEGMENT
-    for pairs in (
-        corpus.segment_pairs(length, seed, objective="none", short_seq_prob=share),
-        corpus.sentence_pairs(length, seed, objective="none"),
-    ):
-        assert (pairs["next_sentence_label"] == NO_LABEL).all() and (pairs["b_start"] == pairs["b_end"]).all()
-        sizes = pairs["a_end"] - pairs["a_start"]
-        assert sizes.min() >= 1 and sizes.max() <= capacity
-        for document, ends in enumerate(corpus.ends):
-            mine = pairs[pairs["a_document"] == document]
-            assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
+def test_single_segments_cover_every_document_exactly_once(pairing, corpus, capacity, seed, share):
+    options = {"short_seq_prob": share} if pairing == "segments" else {}
+    pairs = corpus.pairs(pairing, capacity + SPECIALS_IN_A_SEGMENT, seed, objective="none", **options)
+    assert (pairs["next_sentence_label"] == NO_LABEL).all()
+    sizes, of_b = lengths_of(pairs)
+    assert sizes.min() >= 1 and sizes.max() <= capacity and not of_b.any()
+    for document, ends in enumerate(corpus.ends):
+        mine = pairs[pairs["a_document"] == document]
+        assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]

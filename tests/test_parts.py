@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import os
 import shutil
 
 import pytest
-from conftest import SMALL, write_books
+from conftest import write_books
 from huggingface_hub import constants
 from stores import tokens_of
 
@@ -20,8 +19,6 @@ from d2l_bert.tokenization.prepared_folder import write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents
 
 
-OPTIONS = [*(option for option in SMALL if not option.startswith("--vocab_size")), "--mixed_precision=no"]
-
 # Each part holds out 5 % of its text; together they hold out 5 %, and that is less than a part's own documents.
 PARTS = 4
 
@@ -33,36 +30,19 @@ def texts(tmp_path_factory):
     return [write_books(folder / f"text-{number}", seed=100 + number) for number in range(PARTS)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(books, tmp_path_factory):
-    """A prepared folder whose tokenizer all parts have."""
-    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
-    assert main(["prepare", f"--corpus={books}", f"--output_dir={folder}", "--vocab_size=400"]) == 0
-    return folder
+def prepare_parts(folder, texts, *options):
+    """Prepare each text by a command of its own; the parts have the tokenizer of the first. Returns their folders."""
+    parts = [str(folder / f"part-{number}") for number in range(len(texts))]
+    for text, part in zip(texts, parts, strict=True):
+        tokenizer = "--vocab_size=300" if part == parts[0] else f"--tokenizer={parts[0]}"
+        assert main(["prepare", f"--corpus={text}", f"--output_dir={part}", tokenizer, *options]) == 0
+    return parts
 
 
 @pytest.fixture(scope="module")
-def parts(texts, tokenizer, tmp_path_factory):
+def parts(texts, tmp_path_factory):
     """The four texts, each prepared by a command of its own."""
-    folder = tmp_path_factory.mktemp("parts")
-    for text in texts:
-        out = folder / text.name.replace("text", "part")
-        assert main(["prepare", f"--tokenizer={tokenizer}", f"--corpus={text}", f"--output_dir={out}"]) == 0
-    return sorted(folder.iterdir())
-
-
-def pretrain(folder, parts, *options):
-    return main(["pretrain", "--corpus", *map(str, parts), f"--output_dir={folder}", *OPTIONS, *options])
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    *_, last = captured.err.splitlines()
-    assert ": error: " in last
-    return last
+    return prepare_parts(tmp_path_factory.mktemp("parts"), texts)
 
 
 def documents(text):
@@ -70,43 +50,34 @@ def documents(text):
     return [[tokens_of(corpus, number) for number in range(len(corpus))] for corpus in (text.train, text.held_out)]
 
 
-def paths(folders):
-    return [str(folder) for folder in folders]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One corpus of several parts
 
 
-def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts, tokenizer):
-    together = prepare(TextConfig(corpus=paths(parts)))
-    whole = prepare(TextConfig(corpus=paths(texts)), load_tokenizer(str(tokenizer)))
+def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts):
+    together, each = prepare(TextConfig(corpus=parts)), [prepare(TextConfig(corpus=[part])) for part in parts]
+    whole = prepare(TextConfig(corpus=list(map(str, texts))), load_tokenizer(parts[0]))
     (train, held_out), of_whole = documents(together), documents(whole)
     assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
     # Each part holds out some of its own documents, and the order within each is that of the text.
-    ends = [0]
-    for text in texts:
-        part = prepare(TextConfig(corpus=[str(text)]), load_tokenizer(str(tokenizer)))
-        ends.append(ends[-1] + len(part.train))
-        assert documents(part)[0] == train[ends[-2] : ends[-1]]
-    assert together.train.source_ends == ends[1:]
+    assert train == [ids for part in each for ids in documents(part)[0]]
+    assert together.train.source_ends == list(itertools.accumulate(len(part.train) for part in each))
     assert together.text_fingerprint == whole.text_fingerprint
     assert together.reading == whole.reading
     for name in ("characters", "unknown_characters", "dropped_marks"):
-        assert together.account[name] == sum(prepare(TextConfig(corpus=[str(part)])).account[name] for part in parts)
+        assert together.account[name] == sum(part.account[name] for part in each)
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
 
 
-def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts, tokenizer, tmp_path):
+def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts, parts, tmp_path):
     folders = []
     for name, text in (("de", texts[0]), ("en", texts[1])):
-        run = TextConfig(corpus=[str(text)], language=name)
-        part = prepare(run, load_tokenizer(str(tokenizer)))
+        part = prepare(TextConfig(corpus=[str(text)], language=name), load_tokenizer(parts[0]))
         part.hub_datasets = [name, "both"]
-        folders.append(tmp_path / name)
-        folders[-1].mkdir()
-        write_prepared_folder(part, folders[-1])
-    one, other = (prepare(TextConfig(corpus=paths(some))) for some in (folders, folders[::-1]))
+        folders.append(str(tmp_path / name))
+        (tmp_path / name).mkdir()
+        write_prepared_folder(part, tmp_path / name)
+    one, other = (prepare(TextConfig(corpus=some)) for some in (folders, folders[::-1]))
     assert one.token_options["language"] == "de, en" and one.hub_datasets == ["de", "both", "en"]
     assert one.train.source_ends[0] + other.train.source_ends[0] == len(one.train) == len(other.train)
     assert documents(one)[0][: one.train.source_ends[0]] == documents(other)[0][other.train.source_ends[0] :]
@@ -145,36 +116,27 @@ def as_files(folder, rows):
 
 def as_parts(folder, rows):
     """Each part has all rows, in an order of its own and beside rows that it alone has."""
-    parts = []
+    texts = []
     for number in range(3):
         others = rows_of(1000 * (number + 1), 1000 * (number + 1) + 40)
-        text = write_rows(folder / f"{number}.jsonl", [*rows[10 * number :], *others, *rows[: 10 * number]])
-        tokenizer = [f"--tokenizer={parts[0]}"] if parts else ["--vocab_size=300"]
-        parts.append(folder / f"part-{number}")
-        assert main(["prepare", f"--corpus={text}", f"--output_dir={parts[-1]}", *tokenizer]) == 0
-    return {"corpus": paths(parts)}
+        texts.append(write_rows(folder / f"{number}.jsonl", [*rows[10 * number :], *others, *rows[: 10 * number]]))
+    return {"corpus": prepare_parts(folder, texts)}
 
 
 def as_parts_with_split_copies(folder, rows):
     """The first part is so small that its held-out rows are others than those of the second, which has them, too."""
-    parts = []
-    for number, some in enumerate((rows[:30], [*rows, *rows_of(1000, 1400)])):
-        tokenizer = [f"--tokenizer={parts[0]}"] if parts else ["--vocab_size=300"]
-        parts.append(folder / f"part-{number}")
-        text = write_rows(folder / f"{number}.jsonl", some)
-        fraction = "--validation_fraction=0.3"
-        assert main(["prepare", f"--corpus={text}", f"--output_dir={parts[-1]}", fraction, *tokenizer]) == 0
-    return {"corpus": paths(parts)}
+    texts = [write_rows(folder / "0.jsonl", rows[: len(rows) // 2])]
+    texts.append(write_rows(folder / "1.jsonl", [*rows, *rows_of(1000, 1400)]))
+    return {"corpus": prepare_parts(folder, texts, "--validation_fraction=0.3")}
 
 
-@pytest.mark.parametrize("write", [as_lines, as_rows, as_files, as_parts, as_parts_with_split_copies])
-@pytest.mark.parametrize("count", [6, 60])
+@pytest.mark.parametrize(
+    ("write", "count"),
+    [*itertools.product([as_lines, as_rows, as_files, as_parts], [6, 60]), (as_parts_with_split_copies, 60)],
+)
 def test_no_copy_of_a_held_out_document_is_trained_on(write, count, tmp_path):
     """Judged by the decoded tokens; six rows, three times each, are so few that blocks count as documents."""
-    rows = rows_of(0, count)
-    if write is as_parts_with_split_copies and count < 30:
-        pytest.skip("needs more rows")
-    text = prepare(TextConfig(**write(tmp_path, rows), vocab_size=300))
+    text = prepare(TextConfig(**write(tmp_path, rows_of(0, count)), vocab_size=300))
     train, held_out = (set(map(text.tokenizer.decode, found)) for found in documents(text))
     assert len(train) >= 2 and len(held_out) >= 2 and not train & held_out
 
@@ -205,7 +167,7 @@ def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tm
     monkeypatch.setattr(preparing, "held_out_documents", lambda *given: ~held_out_documents(*given))
     assert main(["prepare", f"--corpus={text}", f"--output_dir={second}", f"--tokenizer={first}"]) == 0
     with pytest.raises(UserError, match="fewer than two held-out documents"):
-        prepare(TextConfig(corpus=paths([first, second])))
+        prepare(TextConfig(corpus=[str(first), str(second)]))
 
 
 def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(parts, tmp_path, monkeypatch):
@@ -216,63 +178,44 @@ def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(pa
     ids[100] ^= 1
     (damaged / "train/ids.bin").write_bytes(ids)
     with pytest.raises(UserError, match="damaged: .*ids.bin has changed since it was written"):
-        prepare(TextConfig(corpus=paths([parts[0], damaged])))
+        prepare(TextConfig(corpus=[parts[0], str(damaged)]))
     assert not list((tmp_path / "home").rglob("joined-*/*"))
-    joined = documents(prepare(TextConfig(corpus=paths(parts[:2]))))[0]
-    assert (
-        joined
-        == documents(prepare(TextConfig(corpus=paths(parts[:1]))))[0]
-        + (documents(prepare(TextConfig(corpus=paths(parts[1:2]))))[0])
-    )
+    whole = [documents(prepare(TextConfig(corpus=some)))[0] for some in (parts[:2], parts[:1], parts[1:2])]
+    assert whole[0] == whole[1] + whole[2]
 
 
 def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path):
     """The second part is written in letters that the tokenizer of the first lacks."""
-    first, second = tmp_path / "first", tmp_path / "second"
     rows = rows_of(0, 60)
-    write_rows(tmp_path / "english.jsonl", rows)
-    write_rows(tmp_path / "greek.jsonl", [row.translate(str.maketrans("aeinorstw", "αεινορστω")) for row in rows])
-    assert main(["prepare", f"--corpus={tmp_path}/english.jsonl", f"--output_dir={first}", "--vocab_size=300"]) == 0
-    other = [f"--corpus={tmp_path}/greek.jsonl", f"--output_dir={second}", f"--tokenizer={first}"]
-    assert main(["prepare", *other, "--max_unknown_share=1"]) == 0
-    folders = paths([first, second])
-    parts = [prepare(TextConfig(corpus=[folder], max_unknown_share=1)) for folder in folders]
-    (one, tokens), (other, more) = [(part.tokenizer_report["unknown_share"], len(part.held_out.ids)) for part in parts]
-    together = prepare(TextConfig(corpus=folders, max_unknown_share=1)).tokenizer_report["unknown_share"]
-    assert one == 0 and other > 0.3 and together == pytest.approx(other * more / (tokens + more))
+    greek = [row.translate(str.maketrans("aeinorstw", "αεινορστω")) for row in rows]
+    texts = [write_rows(tmp_path / "english.jsonl", rows), write_rows(tmp_path / "greek.jsonl", greek)]
+    folders = prepare_parts(tmp_path, texts, "--max_unknown_share=1")
+    one, other, together = (
+        prepare(TextConfig(corpus=some, max_unknown_share=1)) for some in (folders[:1], folders[1:], folders)
+    )
+    shares = [part.tokenizer_report["unknown_share"] for part in (one, other, together)]
+    expected = shares[1] * len(other.held_out.ids) / len(together.held_out.ids)
+    assert shares[0] == 0 and shares[1] > 0.3 and shares[2] == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts that do not go together
 
 
-@pytest.fixture(scope="module")
-def other_parts(texts, books, tokenizer, tmp_path_factory):
-    """Folders that do not go with the four parts, by name."""
-    folder = tmp_path_factory.mktemp("other")
-    with_tokenizer = f"--tokenizer={tokenizer}"
-    for name, options in {
-        "own-tokenizer": ["--vocab_size=300"],
-        "divided": [with_tokenizer, "--documents=blank_line"],
-        "fraction": [with_tokenizer, "--validation_fraction=0.1"],
-    }.items():
-        assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={folder / name}", *options]) == 0
-    return folder
-
-
-REFUSED = [  # the second folder, then words of the line that refuses it
-    ("own-tokenizer", "own-tokenizer: its tokenizer is not that of ", "prepare it again with --tokenizer "),
-    ("divided", "divided: was prepared with documents 'blank_line', and ", " with 'auto'; prepare both alike"),
-    ("fraction", "fraction: was prepared with validation_fraction 0.1, and ", " with 0.05; prepare both alike"),
-]
-
-
-@pytest.mark.parametrize("row", REFUSED, ids=[name for name, *_ in REFUSED])
-def test_a_part_that_does_not_fit_is_refused_by_name(row, parts, other_parts, tmp_path, capsys):
-    name, *words = row
-    corpus = ["--corpus", parts[1], other_parts / name]
-    said = refused(capsys, "pretrain", *corpus, f"--output_dir={tmp_path / 'out'}", *OPTIONS, "--max_steps=1")
-    assert f"corpus {other_parts / name}: " in said
-    for word in words:
-        assert word in said
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--vocab_size=150"], "its tokenizer is not that of .*prepare it again with --tokenizer "),
+        (
+            ["--documents=blank_line"],
+            "was prepared with documents 'blank_line', and .* with 'auto'; prepare both alike",
+        ),
+        (["--validation_fraction=0.1"], "was prepared with validation_fraction 0.1, and .* with 0.05; prepare both"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, texts, tmp_path):
+    if options != ["--vocab_size=150"]:
+        options = [*options, f"--tokenizer={parts[0]}"]
+    assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={tmp_path / 'other'}", *options]) == 0
+    with pytest.raises(UserError, match=f"corpus {tmp_path / 'other'}: {words}"):
+        prepare(TextConfig(corpus=[parts[1], str(tmp_path / "other")]))

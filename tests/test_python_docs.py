@@ -11,6 +11,7 @@ import pytest
 from d2l_bert.tokenization import python_docs as python_docs_module
 from d2l_bert.tokenization.python_docs import docstrings, prose, python_docs, required_distributions
 from d2l_bert.tokenization.sentences import Document
+from d2l_bert.tokenization.sources import file_source
 
 
 DOCSTRING = """
@@ -49,11 +50,10 @@ def test_prose_is_a_docstring_without_code_tables_argument_lists_and_markup():
 
 
 def test_docstrings_are_found_in_order_and_a_file_that_does_not_parse_gives_none(tmp_path):
-    source = (
+    (tmp_path / "good.py").write_text(
         '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\nif True:\n    def g():\n'
+        '        """Function."""\n'
     )
-    source += '        """Function."""\n'
-    (tmp_path / "good.py").write_text(source)
     (tmp_path / "bad.py").write_text('"""Doc."""\ndef (:\n')
     assert docstrings(tmp_path / "good.py") == ["Module.", "Class.", "Method.", "Function."]
     assert docstrings(tmp_path / "bad.py") == []
@@ -94,10 +94,10 @@ def test_the_embedded_corpus_is_english_text_about_python_without_duplicates():
     """
     Reads the first 150 documents: the topics of the language reference and the beginning of the standard library.
     """
-    documents = list(itertools.islice(python_docs(), 150))
+    documents = list(file_source("python-docs", max_documents=150).documents)
     paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
-    assert len(set(paragraphs)) == len(paragraphs) > 500
-    assert not any(">>>" in paragraph or "\n" in paragraph or "```" in paragraph for paragraph in paragraphs)
+    assert len(documents) == 150 and len(set(paragraphs)) == len(paragraphs) > 500
+    assert not any(mark in paragraph for paragraph in paragraphs for mark in (">>>", "\n", "```"))
     words = " ".join(paragraphs).lower().split()
     assert words.count("the") > 0.03 * len(words) and words.count("object") > 100
 
@@ -109,19 +109,17 @@ def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatc
     monkeypatch.setattr(topics, "topics", {"ONE": "This is the text of a topic.", "TWO": "Too short."})
     monkeypatch.setattr(python_docs_module, "_source_files", lambda: iter(files))
     monkeypatch.setattr(python_docs_module, "FILES_AT_ONCE", 3)
-
-    two, one = python_docs(2), python_docs(1)
-    topic, first = next(two), next(two)
-    assert topic == Document(["This is the text of a topic."])
-    assert len(multiprocessing.active_children()) == 2
-    found = [first, *two]
-    assert [topic, *found] == list(one) and len(found) > 10
-    # The documents by a plain loop over the files.
+    two = python_docs(2)
+    found = list(itertools.islice(two, 2))
+    assert found[0] == Document(["This is the text of a topic."]) and len(multiprocessing.active_children()) == 2
+    found += two
+    assert found == list(python_docs(1)) and len(found) > 10
+    # The documents by a plain loop over the files: the last three add none.
     of_files = [[p for text in docstrings(file) for p in prose(text)] for file in files]
-    assert len(found) == len(list(filter(None, of_files[:-3])))
-    assert list(dict.fromkeys(itertools.chain(*of_files))) == [
-        paragraph for document in found for paragraph in document.paragraphs
-    ]
+    assert len(found) == 1 + len(list(filter(None, of_files[:-3])))
+    assert [p for document in found[1:] for p in document.paragraphs] == list(
+        dict.fromkeys(itertools.chain(*of_files))
+    )
 
 
 def test_the_embedded_corpus_covers_the_packages_direct_and_indirect_requirements():

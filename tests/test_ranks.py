@@ -1,14 +1,13 @@
 """Several ranks of one run: they train on one text, say an error once, and leave the caller's process group alone."""
 
-import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from conftest import SMALL
 from promises.driving import end, error_lines, start
+from runs import log_rows
 
 
 RANKS_APART = Path(__file__).with_name("ranks_apart.py")
@@ -17,31 +16,18 @@ RUN = [*SMALL, "--mixed_precision=no", "--max_steps=4", "--license=mit"]
 
 @pytest.fixture
 def apart(books, tmp_path):
-    """A folder for two ranks without a common disk; both have the text `books`."""
-    for rank in "01":
-        shutil.copytree(books, tmp_path / "apart" / rank / "books")
+    """A folder for two ranks without a common disk; both have the text `books`, also under the name `validation`."""
+    for place in ("0/books", "1/books", "0/validation", "1/validation"):
+        shutil.copytree(books, tmp_path / "apart" / place)
     return tmp_path / "apart"
 
 
-def change_a_word(folder):
-    """The same files with the same sizes, and another word in each."""
-    for file in sorted(folder.iterdir()):
-        file.write_text(file.read_text().replace("nobody", "no one"))
-
-
 def run_apart(folder, *words):
-    """Train on two ranks; returns the `subprocess.Popen` objects, and the files of what they say."""
+    """Train on two ranks; returns the `subprocess.Popen` objects, and a function that reads what each has said."""
     said = folder / "said.txt"
     words, environment = ["pretrain", "--output_dir=out", *words], {"APART": str(folder)}
     ranks = start(words, script=RANKS_APART, environment=environment, processes=2, said=said)
-    return ranks, [said, Path(f"{said}.1")]
-
-
-def trained_steps(folder):
-    """The steps in the log of a run's folder."""
-    file = folder / "training_log.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [row["step"] for row in rows if "learning_rate" in row]
+    return ranks, lambda: [said.read_text(), Path(f"{said}.1").read_text()]
 
 
 @pytest.mark.slow
@@ -49,21 +35,17 @@ def trained_steps(folder):
 def test_ranks_that_read_different_texts_are_refused_before_the_first_step(apart, differs):
     """Equal texts in two places train; with another word in rank 1's files, no rank takes a step."""
     words = ["--corpus=books", *RUN, "--vocab_size=100"]  # so small that both vocabularies have this size
-    if differs == "validation":
-        for rank in "01":
-            shutil.copytree(apart / rank / "books", apart / rank / "validation")
-        words.append("--validation_corpus=validation")
-    change_a_word(apart / "1" / differs)
+    words += ["--validation_corpus=validation"] if differs == "validation" else []
+    for file in (apart / "1" / differs).iterdir():  # of the same size
+        file.write_text(file.read_text().replace("nobody", "no one"))
     ranks, said = run_apart(apart, *words)
-    codes, texts = end(ranks, 90), [file.read_text() for file in said]
-    assert codes == [2, 2], texts
-    assert len(error_lines("\n".join(texts))) == 1 and "Traceback" not in "".join(texts), texts
-    assert not trained_steps(apart / "0" / "out")
-    shutil.rmtree(apart / "1" / differs)
-    shutil.copytree(apart / "0" / differs, apart / "1" / differs)
-    ranks, said = run_apart(apart, *words, "--output_dir=again")
-    assert end(ranks, 90) == [0, 0], [file.read_text() for file in said]
-    assert trained_steps(apart / "0" / "again")[-1] == 4
+    assert end(ranks, 90) == [2, 2], said()
+    assert len(error_lines("\n".join(said()))) == 1 and "Traceback" not in "".join(said()), said()
+    assert not (apart / "0" / "out").exists()
+    shutil.copytree(apart / "0" / differs, apart / "1" / differs, dirs_exist_ok=True)
+    ranks, said = run_apart(apart, *words)
+    assert end(ranks, 90) == [0, 0], said()
+    assert log_rows(apart / "0" / "out")[-1]["step"] == 4
 
 
 @pytest.mark.slow
@@ -72,28 +54,22 @@ def test_an_error_of_rank_1_alone_is_said_once_and_names_the_rank(apart, trained
     shutil.copytree(trained, apart / "0" / "start")
     words = ["--corpus=books", "--init_from=start", "--max_steps=4", "--max_seq_length=48"]
     ranks, said = run_apart(apart, *words)
-    limit = time.monotonic() + 60
-    while ranks[1].poll() is None and time.monotonic() < limit:
-        time.sleep(0.05)
-    code = ranks[1].poll()
+    code = ranks[1].wait(60)
     ranks[0].terminate()
     end(ranks, 30)
-    lines = [line for file in said for line in file.read_text().splitlines() if "start" in line and "error:" in line]
-    assert code == 2 and len(lines) == 1, [file.read_text() for file in said]
-    assert re.search(r"\b(rank|process) 1\b", lines[0])
-    assert "Traceback" not in said[1].read_text()
+    (line,) = [line for line in error_lines("\n".join(said())) if "start" in line]
+    assert code == 2 and re.search(r"\b(rank|process) 1\b", line) and "Traceback" not in said()[1], said()
 
 
 @pytest.mark.slow
-def test_a_dry_run_that_is_refused_says_so_once(apart, trained):
+def test_a_dry_run_that_is_refused_says_so_once(apart):
     """Both ranks see the mistake: the output folder holds other files and no run."""
     for rank in "01":
         (apart / rank / "out").mkdir()
         (apart / rank / "out" / "letter.txt").write_text("Dear Emma,")
     ranks, said = run_apart(apart, "--corpus=books", *RUN, "--dry_run")
-    codes, text = end(ranks, 60), "\n".join(file.read_text() for file in said)
-    assert codes == [2, 2], text
-    (line,) = error_lines(text)
+    assert end(ranks, 60) == [2, 2], said()
+    (line,) = error_lines("\n".join(said()))
     assert "letter.txt" in line
 
 
@@ -136,8 +112,7 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
     program, said = tmp_path / "program.py", tmp_path / "said.txt"
     program.write_text(PROGRAM)
     ranks = start([tmp_path, books, group], script=program, processes=2, said=said)
-    codes, texts = end(ranks, 120), [said.read_text(), Path(f"{said}.1").read_text()]
-    assert codes == [0, 0], texts
+    assert end(ranks, 120) == [0, 0], said.read_text()
     for name in ("first", "second"):
-        assert (tmp_path / name / "model.safetensors").exists() and trained_steps(tmp_path / name)[-1] == 3
-        assert all(f"the {name} run is done" in text for text in texts)
+        assert (tmp_path / name / "model.safetensors").exists() and log_rows(tmp_path / name)[-1]["step"] == 3
+        assert all(f"the {name} run is done" in file.read_text() for file in (said, Path(f"{said}.1")))

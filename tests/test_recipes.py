@@ -33,65 +33,46 @@ def tokens_of_stages(run):
     ]
 
 
-def stock_bert(architecture, vocab_size):
-    with torch.device("meta"):
-        return BertForPreTraining(
-            BertConfig(
-                vocab_size=vocab_size,
-                hidden_size=architecture.hidden_size,
-                num_hidden_layers=architecture.num_hidden_layers,
-                num_attention_heads=architecture.num_attention_heads,
-                intermediate_size=architecture.intermediate_size,
-            )
-        )
-
-
 @pytest.mark.parametrize("name", LITERATURE)
 def test_recipes_have_as_many_parameters_as_stock_bert_and_20_tokens_per_parameter(name):
     architecture, run = RECIPES[name]()
     architecture.vocab_size = run.vocab_size
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    stock = BertConfig(**{size: getattr(architecture, size) for size in sizes})
     with torch.device("meta"):
         parameters = D2lBertForPreTraining(architecture).num_parameters()
-    assert parameters == stock_bert(architecture, run.vocab_size).num_parameters()
+        assert parameters == BertForPreTraining(stock).num_parameters()
     assert sum(steps * tokens for steps, tokens in tokens_of_stages(run)) > 20 * parameters
 
 
-@pytest.fixture
-def chosen(monkeypatch):
-    """The run that a command line would start."""
-
-    def choose(*options):
-        runs = []
-        monkeypatch.setattr("d2l_bert.training.pretrain.pretrain", lambda architecture, run: runs.append(run))
-        assert main(["pretrain", *options]) == 0
-        runs[0].check()
-        return runs[0]
-
-    return choose
+def resolved(*options):
+    """The architecture and the run of `pretrain` with some options, read by the real parser."""
+    return resolve_pretrain(make_parser(["pretrain", *options]).parse_args(["pretrain", *options]))
 
 
-def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules(chosen):
-    mini = RECIPES["mini"]()[1]
-    assert asdict(chosen("--recipe=mini")) == asdict(mini)
-    assert mini.batch_size_schedule == ["16:0.2", "32:0.2"] and mini.length_schedule == ["128:0.9"]
-    smaller = chosen("--recipe=mini", "--global_batch_size=32")
-    assert smaller.batch_size_schedule == ["16:0.2"] and smaller.length_schedule == ["128:0.9"]
-    shorter = chosen("--recipe=mini", "--max_seq_length=128")
-    assert shorter.length_schedule == [] and shorter.batch_size_schedule == mini.batch_size_schedule
-    none = chosen("--recipe=mini", "--batch_size_schedule", "none", "--length_schedule", "none")
-    assert none.batch_size_schedule == none.length_schedule == []
-    own = chosen("--recipe=mini", "--batch_size_schedule", "8:0.5", "16:0.1")
-    assert own.batch_size_schedule == ["8:0.5", "16:0.1"]
+def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules():
+    def schedules(*options):
+        _, run = resolved("--recipe=mini", *options)
+        run.check()
+        return run.batch_size_schedule, run.length_schedule
+
+    assert asdict(resolved("--recipe=mini")[1]) == asdict(RECIPES["mini"]()[1])
+    assert schedules() == (["16:0.2", "32:0.2"], ["128:0.9"])
+    assert schedules("--global_batch_size=32") == (["16:0.2"], ["128:0.9"])
+    assert schedules("--max_seq_length=128") == (["16:0.2", "32:0.2"], [])
+    assert schedules("--batch_size_schedule", "none", "--length_schedule", "none") == ([], [])
+    assert schedules("--batch_size_schedule", "8:0.5", "16:0.1") == (["8:0.5", "16:0.1"], ["128:0.9"])
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "small"])
+def test_a_run_that_starts_from_a_model_has_a_lower_rate_unless_one_is_given(trained, recipe):
+    words, usual = [f"--recipe={recipe}", f"--init_from={trained}"], RECIPES[recipe]()[1].learning_rate
+    assert 0 < resolved(*words)[1].learning_rate < usual
+    assert resolved(*words, f"--learning_rate={2 * usual}")[1].learning_rate == 2 * usual
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command that makes a run again
-
-
-def resolved(words):
-    """The architecture and the run of a command, read by the real parser."""
-    assert words[:2] == ["d2l-bert", "pretrain"]
-    return resolve_pretrain(make_parser(words[1:]).parse_args(words[1:]))
 
 
 def recorded(architecture, run):
@@ -105,7 +86,9 @@ def recorded(architecture, run):
 def check_command(record):
     """Assert that the record's command gives the record's run and architecture; returns the command."""
     command = command_line(record)
-    architecture, run = resolved(shlex.split(command))
+    name, subcommand, *words = shlex.split(command)
+    assert (name, subcommand) == ("d2l-bert", "pretrain")
+    architecture, run = resolved(*words)
     assert run.identity() == PretrainConfig(**record["run"]).identity()
     found = architecture_numbers(architecture)
     assert found == record["architecture"] | {name: found[name] for name in ("vocab_size", "pad_token_id")}
@@ -151,7 +134,7 @@ BF16 = "--mixed_precision bf16"
     ],
 )
 def test_a_command_names_exactly_the_differences_from_its_recipe(options, told):
-    record = recorded(*resolved(["d2l-bert", "pretrain", *options.split()]))
+    record = recorded(*resolved(*options.split()))
     assert check_command(record) == f"d2l-bert pretrain --recipe {told}"
 
 
@@ -203,5 +186,4 @@ def test_the_command_of_a_run_trains_the_same_bytes_again(trained, books, tmp_pa
     assert "--corpus books " in check_command(record)
     monkeypatch.chdir(books.parent)
     assert main([*shlex.split(command_line(record))[1:], f"--output_dir={tmp_path / 'again'}"]) == 0
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "again")]
-    assert weights[0] == weights[1]
+    assert (trained / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()

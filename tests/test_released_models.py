@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from hub_cards import read_card
-from huggingface_hub import ModelCard
+from transformers import pipeline
 
 import d2l_bert
 from benchmarks.release import RELEASES, flags, read_recipe, texts_of
+from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import make_parser
 from d2l_bert.commands import resolve_pretrain
-from d2l_bert.folders import read_json
-from d2l_bert.model_cards.card import card_of
+from d2l_bert.folders import content_hash, read_json
+from d2l_bert.model_cards.card import render_card
 
 
 RECORDED = sorted(path.parent for path in RELEASES.glob("*/release.json"))
@@ -53,21 +54,15 @@ def test_every_release_has_a_recipe_whose_options_are_known():
 
 
 def test_the_card_is_rendered_again_from_the_files(place, files):
-    config, record, metrics, release = files
+    config = files[0]
     with torch.device("meta"):
         model = getattr(d2l_bert, config["architectures"][0])(d2l_bert.D2lBertConfig(**config))
-    pictures = {"training_curves.png": "Training curves"}
-    card = card_of(place.name, config, model.num_parameters(), record, metrics, pictures, release)
+    card = render_card(place, place.name, model.num_parameters())
     assert card == (place / "README.md").read_text(encoding="utf-8")
     assert (place / "training_curves.png").read_bytes().startswith(b"\x89PNG")
-    assert read_card(card)[1:] == ([], []) and len(card.split()) <= 1100
-
-
-def test_the_card_shows_the_texts_that_the_release_has_chosen(place, files):
-    *_, metrics, release = files
-    shown = [example["text"] for example in ModelCard.load(place / "README.md").data.widget]
-    assert shown == release["recipe"]["prompts"]
-    assert set(shown) <= {example["text"] for example in metrics["predictions"]}
+    data, errors = read_card(card)
+    assert not errors and len(card.split()) <= 1100
+    assert [example["text"] for example in data["widget"]] == files[-1]["recipe"]["prompts"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,3 +87,31 @@ def test_the_record_belongs_to_the_recipe_of_today(place, files):
         assert record["run"][option] == [Path(path).name for path in paths], (option, way_out)
     for name, value in record["architecture"].items():
         assert name in ("vocab_size", "pad_token_id") or getattr(architecture, name) == value, (name, way_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weights in the repository
+
+SHIPPED = [place for place in RECORDED if (place / "model.safetensors").exists()]
+
+
+@pytest.mark.parametrize("place", SHIPPED, ids=lambda folder: folder.name)
+def test_the_shipped_model_is_that_of_its_record_and_fills_masks_as_its_card_says(place):
+    release, metrics = read_json(place / "release.json"), read_json(place / "metrics.json")
+    assert content_hash(place / "model.safetensors") == release["weights_sha256"] != release["float32_sha256"]
+    model = D2lBertForPreTraining.from_pretrained(place)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    fill = pipeline("fill-mask", model=str(place))
+    for prediction in metrics["predictions"]:
+        found = fill(prediction["text"], top_k=len(prediction["output"]))
+        assert [each["token_str"] for each in found] == [each["label"] for each in prediction["output"]]
+        assert [each["score"] for each in found] == pytest.approx(
+            [each["score"] for each in prediction["output"]], abs=2e-3
+        )
+
+
+def test_the_repository_ships_what_its_recipes_say_in_14_mb():
+    assert {place.name for place in SHIPPED} == {
+        place.name for place in RECORDED if read_recipe(place.name)["ships_weights"]
+    }
+    assert sum((place / "model.safetensors").stat().st_size for place in SHIPPED) <= 14e6

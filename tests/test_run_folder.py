@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import threading
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
 from conftest import MODEL_FILES, SMALL
-from filelock import FileLock, Timeout
 
 from d2l_bert import folders
 from d2l_bert.__main__ import main
@@ -28,13 +26,9 @@ RESUMED = ("--resume_from_checkpoint=latest", "--micro_batch_size=4")
 pytestmark = pytest.mark.usefixtures("one_thread", "same_figures")
 
 
-class Killed(BaseException):
-    """Ends the run like a kill: nothing after it in the process is carried out."""
-
-
 @pytest.fixture
 def same_figures(monkeypatch):
-    """Make a run's files independent of the time it took, and skip drawing the curves and measuring the peak."""
+    """Make a run's files independent of the time it took, and write the rows of evaluations in place of the curves."""
     speed = RunLog.speed
     monkeypatch.setattr(RunLog, "speed", lambda log: dict.fromkeys(speed(log), 0.5))
     monkeypatch.setattr("d2l_bert.training.log.matmul_peak", lambda *_: 1e12)
@@ -42,117 +36,83 @@ def same_figures(monkeypatch):
     def plot(rows, path):
         path.write_text(json.dumps([row for row in rows if "eval_mlm_loss" in row]))
 
-    monkeypatch.setattr(run_folder, "plot_curves", plot)
+    monkeypatch.setattr("d2l_bert.model_cards.pictures.plot_curves", plot)
 
 
 @pytest.fixture
-def dying(monkeypatch):
-    """Kill the run right before its n-th rename or deletion in `start_folder` or `finish_folder`.
+def instants(monkeypatch, tmp_path):
+    """
+    What `start_folder` and `finish_folder` do to the files of the run in `tmp_path / "model"`.
 
     Returns:
-        A function of n, which returns two lists that fill during the run: the function at work, and what was done:
-        ("rename", "delete" or "sync", name of the file).
+        A list that fills during the run: the function, ("rename", "delete" or "sync", name of the file), and a copy of
+        the folder as it was right before, which is what a run that is killed there leaves.
     """
-    inside, done, last, dead = [], [], None, False
+    at_work, taken = [], []
 
-    def counted(what, function):
+    def noted(kind, function):
         def call(path, *arguments, **how):
-            nonlocal dead
-            if inside:
-                if dead or sum(kind != "sync" for kind, _ in done) == last:
-                    dead = True
-                    raise Killed
-                done.append((what, os.path.basename(arguments[0] if what == "rename" else path)))
+            if at_work:
+                name = os.path.basename(arguments[0] if kind == "rename" else path)
+                copy = Path(tempfile.mkdtemp(dir=tmp_path), "model")
+                taken.append((at_work[-1], (kind, name), shutil.copytree(tmp_path / "model", copy)))
             return function(path, *arguments, **how)
 
         return call
 
     def watched(function):
         def call(*arguments):
-            inside.append(function.__name__)
+            at_work.append(function.__name__)
             made = function(*arguments)
-            inside.clear()
+            at_work.pop()
             return made
 
         return call
 
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, counted("rename", getattr(os, name)))
-    for name in ("unlink", "remove", "rmdir"):
-        monkeypatch.setattr(os, name, counted("delete", getattr(os, name)))
-    monkeypatch.setattr(folders, "sync", counted("sync", folders.sync))
+    kinds = {"rename": "rename", "replace": "rename", "unlink": "delete", "remove": "delete", "rmdir": "delete"}
+    for name, kind in kinds.items():
+        monkeypatch.setattr(os, name, noted(kind, getattr(os, name)))
+    monkeypatch.setattr(folders, "sync", noted("sync", folders.sync))
     for function in (run_folder.start_folder, run_folder.finish_folder):
         monkeypatch.setattr(run_folder, function.__name__, watched(function))
-
-    def die(number):
-        nonlocal last, dead
-        last, dead = number, False
-        inside.clear()
-        done.clear()
-        return inside, done
-
-    return die
+    return taken
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in MODEL_FILES}
 
 
-@pytest.fixture
-def runs(books, tmp_path):
-    """The arguments of a run, its folder after a first run, and a copy of that folder."""
-    folder, kept = tmp_path / "model", tmp_path / "kept"
-    command = ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *OPTIONS]
-    assert main(command) == 0
-    shutil.copytree(folder, kept)
-    return command, folder, kept
+def run(books, folder, *changes):
+    """A run of the command; returns the content of the files of its model."""
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={folder}", *OPTIONS, *changes]) == 0
+    return contents(folder)
 
 
-@pytest.mark.parametrize("changes", [REPLACED, RESUMED])
-@pytest.mark.slow
-def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_run(runs, dying, changes):
-    command, folder, kept = runs
-    _, done = dying(None)
-    assert main([*command, *changes]) == 0
-    whole, count = {"before": contents(kept), "after": contents(folder)}, sum(kind != "sync" for kind, _ in done)
-    assert whole["before"].keys() == whole["after"].keys() == MODEL_FILES and count > len(MODEL_FILES)
-    assert whole["before"]["run_config.json"] != whole["after"]["run_config.json"]
-    seen = set()
-    for number in range(count):
-        shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
-        inside, done = dying(number)
-        with pytest.raises(Killed):
-            main([*command, *changes])
-        (function,) = inside
-        found = contents(folder)
-        state = next((name for name in whole if found == whole[name]), "without weights")
-        assert state != "without weights" or WEIGHTS not in found, done
-        seen.add(state)
-        dying(None)
-        if function == "finish_folder":
-            assert main([*command, *changes, *resumed(changes)]) == 0
-            found = contents(folder)
-            assert found.keys() == MODEL_FILES
-            assert all(found[name] == whole["after"][name] for name in MODEL_FILES - {"run_config.json"})
-            assert not (folder / ".model.part").exists() and not (folder / ".lock").exists()
-    assert seen == {"before", "without weights", "after"}
+@pytest.mark.parametrize("changes", [REPLACED, RESUMED], ids=["replaced", "resumed"])
+def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_run(books, tmp_path, instants, changes):
+    """And the same command with `--resume_from_checkpoint` completes the model."""
+    folder = tmp_path / "model"
+    before = run(books, folder)
+    instants.clear()
+    after = run(books, folder, *changes)
+    assert before.keys() == after.keys() == MODEL_FILES and before["run_config.json"] != after["run_config.json"]
+    done, copies = [what for _, what, _ in instants], [(function, copy) for function, _, copy in instants]
+    found = [contents(copy) for _, copy in copies]
+    assert all(files in (before, after) or WEIGHTS not in files for files in found)
+    assert before in found and after in found and any(WEIGHTS not in files for files in found)
 
+    # Deletions and new files are on disk before the new weights; a model that is kept so far is deleted only then.
+    gone, there = (len(done) - 1 - done[::-1].index((kind, WEIGHTS)) for kind in ("delete", "rename"))
+    assert done[gone + 1] == done[there - 1] == done[there + 1] == ("sync", folder.name)
+    assert set(done[: gone if changes == RESUMED else there]) >= {("sync", name) for name in MODEL_FILES}
+    assert set(done[gone:there]) >= {("rename", name) for name in MODEL_FILES - {WEIGHTS}}
 
-def resumed(changes):
-    """The options that resume a run instead of replacing it."""
-    return ("--overwrite_output_dir=false", "--resume_from_checkpoint=latest") if changes == REPLACED else ()
-
-
-def test_deletions_and_new_files_are_on_disk_before_the_new_weights(runs, dying):
-    command, folder, _ = runs
-    _, done = dying(None)
-    assert main([*command, *RESUMED]) == 0
-    gone, there = done.index(("delete", WEIGHTS)), done.index(("rename", WEIGHTS))
-    assert set(done[:gone]) >= {("sync", name) for name in MODEL_FILES}
-    others = [("rename", name) for name in MODEL_FILES - {WEIGHTS}]
-    assert done[gone + 1] == ("sync", folder.name) and sorted(done[gone + 2 : there - 1]) == sorted(others)
-    assert done[there - 1] == done[there + 1] == ("sync", folder.name)
+    killed = [copy for function, copy in copies if function == "finish_folder"]
+    options = [change for change in changes if change != "--overwrite_output_dir"]
+    for copy in killed[::10]:
+        files = run(books, copy, *options, "--resume_from_checkpoint=latest")
+        assert all(files[name] == after[name] for name in MODEL_FILES - {"run_config.json"})
+        assert not (copy / ".model.part").exists() and not (copy / ".lock").exists()
 
 
 def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_record_is_taken_again(tmp_path, monkeypatch):
@@ -163,18 +123,3 @@ def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_record_is_taken_a
     assert len(list(tmp_path.iterdir())) == 1
     with run_folder.output_folder(PretrainConfig(), tmp_path):
         pass
-
-
-def test_a_run_that_waited_for_a_deleted_lock_file_locks_the_new_one(tmp_path):
-    """The folder's lock relies on this behaviour of filelock."""
-    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    first.acquire()
-    waiting = threading.Thread(target=second.acquire, kwargs={"timeout": 20, "poll_interval": 0.01})
-    waiting.start()
-    time.sleep(0.1)
-    (tmp_path / "lock").unlink()
-    first.release()
-    waiting.join(20)
-    assert (tmp_path / "lock").exists()
-    with pytest.raises(Timeout):
-        FileLock(tmp_path / "lock").acquire(timeout=0)

@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
+from unittest import mock
 
+import pytest
 import sentencex
 
 from d2l_bert.tokenization import sentences as module
@@ -16,20 +18,16 @@ from d2l_bert.tokenization.sentences import (
 )
 
 
-def test_sentences_are_split():
-    document = Document(["Mr. Smith came. He sat down!", "Was it late?"])
-    (split,) = blocks_of(document, Document([]))
-    assert split.sentences == ["Mr. Smith came.", "He sat down!", "Was it late?"]
-
-
-def test_chinese_sentences_are_split():
-    (split,) = split_sentences([Document(["你好。我是学生。"])], "zh")
-    assert split.sentences == ["你好。", "我是学生。"]
-
-
-def test_nul_characters_pass_through():
-    (split,) = split_sentences([Document(["A nul\0 here. And\0."])])
-    assert split.sentences == ["A nul\0 here.", "And\0."]
+@pytest.mark.parametrize(
+    ("paragraph", "language", "expected"),
+    [
+        ("Mr. Smith came. He sat down!", "en", ["Mr. Smith came.", "He sat down!"]),
+        ("你好。我是学生。", "zh", ["你好。", "我是学生。"]),
+        ("A nul\0 here. And\0.", "en", ["A nul\0 here.", "And\0."]),
+    ],
+)
+def test_sentences_are_split(paragraph, language, expected):
+    assert [block.sentences for block in split_sentences([Document([paragraph])], language)] == [expected]
 
 
 def book(paragraphs, sentences_each):
@@ -58,40 +56,37 @@ def test_a_very_long_paragraph_is_cut_between_sentences():
     assert max(len(block.sentences) for block in blocks) == 2 * BLOCK_SENTENCES
 
 
-def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands():
+@pytest.mark.parametrize(("paragraphs", "sentences_each"), [(4, 1), (30, 1), (1, 40), (100, 5)])
+def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragraphs, sentences_each):
     """Small at first, so that a short text can be split; never more than a quarter of what stands before."""
-    for paragraphs, sentences_each in [(4, 1), (30, 1), (1, 40), (100, 5)]:
-        count = paragraphs * sentences_each
-        first, second = ([], [])
-        for block in split_sentences([book(paragraphs, sentences_each), book(paragraphs, sentences_each)]):
-            (second if block.document else first).append(block)
-        assert [block.sentences for block in first] == [block.sentences for block in second]
-        assert [s for block in first for s in block.sentences] == [f"Sentence {n}." for n in range(count)]
-        sizes = [len(block.sentences) for block in first]
-        assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
-        assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
+    blocks = list(split_sentences([book(paragraphs, sentences_each) for _ in range(2)]))
+    first, second = ([block.sentences for block in blocks if block.document == number] for number in (0, 1))
+    count, sizes = paragraphs * sentences_each, list(map(len, first))
+    assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
+    assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
+    assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
+
+
+def sentences_of(text, counts=None):
+    return [sentence for block in split_sentences([Document(text)], "en", counts) for sentence in block.sentences]
 
 
 def test_text_without_full_stops_is_cut_between_words_and_counted():
-    words = [f"word{n}" for n in range(1000)]
-    counts = Counter()
-    document = Document([" ".join(words), "x" * 2500, "Short."])
-    blocks = list(split_sentences([document], "en", counts))
-    sentences = [sentence for block in blocks for sentence in block.sentences]
+    words, counts = [f"word{n}" for n in range(1000)], Counter()
+    paragraphs = [" ".join(words), "x" * 2500, "Short."]
+    sentences = sentences_of(paragraphs, counts)
     assert " ".join(sentences[:-5]).split() == words and "".join(sentences[-5:-1]) == "x" * 2500
     assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
-    assert counts.pop("characters") == sum(map(len, document.paragraphs))
-    assert counts == {CUT: 2, "documents": 1, "paragraphs": 3, "sentences": len(sentences)}
+    characters = sum(map(len, paragraphs))
+    assert counts == {CUT: 2, "documents": 1, "paragraphs": 3, "characters": characters, "sentences": len(sentences)}
 
 
 def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing():
-    counts = Counter()
-    blocks = list(split_sentences([Document(["A word " * 100_000 + "ends. Then two more. Three."])], "en", counts))
-    sentences = [sentence for block in blocks for sentence in block.sentences]
-    assert sentences[-2:] == ["Then two more.", "Three."]
-    assert " ".join(sentences) == "A word " * 100_000 + "ends. Then two more. Three."
+    counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
+    sentences = sentences_of([text], counts)
+    assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
     assert counts[CUT] == -(-700_000 // (1 << 14))
 
 
@@ -103,15 +98,11 @@ def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):
         f"{' '.join(rng.choices(words, k=rng.randint(3, 30)))}{rng.choice('.!?')}" for _ in range(2000)
     )
     whole = [sentence.strip() for sentence in sentencex.segment("en", paragraph)]
-    lengths, segment = [], sentencex.segment
-
-    def measured(language, text):
-        lengths.append(len(text))
-        return segment(language, text)
-
-    monkeypatch.setattr(module.sentencex, "segment", measured)
-    assert [sentence for block in split_sentences([Document([paragraph])]) for sentence in block.sentences] == whole
+    windows = mock.Mock(wraps=sentencex.segment)
+    monkeypatch.setattr(module.sentencex, "segment", windows)
+    assert sentences_of([paragraph]) == whole
+    lengths = [len(call.args[1]) for call in windows.call_args_list]
     assert max(lengths) <= 1 << 14 and sum(lengths) < 1.2 * len(paragraph) and len(lengths) > 10
     quotes = "Er sagte „Haus und ging. " * 20_000
-    found = [sentence for block in split_sentences([Document([quotes])]) for sentence in block.sentences]
-    assert "".join("".join(found).split()) == "".join(quotes.split()) and max(lengths) <= 1 << 14
+    assert "".join(sentences_of([quotes])).replace(" ", "") == quotes.replace(" ", "")
+    assert max(len(call.args[1]) for call in windows.call_args_list) <= 1 << 14

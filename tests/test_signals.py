@@ -1,14 +1,12 @@
-"""Signals to the processes of a run: it ends after its step with a checkpoint, and resumes to the same weights."""
+"""Signals to a run: it ends after its step with a checkpoint, or at once at a second Ctrl-C."""
 
 import itertools
-import os
-import re
 import signal
 import time
 
-import processes
 import pytest
-from interrupted_runs import LONG, rows
+from promises.driving import end, start, wait_for
+from runs import OPTIONS, log_rows
 
 from d2l_bert.__main__ import main
 from d2l_bert.training.pretrain import StopSignals
@@ -16,33 +14,7 @@ from d2l_bert.training.pretrain import StopSignals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-@pytest.fixture
-def start(command, tmp_path):
-    """Start a run of slow steps in `count` processes, and wait for `step`. All processes are killed after the test."""
-    launched = []
-
-    def started(*options, count=1, step=13, dawdle=(1, 0.05)):
-        arguments = command(tmp_path / "model", *LONG, *options)
-        launched.extend(processes.launch(arguments, tmp_path / "said.txt", count, dawdle))
-        wait_for_step(tmp_path / "said.txt", step, lambda: launched[0].is_alive())
-        return launched
-
-    yield started
-    for process in launched:
-        process.kill()
-        process.join()
-
-
-def wait_for_step(said, step, alive):
-    end = time.monotonic() + 90
-    while step not in steps_in(said):
-        assert alive() and time.monotonic() < end, said.read_text()
-        time.sleep(0.01)
-
-
-def steps_in(said):
-    return [int(step) for step in re.findall(r"(?m)^step +(\d+)/40 ", said.read_text())]
+LONG = (*OPTIONS, "--max_steps=40", "--save_steps=10", "--eval_steps=40")
 
 
 @pytest.mark.parametrize("question", (3, 4, 7, 11))
@@ -56,22 +28,22 @@ def test_whenever_a_signal_comes_the_last_step_taken_is_saved(command, monkeypat
         return bool(stop.agreed_signal)
 
     monkeypatch.setattr(StopSignals, "should_stop", wanted)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="143"):
         main(command(tmp_path, *LONG))
-    assert stopped.value.code == 143
     (saved,) = tmp_path.glob("checkpoint-*")
-    assert saved.name == f"checkpoint-{rows(tmp_path)[-1]['step']}"
+    assert saved.name == f"checkpoint-{log_rows(tmp_path)[-1]['step']}"
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_does_not_wait_for_the_step(start, tmp_path):
-    (process,) = start(step=12, dawdle=(13, 60.0))
-    process.join(2)  # until it is within its slow step: between two steps one signal ends it at once
-    os.kill(process.pid, signal.SIGINT)
-    process.join(0.5)
-    assert process.is_alive()
-    os.kill(process.pid, signal.SIGINT)
-    process.join(5)
+def test_a_second_interrupt_does_not_wait_for_the_step(command, tmp_path):
+    """Each step takes ten seconds more; a Ctrl-C between two of them would end the run at once."""
+    said, slow = tmp_path / "said.txt", {"PROMISES_STEP_SECONDS": "10"}
+    (run,) = start(command(tmp_path / "model", *LONG), script="faulty.py", environment=slow, said=said)
+    for words in ("step  1/40", "a second Ctrl-C"):
+        wait_for(lambda words=words: words in said.read_text(), [run])
+        time.sleep(1)  # until the run is within its second step
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
     # By `sys.exit`, or by the signal, which a shell also shows as 130.
-    assert process.exitcode in (130, -signal.SIGINT)
-    assert {path.name for path in (tmp_path / "model").glob("*checkpoint*")} == {"checkpoint-10"}
+    assert end([run], 4)[0] in (130, -signal.SIGINT)
+    assert not list((tmp_path / "model").glob("*checkpoint*"))

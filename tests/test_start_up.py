@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -97,10 +96,3 @@ print(json.dumps(loaded))
         *("modeling", "modeling.configuration_d2l_bert", "modeling.modeling_d2l_bert", "modeling.conversion"),
         *("pair_tasks", *OF_OPTIONS),
     }
-
-
-@pytest.mark.slow
-def test_the_command_as_a_module_runs(tmp_path):
-    command = [sys.executable, "-m", "d2l_bert", "fill-mask", str(Path(tmp_path, "nowhere")), "a [MASK]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "nowhere: cannot be loaded" in done.stderr and "Warning" not in done.stderr

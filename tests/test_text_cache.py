@@ -68,30 +68,8 @@ def test_half_written_files_of_a_killed_process_are_removed_by_the_next_write(tm
 # Two processes that prepare the same text
 
 
-@pytest.fixture
-def prepare_beside(books, tmp_path):
-    """
-    A function that starts a process to prepare the books with a cache in `tmp_path`, taking `seconds` for each book.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
-    started = []
-
-    def start(name, seconds):
-        said = tmp_path / f"{name}.txt"
-        said.touch()
-        started.append(context.Process(target=_prepare, args=(books, tmp_path / "home", said, seconds)))
-        started[-1].start()
-        return started[-1], said
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-
-
 def _prepare(books, home, said, seconds):
-    """Prepare the books in a process of its own; its messages go to the file `said`."""
+    """Prepare the books in a process of its own, slowly at will; its messages go to the file `said`."""
     constants.HF_HOME = str(home)
     sys.stderr = said.open("w", buffering=1)
     all_documents = text_store.all_documents
@@ -114,18 +92,21 @@ def wait_for(condition):
 
 
 @pytest.mark.slow
-def test_a_waiting_process_continues_when_the_other_is_killed(prepare_beside, tmp_path):
-    cache = tmp_path / "home" / "d2l_bert"
-    first, said_by_first = prepare_beside("first", seconds=60)
+def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
+    context, cache = multiprocessing.get_context("forkserver"), tmp_path / "home" / "d2l_bert"
+    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
+    said = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    first, second = (
+        context.Process(target=_prepare, args=(books, tmp_path / "home", file, seconds), daemon=True)
+        for file, seconds in zip(said, (60, 0), strict=True)
+    )
+    first.start()
     wait_for(lambda: any(cache.glob(".text-*.part")))
-    second, said = prepare_beside("second", seconds=0)
-    wait_for(lambda: "waiting for another process that is reading books" in said.read_text())
+    second.start()
+    wait_for(lambda: said[1].exists() and "waiting for another process that is reading books" in said[1].read_text())
     first.kill()
     second.join(60)
-    assert second.exitcode == 0 and said_by_first.read_text() == ""
-    assert "\nreading books: 24 documents in" in said.read_text()
-    assert not list(cache.glob(".*.part")) and {path.name.partition("-")[0] for path in cache.glob("[!.]*")} == {
-        "text",
-        "tokenizer",
-        "tokens",
-    }
+    assert second.exitcode == 0 and said[0].read_text() == ""
+    assert "\nreading books: 24 documents in" in said[1].read_text()
+    names = [path.name for path in cache.iterdir() if not path.name.endswith(".lock")]
+    assert sorted(name.partition("-")[0] for name in names) == ["text", "tokenizer", "tokens", "tokens"]

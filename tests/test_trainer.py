@@ -6,13 +6,12 @@ from head_models import make_rows, ours, stacked
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from d2l_bert import PretrainingLoss
-from d2l_bert.modeling.modeling_d2l_bert import MaskLM
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained_once(head, rows, batch_size, accumulation, folder, own_loss=True, **options):
+def trained_once(head, rows, batch_size, accumulation, folder, **options):
     """Loss and gradients of one optimizer step on `rows` under Transformers' Trainer."""
     model, gradient = ours(head, **options), {}
 
@@ -33,7 +32,7 @@ def trained_once(head, rows, batch_size, accumulation, folder, own_loss=True, **
     )
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Catch()])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
-    if head == "ForPreTraining" and own_loss:
+    if head == "ForPreTraining":
         trainer.compute_loss_func = PretrainingLoss(trainer)
     return trainer.train().training_loss, gradient
 
@@ -74,14 +73,6 @@ def test_under_trainer_every_split_into_micro_batches_gives_one_gradient(head, o
         assert loss == pytest.approx(whole_loss, rel=1e-5)
         for name, value in whole.items():
             torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("head", ["ForPreTraining", "ForMaskedLM"])
-def test_under_trainer_a_training_step_computes_no_logits_of_every_position(head, tmp_path, monkeypatch):
-    scored, as_is = [], MaskLM.forward
-    monkeypatch.setattr(MaskLM, "forward", lambda self, states: (scored.append(states.shape), as_is(self, states))[1])
-    trained_once(head, make_rows(head), 4, 2, tmp_path)
-    assert not scored
 
 
 def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):

@@ -1,4 +1,4 @@
-"""Transformers' own common model tests, on our eight classes and, as a check of the setup, on stock BERT's classes.
+"""Transformers' own common model tests, on our eight classes.
 
 The tests are in Transformers' source distribution but not in its wheel. `make contract` downloads the source
 distribution and runs this file.
@@ -124,8 +124,3 @@ class BertSettingTest(CommonTests, unittest.TestCase):
     config_class = d2l_bert.D2lBertConfig
     switches = {"embedding_layer_norm": True, "tie_word_embeddings": True}
     all_model_classes = tuple(getattr(d2l_bert, f"D2lBert{head}") for head in HEADS)
-
-
-class StockBertTest(CommonTests, unittest.TestCase):
-    config_class = transformers.BertConfig
-    all_model_classes = tuple(getattr(transformers, f"Bert{head}") for head in HEADS)

@@ -15,18 +15,7 @@ from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
 
 
-def words_of(name):
-    """The number of words in the name of a folder."""
-    return word_marks([name.removeprefix("chck_")])[0]
-
-
 OPTIONS = ("--max_steps=12", "--save_steps=5", "--save_total_limit=1", "--mixed_precision=no")
-MODEL = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"}
-MODEL |= {"configuration_d2l_bert.py", "modeling_d2l_bert.py", "words_seen.json"}
-
-
-def saved(folder):
-    return {path.name: path for path in folder.glob("chck_*")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,17 +23,10 @@ def saved(folder):
 
 
 def test_numbers_of_words_are_read_and_named_as_babylm_names_them():
-    assert word_marks(["500", "10k", "1M", "1_500_000", "2m", "1000M"]) == [
-        500,
-        10**4,
-        10**6,
-        1_500_000,
-        2 * 10**6,
-        10**9,
-    ]
+    assert word_marks(["500", "10k", "1_500_000", "2m", "1000M"]) == [500, 10**4, 1_500_000, 2 * 10**6, 10**9]
     names = {500: "chck_500", 10**4: "chck_10k", 10**6: "chck_1M", 1_500_000: "chck_1500k", 10**9: "chck_1000M"}
     for words, name in names.items():
-        assert folder_name(words) == name and words_of(name) == words
+        assert folder_name(words) == name and word_marks([name.removeprefix("chck_")]) == [words]
 
 
 @pytest.mark.parametrize("entries", [["2M", "1M"], ["1M", "1_000_000"], ["1k", "1K"]])
@@ -53,44 +35,36 @@ def test_numbers_that_do_not_increase_are_refused(entries):
         word_marks(entries)
 
 
-def test_words_are_counted_by_each_documents_words_a_token(books, tmp_path):
-    """Twenty texts, of which each has words of another length, so that tokens a word differ."""
+def test_words_are_counted_by_each_documents_words_a_token(tmp_path):
+    """Twenty texts of 160 words, of which each has words of another length, so that tokens a word differ."""
     (tmp_path / "text").mkdir()
-    for number in range(20):
-        words = " ".join("abcdefghijklmnopqrst"[number] * (1 + number) + " of the book." for _ in range(40))
+    for number, letter in enumerate("abcdefghijklmnopqrst"):
+        words = " ".join(letter * (1 + number) + " of the book." for _ in range(40))
         (tmp_path / "text" / f"{number}.txt").write_text(words)
     text = prepare(TextConfig(corpus=[str(tmp_path / "text")], vocab_size=60, preprocessing_num_workers=1))
     corpus = text.train
     pairs = EpochPairs(corpus, PretrainConfig(objective="nsp"), 32).window(0, 0)
-    expected = 0.0
-    starts = corpus.first_tokens(np.arange(len(corpus) + 1))
-    words = [4 * 40] * len(corpus)  # in each text
-    assert (np.diff(corpus.words_before) == words).all()
-    for pair in pairs:
-        for side in "ab":
-            for token in range(pair[f"{side}_start"], pair[f"{side}_end"]):
-                document = np.searchsorted(starts, token, side="right") - 1
-                expected += words[document] / (starts[document + 1] - starts[document])
+    sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
+    words_of_tokens = np.repeat(160 / sizes, sizes)
+    expected = sum(
+        words_of_tokens[pair[f"{side}_start"] : pair[f"{side}_end"]].sum() for pair in pairs for side in "ab"
+    )
+    assert (np.diff(corpus.words_before) == 160).all() and len(corpus.ids) > 1.1 * corpus.words_before[-1]
     assert words_in(corpus, pairs) == pytest.approx(expected, rel=1e-9) and expected > 500
-    assert len(corpus.ids) > 1.1 * corpus.words_before[-1]  # so that a token is not a word
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 
 
-@pytest.fixture(scope="module")
-def whole(books, tmp_path_factory):
-    """A run that saves after 600, 1,000 and 1,001 words; 99M are more than it sees."""
-    folder = tmp_path_factory.mktemp("words") / "whole"
-    run(books, folder, *OPTIONS, "--save_words", "600", "1k", "1_001", "99M")
-    return folder
-
-
-def test_the_weights_are_those_of_the_step_that_reached_the_words(books, whole, tmp_path):
+def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_path):
+    """Of a run that saves after 600, 1,000 and 1,001 words; 99M are more than it sees."""
+    whole, again = tmp_path / "whole", tmp_path / "run"
+    run(books, whole, *OPTIONS, "--save_words", "600", "1k", "1_001", "99M")
     step = json.loads((whole / "chck_600" / "words_seen.json").read_text())["step"]
-    run(books, tmp_path / "run", *OPTIONS, f"--save_steps={step}", "--save_total_limit=99")
-    weights = (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+    run(books, again, *OPTIONS, f"--save_steps={step}", "--save_total_limit=99")
+    weights = (again / f"checkpoint-{step}" / "model.safetensors").read_bytes()
     assert (whole / "chck_600" / "model.safetensors").read_bytes() == weights
-    assert not saved(tmp_path / "run")
-    assert (whole / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in whole.glob("chck_*")) == ["chck_1001", "chck_1k", "chck_600"]
+    assert not list(again.glob("chck_*"))

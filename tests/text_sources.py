@@ -9,10 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.sources import lines_and_cells
+
+
+def packed_by_zstd(data):
+    return bytes(pa.compress(data, "zstd"))
 
 
 def texts(source):
     return [list(document.paragraphs) for document in source.documents]
+
+
+def lines_of(*file):
+    """The lines of a file as `embed` reads them."""
+    return [line for line, _ in lines_and_cells(*file)]
 
 
 def write_table(file, rows):
@@ -30,5 +40,5 @@ def write_table(file, rows):
         writer.writeheader()
         writer.writerows(rows)
     data = text.getvalue().encode()
-    pack = {".gz": gzip.compress, ".zst": lambda data: bytes(pa.compress(data, "zstd"))}.get(file.suffix, bytes)
+    pack = {".gz": gzip.compress, ".zst": packed_by_zstd}.get(file.suffix, bytes)
     file.write_bytes(pack(data))

@@ -78,7 +78,7 @@ AT_ONCE = [
     ("attention run a b --word a --layer 1", "layer"),
     ("evaluate run", "--corpus"),
     ("evaluate run --blimp pairs --held_out", "held_out"),
-    ("evaluate run --corpus books --plot x.png", "blimp"),
+    ("export run out --page page", "--runtime"),
     ("evaluate some/model --corpus books --update_card", "update_card"),
     # Texts and tables.
     ("pretrain --corpus Books", "Books"),
@@ -165,6 +165,7 @@ AT_ONCE = [
     ("fill-mask classifier 'a [MASK]'", "classifier"),
     ("fill-mask run 'Nothing is masked.'", "[MASK]"),
     ("next-sentence classifier a b", "classifier"),
+    (f"next-sentence run '{80 * 'anna '}' b", "64 positions"),
     ("next-sentence mlm a b", "mlm"),
     ("next-sentence gpt2 a b", "gpt2"),
     ("embed bert file.txt --output v.npy", "bert"),
@@ -214,9 +215,8 @@ AT_ONCE = [
     ("publish wider me/x --dry_run", "wider"),
     ("publish odd me/x --dry_run", "tokenizer"),
     ("publish uncoded me/x --dry_run", "modeling_d2l_bert.py"),
-    ("publish recoded me/x --dry_run", "--changed_code"),
-    ("publish uncarded me/x --dry_run", "uncarded/README.md"),
-    ("publish run me/x", "hf auth login"),
+    ("publish recoded me/x --dry_run", "modeling_d2l_bert.py"),
+    ("publish uncarded me/x", "uncarded/README.md"),
     # Checkpoints, folders and files to write.
     ("pretrain --resume_from_checkpoint run", "run"),
     ("pretrain --resume_from_checkpoint file.txt", "file.txt"),
@@ -232,7 +232,7 @@ AT_ONCE = [
     ("attention run a --output a.jpg", "a.jpg"),
     ("attention run a --output there.png", "there.png"),
     ("evaluate run --blimp pairs --output run/config.json", "run/config.json"),
-    ("evaluate run --blimp pairs --plot dangling.png", "dangling.png"),
+    ("attention run a --output dangling.png", "dangling.png"),
 ]
 
 AFTER_READING = [  # errors found only after the text is read: lines of progress come first
