@@ -1,4 +1,4 @@
-# make demo | release | test | test-slow | test-all | fuzz | contract | style | quality | types
+# make install | demo | release | test | test-slow | test-all | fuzz | contract | style | quality | types
 #      site | links | notebooks | browsers | dist | older | clean
 # Settings: PYTHON (the interpreter of .venv), PIP_FLAGS (such as '--extra-index-url ...'), MINUTES (of `make fuzz`);
 # of `make release`: MODEL, the folder of each text that the model needs (BOOKS, ...), TASK (of a fine-tuning), and
@@ -21,7 +21,9 @@ NOTEBOOKS := 1-model 2-data 3-pretraining 4-tasks 5-inference
 # The texts of releases, in model_cards/texts.toml.
 TEXTS := BOOKS BLIMP FINETUNE
 
-.PHONY: demo release test test-slow test-all fuzz contract style quality types site links notebooks browsers dist older clean
+.PHONY: install demo release test test-slow test-all fuzz contract style quality types site links notebooks browsers dist older clean
+
+install: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/d2l-bert pretrain --output_dir d2l-bert-demo --overwrite_output_dir

@@ -27,7 +27,18 @@ html_theme, html_title = "furo", "d2l-bert"
 html_static_path, html_css_files = ["site.css"], ["site.css"]
 
 # The sidebar: a toctree below the front page, which is the README.
-GUIDES = ("data", "training", "distributed", "loading", "evaluate", "finetune", "embed", "publishing", "serving", "questions")
+GUIDES = (
+    "data",
+    "training",
+    "distributed",
+    "loading",
+    "evaluate",
+    "finetune",
+    "embed",
+    "publishing",
+    "serving",
+    "questions",
+)
 SIDEBAR = {
     "Guides": [f"docs/{page}" for page in GUIDES],
     "The book": ["docs/d2l", "docs/notebooks/README", "docs/notebooks/[0-9]*"],

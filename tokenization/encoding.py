@@ -51,7 +51,8 @@ def prepare_tokens(
     """
     backend = text_backend(tokenizer)
     path = cache_entry(folder, "tokens", ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit)
-    if not path.exists():
+
+    def write(partial):
         text, blocks = part.text, part.blocks
         at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
         documents = text.documents[blocks]
@@ -65,10 +66,10 @@ def prepare_tokens(
         sections = with_progress(
             sections, "tokenizing", part.document_count(), lambda section: len(section.document_ends)
         )
-        write_once(
-            path, "tokenizing", lambda partial: write_store(partial, len(tokenizer), text.source_count, sections)
-        )
+        write_store(partial, len(tokenizer), text.source_count, sections)
         _opened.cache_clear()  # in the calling process, if no others were started
+
+    write_once(path, "tokenizing", write)
     return path
 
 

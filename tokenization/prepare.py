@@ -23,13 +23,11 @@ from d2l_bert.tokenization.account import (
 )
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
 from d2l_bert.tokenization.sentences import Source
 from d2l_bert.tokenization.sources import dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.tokenization.wordpiece import make_tokenizer, text_backend, train_on_words
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ SAMPLED_CHARACTERS = 2_000_000
 TOKENIZER_FORMAT = 4
 
 
-def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) -> PreparedText:
+def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) -> prepared_folder.PreparedText:
     """
     Prepare the text, tokenizer and tokens of a run.
 
@@ -109,7 +107,7 @@ def _from_text(run, existing, has_validation):
     options = run.token_options()
     if existing is None:
         options["strip_accents"] = facts["strip_accents"]
-    prepared = PreparedText(
+    prepared = prepared_folder.PreparedText(
         token_options=options,
         corpus_name=corpus_name,
         hub_datasets=list(dict.fromkeys(source.name for source in sources if source.is_on_hub)),
@@ -258,17 +256,17 @@ def fit_tokenizer(
                 run.individual_digits,
                 run.unicode_normalization,
             )
-            tokenizer = train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
+            tokenizer = wordpiece.train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
             found = {"rules": vars(rules), "pieces": wordpiece.pieces(tokenizer)}
         return {**found, "account": account_of(words, tokenizer), "contents": contents}
 
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
-    made_of = text_backend(existing) if existing else options
+    made_of = wordpiece.text_backend(existing) if existing else options
     path = cache_entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
     write_once(path, "training a tokenizer", lambda partial: (partial / "content.json").write_text(json.dumps(fit())))
     with reading_cache(path):
         found = json.loads((path / "content.json").read_text())
-    tokenizer = existing or make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
+    tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:
         logger.info(
             f"tokenizer: {rules}; {len(tokenizer):,} entries, {facts_of(tokenizer)['entries_with_digits']:,} of them "

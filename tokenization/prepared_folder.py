@@ -196,13 +196,13 @@ def check_prepared_folders(folders: Sequence[Path]) -> str:
     """
     way_out = "give one that `d2l-bert prepare` has made"
     refuse_first({f"{folder}: no prepared folder; {way_out}": not is_prepared_folder(folder) for folder in folders})
-    lines = []
-    for folder in folders:
-        text = read_prepared_folder(folder, check_large=True)
-        documents, tokens = len(text.train) + len(text.held_out), len(text.train.ids) + len(text.held_out.ids)
-        lines.append(f"{folder}: whole; {documents:,} documents, {tokens:,} tokens")
+    texts = [read_prepared_folder(folder, check_large=True) for folder in folders]
     read_prepared_folders(folders)  # whether they are parts of one corpus
-    return "\n".join(lines)
+    return "\n".join(
+        f"{folder}: whole; {len(text.train) + len(text.held_out):,} documents, "
+        f"{len(text.train.ids) + len(text.held_out.ids):,} tokens"
+        for folder, text in zip(folders, texts, strict=True)
+    )
 
 
 def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:

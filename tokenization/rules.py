@@ -18,9 +18,6 @@ from d2l_bert.messages import UserError
 # WordPiece reads a word of more characters as `[UNK]` (`max_input_chars_per_word` in BERT's code).
 LONGEST_WORD = 100
 
-# The `pre_tokenizer` that cuts longer words, and no others.
-LONG_WORDS_CUT = f"kmers:{LONGEST_WORD}"
-
 # Smaller shares, of the letters, the words or the characters, change no rule: one stray emoji decides nothing.
 NOTICEABLE = 0.001
 
@@ -244,7 +241,7 @@ def choose_rules(
     foreign names, and no Hangul.
     """
     if pre_tokenizer == "bert" and contents["long_words"] > NOTICEABLE:
-        pre_tokenizer = LONG_WORDS_CUT
+        pre_tokenizer = f"kmers:{LONGEST_WORD}"  # cuts longer words, and no others
     has_marks = contents["marks"] >= NOTICEABLE or contents["has_hangul"]
     return Rules(
         lowercase=lowercase,

@@ -1,7 +1,6 @@
 """Documents as paragraphs, and their sources; splits them into sentences, and groups sentences into blocks."""
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -48,11 +47,6 @@ BLOCK_SENTENCES = 64
 # A corpus with fewer documents has too few for a held-out split of the wanted size: each block then counts as a
 # document.
 FEWEST_DOCUMENTS = 20
-
-
-def content_key(text: str) -> bytes:
-    """A hash of a text, 8 bytes."""
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 @dataclasses.dataclass

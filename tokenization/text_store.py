@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from d2l_bert.folders import cache_entry, reading_cache, write_once
 from d2l_bert.messages import UserError, counted, with_progress
-from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, content_key, split_sentences
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
@@ -77,7 +77,9 @@ def _batches(blocks):
         sentences += block.sentences
         ends.append(len(sentences))
         # The sum of the sentences' hashes does not depend on the blocks: `TextStore` adds those of a document up.
-        content = np.frombuffer(b"".join(map(content_key, block.sentences)), "<i8").sum()
+        encoded = (sentence.encode(errors="surrogatepass") for sentence in block.sentences)
+        hashes = [hashlib.blake2b(sentence, digest_size=8).digest() for sentence in encoded]
+        content = np.frombuffer(b"".join(hashes), "<i8").sum()
         numbers.append((block.document, block.source, sum(map(len, block.sentences)), content))
         size += numbers[-1][2]
         if size >= BATCH_CHARACTERS:

@@ -288,26 +288,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """
     Write `tokenizer.json`, `tokenizer_config.json` and `vocab.txt`, so that Transformers 4 and 5 can load them.
 
-    Transformers 5 does not write `vocab.txt`, which the slow tokenizer of version 4 and many tools need.
+    Two entries of `tokenizer_config.json` get the names that version 4 knows: the class of a tokenizer without one of
+    its own, and the list of special tokens beside the usual ones. Transformers 5 does not write `vocab.txt`, which the
+    slow tokenizer of version 4 and many tools need.
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
-    write_json(config, settings_of_both_versions(read_json(config)))
-    with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(piece + "\n" for piece in pieces(tokenizer))
-
-
-def settings_of_both_versions(settings: dict) -> dict:
-    """
-    The content of a tokenizer_config.json of Transformers 5 with two names that version 4 knows: the class of a
-    tokenizer without one of its own, and the list of special tokens beside the usual ones.
-    """
-    settings = dict(settings)
+    settings = read_json(config)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    return settings
+    write_json(config, settings)
+    with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(piece + "\n" for piece in pieces(tokenizer))
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:

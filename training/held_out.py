@@ -204,12 +204,13 @@ def variety(model, batch) -> dict[str, float]:
         batch: the model's arguments for held-out rows, of which the first `ROWS_COMPARED` are read.
 
     Returns:
-        `eval_token_cosine`, the mean cosine of the encoder's vectors of two different tokens, over all such pairs: 1
-        for an encoder that gives every token the same vector; and `eval_distinct_predictions`, how many different
+        `token_cosine`, the mean cosine of the encoder's vectors of two different tokens, over all such pairs: 1
+        for an encoder that gives every token the same vector; and `distinct_predictions`, how many different
         tokens the model predicts.
     """
     batch = {name: tensor[:ROWS_COMPARED].to(model.device) for name, tensor in batch.items()}
-    outputs = model.eval()(**batch, output_hidden_states=True)
+    inputs = {name: tensor for name, tensor in batch.items() if "label" not in name}
+    outputs = model.eval()(**inputs, output_hidden_states=True)
     is_token = batch["attention_mask" if "attention_mask" in batch else "sequence_ids"] != 0
     vectors = F.normalize(outputs.hidden_states[-1][is_token], dim=1)
     _, kinds, counts = batch["input_ids"][is_token].unique(return_inverse=True, return_counts=True)
@@ -218,8 +219,8 @@ def variety(model, batch) -> dict[str, float]:
     sum_of_cosines = by_kind.sum(0).square().sum() - by_kind.square().sum()
     guesses = outputs.get("prediction_logits", outputs.get("logits")).argmax(-1)[batch["labels"] != -100]
     return {
-        "eval_token_cosine": float(sum_of_cosines / (len(vectors) ** 2 - counts.square().sum())),
-        "eval_distinct_predictions": len(guesses.unique()),
+        "token_cosine": float(sum_of_cosines / (len(vectors) ** 2 - counts.square().sum())),
+        "distinct_predictions": len(guesses.unique()),
     }
 
 
@@ -322,8 +323,8 @@ def advice(metrics: dict, train_words: int) -> str:
     if has_collapsed(metrics):
         return (
             f"the encoder has collapsed: the vectors of different tokens have a mean cosine of "
-            f"{metrics['eval_token_cosine']:.3f}, and of the masked tokens in {ROWS_COMPARED} rows it predicts "
-            f"{counted(metrics['eval_distinct_predictions'], 'different one', 'different ones')}; likely the rate "
+            f"{metrics['token_cosine']:.3f}, and of the masked tokens in {ROWS_COMPARED} rows it predicts "
+            f"{counted(metrics['distinct_predictions'], 'different one', 'different ones')}; likely the rate "
             f"is too high: lower --learning_rate, or raise --warmup_ratio"
         )
     passes = metrics["train_words_seen"] / train_words
@@ -362,7 +363,9 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
         )
     skipped_line = ""
     if metrics["train_skipped_steps"]:
-        skipped_line = f"\n  steps skipped as their loss or gradient was not finite: {metrics['train_skipped_steps']:,}"
+        skipped_line = (
+            f"\n  steps skipped as their loss or gradient was not finite: {metrics['train_skipped_steps']:,}"
+        )
     filled_masks = "\n".join(
         f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
         for filled in metrics["predictions"]

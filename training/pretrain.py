@@ -85,7 +85,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
             repository = run_folder.repository(run, folder)
-            on_main(check_push, repository, run.known_license(), run.hub_private_repo, run.dry_run)
+            on_main(check_push, repository, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
             run = with_objective(dataclasses.replace(run, **text.token_options), text)
@@ -186,7 +186,8 @@ def train(
         if run.push_to_hub and accelerator.is_main_process:
             repository = run_folder.repository(run, folder)
             pusher = Pusher(folder, record, repository, run.hub_strategy, public=not run.hub_private_repo)
-            pusher.saved_by_words(saved_before)
+            for path in saved_before:
+                pusher.saved(path)
         on_main(start_trackers, accelerator, folder, record, start)
         log = RunLog(accelerator, folder, run, architecture, state)
         saved = resumed  # the last checkpoint
@@ -239,12 +240,13 @@ def train(
                     evaluate()
                 saved_by_words = words.save_due(number) if not log.skipped_in_a_row else []
                 if pusher and not stop.agreed_signal:
-                    pusher.saved_by_words(saved_by_words)
+                    for path in saved_by_words:
+                        pusher.saved(path)
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
                 if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
                     saved = save(number)
                     if pusher and number < max_steps and not stop.agreed_signal:  # start no upload while stopping
-                        pusher.saved(saved.path, number)
+                        pusher.saved(saved.path)
         if stop.should_stop():
             log.write_row()
             if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import shutil
 from pathlib import Path
 
 import psutil
@@ -202,9 +201,9 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
     """
     Write `run_config.json`, and delete the checkpoints of an earlier run after step `start`.
 
-    Unfinished checkpoints and copies of checkpoints for upload, which a killed run left, are deleted, too. A run that
-    starts from step 0 also deletes an earlier run's weights, metrics, curves and card. A resumed run keeps a finished
-    model and its `run_config.json` until `finish_folder` replaces both.
+    Unfinished checkpoints, which a killed run left, are deleted, too. A run that starts from step 0 also deletes an
+    earlier run's weights, metrics, curves and card. A resumed run keeps a finished model and its `run_config.json`
+    until `finish_folder` replaces both.
 
     Args:
         record: the content of `run_config.json`.
@@ -213,8 +212,6 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
     Raises:
         UserError: `run_config.json` cannot be written.
     """
-    for upload_copy in folder.glob(f"{card.STAGED}*"):
-        shutil.rmtree(upload_copy)
     later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start]
     if start and later:
         logger.warning(

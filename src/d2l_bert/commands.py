@@ -86,11 +86,12 @@ def prepare_command(arguments) -> None:
 
     run = options_of(arguments)
     if arguments.check:
-        cases = {
-            f"{name} is for preparing a text, and check reads folders that are prepared; leave it out": True
-            for name in given_options(arguments)
-        }
-        messages.refuse_first(cases)
+        messages.refuse_first(
+            {
+                f"{name} is for preparing a text, and check reads folders that are prepared; leave it out": True
+                for name in given_options(arguments)
+            }
+        )
         print(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
     run.check()
@@ -198,6 +199,24 @@ def finetune_command(arguments) -> None:
 
     keep_freed_memory()
     finetune(options_of(arguments))
+
+
+@command(
+    "MODEL FILE --output FILE [OPTIONS]",
+    MODEL,
+    argument("file", "FILE", "rows to predict: a table, or a text in each line; - for stdin"),
+    options="training.finetuning.config.PredictConfig",
+)
+def predict_command(arguments) -> None:
+    """Predict new rows by a fine-tuned model.
+
+    MODEL is what d2l-bert finetune has left, for any of its tasks. FILE is a table as for finetune, whose columns of
+    texts have the names of the training, or a text file with a text in each line. The output has the columns of FILE,
+    the predictions and their probabilities. Labels in FILE are not read.
+    """
+    from d2l_bert.training.finetuning.predict import predict
+
+    print(predict(arguments.model, arguments.file, options_of(arguments)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,7 +351,7 @@ def convert_command(arguments) -> None:
     "MODEL DIR [--task NAME] [OPTIONS]",
     argument("source", "MODEL", MODEL_HELP),
     argument("target", "DIR", "a new folder to write into"),
-    options="training.evaluation.config.ExportConfig",
+    options="modeling.config.ExportConfig",
 )
 def export_command(arguments) -> None:
     """Write a model as stock BERT and ONNX, for browsers and servers.
@@ -343,13 +362,19 @@ def export_command(arguments) -> None:
     Needs pip install 'd2l-bert[onnx]'.
     """
     from d2l_bert.inference.page import copy_runtime, write_page
-    from d2l_bert.training.evaluation.exported import export
+    from d2l_bert.model_cards.card import carry_card
+    from d2l_bert.modeling.export import export
 
     config, target = options_of(arguments), Path(arguments.target)
+    config.check()
     with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
         if page:  # first, as it may not be there
             copy_runtime(page, config.runtime)
-        print(export(arguments.source, target, config))
+        with folders.new_folder(target) as folder:
+            said, figures, has_its_head = export(arguments.source, folder, config)
+            if not config.onnx_only:
+                carry_card(arguments.source, folder, target.resolve().name, has_its_head, figures)
+        print(f"{target}: {said}")
         if page:
             write_page(target, page)
             print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")

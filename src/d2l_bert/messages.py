@@ -182,25 +182,13 @@ def with_progress(
         unit: what a document is called, such as "line".
     """
     start, count = time.monotonic(), 0
-    with progress_bar(label, total, f"{unit}s") as bar:
+    with tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty()) as bar:
         for item in items:
             yield item
             done = documents_in(item) if documents_in else 1
             count += done
             bar.update(done)
     logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
-
-
-def progress_bar(label: str, total: int | None, unit: str) -> tqdm:
-    """
-    A progress bar to call `update` on, in a `with` block; not shown unless stderr is a terminal.
-
-    Args:
-        label: what is done.
-        total: how many units there are.
-        unit: what is counted, such as "pairs".
-    """
-    return tqdm(total=total, desc=label, unit=f" {unit}", leave=False, disable=not sys.stderr.isatty())
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ class PairTask:
         name: the task's full name.
         claim: the statement about A and B that is true for label 0.
         labels: the names of label 0 and label 1.
-        meaning: for the model card: what the two labels of `AutoModelForNextSentencePrediction` mean in this task.
         question: what the task asks of a pair.
     """
 
@@ -33,7 +32,6 @@ class PairTask:
     name: str
     claim: str
     labels: tuple[str, str]
-    meaning: str
     question: str
 
 
@@ -45,7 +43,6 @@ PAIR_TASKS = {
         name="next sentence prediction",
         claim="B follows A",
         labels=("IsNext", "NotNext"),
-        meaning="label 0: B follows A",
         question="is B what followed A in the text, or the B of another pair?",
     ),
     "sop": PairTask(  # ALBERT (Lan et al., 2020)
@@ -54,7 +51,6 @@ PAIR_TASKS = {
         name="sentence order prediction",
         claim="A comes before B",
         labels=("InOrder", "Swapped"),
-        meaning="label 0, there `IsNext`: A comes before B, as in the text; label 1, `NotNext`: the two are swapped",
         question="does A come before B in the text, or are the two swapped?",
     ),
 }
@@ -88,8 +84,8 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
     a dataset, wrap them in `transformers.pipelines.pt_utils.KeyPairDataset(dataset, "first", "second")`.
 
     Args:
-        truncation: cut a pair that is too long, as `tokenizer(..., truncation=)` does.
-        max_length: the most tokens of a pair to keep; the default is the number of the model's positions.
+        kwargs: those of the tokenizer, such as `truncation=True` to cut a pair that is too long, and those of
+            `TextClassificationPipeline`.
 
     Raises:
         UserError: the model is not a `ForNextSentencePrediction`, a pair lacks one of its two texts, or a pair has
@@ -108,16 +104,17 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
         if not name.endswith("ForNextSentencePrediction"):
             raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
 
-    def preprocess(self, inputs, truncation=False, max_length=None):
+    def preprocess(self, inputs, **tokenizer_kwargs):
         texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise UserError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
-        limit = self.model.config.max_position_embeddings
-        most = min(max_length or limit, limit) if truncation else max_length
-        encoded = self.tokenizer(*texts, return_tensors="pt", truncation=truncation, max_length=most)
-        length = encoded["input_ids"].shape[1]
+        encoded = self.tokenizer(*texts, return_tensors="pt", **tokenizer_kwargs)
+        length, limit = encoded["input_ids"].shape[1], self.model.config.max_position_embeddings
         if length > limit:
-            raise UserError(f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it")
+            raise UserError(
+                f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it, or give "
+                f"truncation=True, max_length={limit}"
+            )
         return encoded
 
 
