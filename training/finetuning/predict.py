@@ -13,7 +13,7 @@ from d2l_bert.modeling import loading
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
-from d2l_bert.training.finetuning import output, run, splits, tasks, trainer
+from d2l_bert.training.finetuning import output, splits, tasks, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
 
 
@@ -42,7 +42,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         )
     known = FinetuneConfig(**record["finetune"])
     columns = {option: value for option, value in vars(config).items() if value and option.endswith("_column")}
-    task = run.CLASSES[known.task_type](dataclasses.replace(known, model=name, **columns))
+    task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **columns))
     vars(task).update(record["learnt"])
     if "mean" in record["learnt"]:  # the finished model predicts in the units of the labels
         task.mean, task.deviation = 0.0, 1.0
@@ -59,7 +59,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         with devices.restore_host_settings():
             arguments = trainer.make_arguments(task.config, task, Path(scratch), rate=1.0, seed=0, processes=1)
             arguments.per_device_eval_batch_size = config.per_device_eval_batch_size
-            outputs = task.rescaled(run.predict(task, model, arguments, tokenizer, split).predictions)
+            outputs = task.rescaled(trainer.predict(task, model, arguments, tokenizer, split).predictions)
         predicted = task.predictions(split, outputs)
         split.rows = rows
         output.write_table(partial, split, predicted, target.suffix, config.excel)

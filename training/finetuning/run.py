@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish, push
@@ -18,30 +17,11 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling import conversion
 from d2l_bert.training import devices, log, run_folder
 from d2l_bert.training.checkpoint import checkpoints
-from d2l_bert.training.finetuning import (
-    metrics,
-    multiple_choice,
-    output,
-    question_answering,
-    splits,
-    text_classification,
-    token_classification,
-    trainer,
-)
+from d2l_bert.training.finetuning import metrics, output, splits, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 logger = logging.getLogger(__name__)
-
-# A line for each name in `config.TASKS`.
-CLASSES = {
-    "text-classification": text_classification.TextClassification,
-    "multi_label_classification": text_classification.MultiLabelClassification,
-    "regression": text_classification.Regression,
-    "token-classification": token_classification.TokenClassification,
-    "question-answering": question_answering.QuestionAnswering,
-    "multiple-choice": multiple_choice.MultipleChoice,
-}
 
 # In the folder of one model: its figures.
 RESULT_FILE = "result.json"
@@ -85,15 +65,6 @@ def finetune(config: FinetuneConfig) -> Path:
     return run.folder
 
 
-def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
-    """What `Trainer.predict` gives for the features of a split, computed in float32."""
-    AcceleratorState._reset_state()  # the training may have had another precision
-    arguments.mixed_precision = "no"
-    arguments.report_to = []  # a tracker would begin a run of its own
-    predicting = trainer.TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[])
-    return predicting.predict(split.features)
-
-
 class Run:
     """
     A fine-tuning run: its models for each rate and seed, and what they share.
@@ -109,7 +80,7 @@ class Run:
     def __init__(self, config: FinetuneConfig, processes: int):
         self.config, self.processes = config, processes
         self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
-        self.task = task = CLASSES[config.task_type](config)
+        self.task = task = trainer.CLASSES[config.task_type](config)
         self.seeds = range(config.seed, config.seed + config.num_seeds)
         self.repository = config.hub_model_id or self.folder.resolve().name
         if config.fp16 and not torch.cuda.is_available():
@@ -252,7 +223,7 @@ class Run:
 
         Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
         """
-        return predict(self.task, model, arguments, self.start.tokenizer, self.splits[name])
+        return trainer.predict(self.task, model, arguments, self.start.tokenizer, self.splits[name])
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end

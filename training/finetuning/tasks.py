@@ -60,7 +60,7 @@ class Window(NamedTuple):
 
 class Task:
     """
-    A task. `run.py` names a subclass for each of `config.TASKS`.
+    A task. `trainer.py` names a subclass for each of `config.TASKS`.
 
     The run calls `find_columns` with the training rows, `read` with every row, `learn` with the training rows,
     `checked` with every row that was read, and `features` with every split. `outputs` below are the model's `logits`,

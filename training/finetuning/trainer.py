@@ -1,4 +1,4 @@
-"""The encoder that a fine-tuning starts from, with a fresh head; Transformers' `Trainer`, and its checkpoints."""
+"""The tasks by their names; the encoder that a run starts from, with a fresh head; `Trainer`, and its checkpoints."""
 
 import copy
 import logging
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from transformers.utils import hub
 
 from d2l_bert import folders
@@ -17,12 +18,23 @@ from d2l_bert.messages import UserError, reading_model
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.finetuning import multiple_choice, question_answering, text_classification, token_classification
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
+
+# A line for each name in `config.TASKS`.
+CLASSES = {
+    "text-classification": text_classification.TextClassification,
+    "multi_label_classification": text_classification.MultiLabelClassification,
+    "regression": text_classification.Regression,
+    "token-classification": token_classification.TokenClassification,
+    "question-answering": question_answering.QuestionAnswering,
+    "multiple-choice": multiple_choice.MultipleChoice,
+}
 
 # Dropout for fine-tuning if the model was pretrained without: BERT's (Devlin et al., 2018, appendix A.2).
 DROPOUT = 0.1
@@ -250,6 +262,15 @@ class TaskTrainer(transformers.Trainer):
         # The processes' gradients are averaged, and are to be added up.
         loss = self.task.loss(logits, labels) * self.args.world_size / (num_items_in_batch or 1)
         return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
+    """What `Trainer.predict` gives for the features of a split, computed in float32."""
+    AcceleratorState._reset_state()  # the training may have had another precision
+    arguments.mixed_precision = "no"
+    arguments.report_to = []  # a tracker would begin a run of its own
+    predicting = TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[])
+    return predicting.predict(split.features)
 
 
 def figures(task: Task, split, output) -> dict[str, float]:
