@@ -126,9 +126,18 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
         module, "vectors_of", lambda texts, *more: computed.append(len(texts)) or vectors_of(texts, *more)
     )
     assert nearest_shown(embed(model, str(tmp_path / "saved.parquet"), config)) == nearest_shown(fresh)
-    assert computed == [1]
+    assert computed == [1, 1]  # the text, and the first line, by which another model is told
+    assert "another model" in fails("embed", encoders / "stock", tmp_path / "saved.parquet", "--nearest", "the crane")
     words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
     assert "has vectors already" in fails(*words)
+
+
+def test_equal_lines_are_equally_near(encoders, tmp_path):
+    (tmp_path / "lines.txt").write_text("the crane\n" * 120)
+    (found,) = nearest_shown(
+        embed(str(encoders / "ours"), str(tmp_path / "lines.txt"), EmbedConfig(nearest=["a crane"]))
+    )
+    assert len({cosine for cosine, _ in found}) == 1 and not np.isnan(found[0][0])
 
 
 def test_few_lines_are_compared_as_they_are():

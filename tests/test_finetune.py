@@ -68,7 +68,7 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
     assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.base_model_relation) == ("someone/bert", "finetune")
-    assert f"someone/bert, revision `{commit}`" in card.text
+    assert f"someone/bert), revision `{commit}`" in card.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,10 @@ def test_scores_are_those_of_a_loop_over_each_line(reader, tmp_path, capsys, apa
         if tokens:
             assert total == pytest.approx(score, abs=2e-3)
             assert of_token == pytest.approx(score / tokens, abs=2e-3)
-            assert of_word == pytest.approx(score / len(line.split()), abs=2e-3)
+            limit = reader.model.config.max_position_embeddings
+            read = reader.tokenizer(line, truncation=True, max_length=limit, return_offsets_mapping=True)
+            words = line[: max(end for _, end in read["offset_mapping"])].split()
+            assert of_word == pytest.approx(score / len(words), abs=2e-3)
         else:
             assert {of_token, total, of_word} == {-math.inf}
         assert unknown == pytest.approx(of_unknown / max(1, tokens + of_unknown), abs=1e-4)
@@ -72,4 +75,5 @@ def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, 
     assert main(["evaluate", str(reader.folder), *options]) == 0
     assert [line.split("\t")[5] for line in capsys.readouterr().out.splitlines()] == ["The valley was old.", ""]
     assert "one model" in fails("evaluate", reader.folder, reader.folder, *options)
-    assert "alone" in fails("evaluate", reader.folder, *options, f"--output={tmp_path / 'figures.json'}")
+    for more in (f"--output={tmp_path / 'figures.json'}", "--score=within_word_l2r"):
+        assert "alone" in fails("evaluate", reader.folder, *options, more)

@@ -105,6 +105,9 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
     assert out.read_bytes().startswith(b"\xef\xbb\xbf")
     (row,) = csv.DictReader(io.StringIO(content), delimiter=";")
     assert row["Brief"] == "Then Ännchen sold the apple" and row["prediction"] in ("anna", "boris")
+    assert 0 < float(row["probability"].replace(",", ".")) <= 1 and "." not in row["probability"]
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "has no rows" in fails("predict", classifier, tmp_path / "empty.txt", f"--output={tmp_path / 'no.csv'}")
 
 
 def test_a_model_that_was_not_fine_tuned_is_refused(trained, tmp_path, fails):

@@ -149,8 +149,9 @@ class EvaluateConfig(SourceConfig):
         return {
             "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
             "with --line_scores": not self.has_text() and self.blimp is None and self.line_scores is None,
-            "line_scores prints its lines, and nothing else is measured beside them; give it alone": (
-                self.line_scores and (self.has_text() or self.blimp or self.output or self.update_card)
+            "line_scores prints its lines by the score pll, and nothing else is measured beside them; give it alone": (
+                self.line_scores
+                and (self.has_text() or self.blimp or self.output or self.update_card or self.score != "pll")
             ),
             **{
                 f"{field.name} is for a text, and none is given; leave it out, or give --corpus": (

@@ -14,6 +14,7 @@ from d2l_bert.model_cards import evaluations
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization import prepare
 from d2l_bert.tokenization.account import unknown_share
+from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
 from d2l_bert.training.evaluation import line_scores, masked_models, minimal_pairs, pseudo_likelihood, runs_table, text
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -54,7 +55,14 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         accelerator = devices.make_accelerator("no")
         models = [masked_models.MaskedModel(name) for name in names]
         if config.line_scores:
-            messages.refuse_first({"line_scores is for one model; name one": len(models) > 1})
+            messages.refuse_first(
+                {
+                    "line_scores is for one model; name one": len(models) > 1,
+                    "line_scores -: one process alone can read the standard input; give a file": (
+                        config.line_scores == STDIN and accelerator.num_processes > 1
+                    ),
+                }
+            )
             models[0].to(accelerator.device)
             line_scores.print_line_scores(models[0], config, accelerator)
             devices.shut_down(accelerator)

@@ -37,11 +37,10 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
             encoded.scored_tokens(),
             [int((ids == model.tokenizer.unk_token_id).sum()) for ids in encoded.ids],
         )
-        for line, score, scored, of_unknown in zip(
-            group, scores, tokens, np.array(unknown)[encoded.numbers], strict=True
-        ):
+        counts = (tokens, encoded.read_words, np.array(unknown)[encoded.numbers])
+        for line, score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
             count += 1
-            means = [score / scored, score, score / len(line.split())] if scored else [-np.inf] * 3
+            means = [score / scored, score, score / read] if scored else [-np.inf] * 3
             shown = [*(f"{mean:.4f}" for mean in means), f"{of_unknown / max(1, scored + of_unknown):.4f}", f"{count}"]
             if accelerator.is_main_process:
                 print(*shown, line.replace("\t", " "), sep="\t")

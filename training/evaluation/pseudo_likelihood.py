@@ -35,12 +35,14 @@ class EncodedSentences:
             that the tokenizer does not tell apart have the same index, and so the same score.
         ids: token ids with special tokens, one array (T,) for each sequence.
         words: for each token the number of its word, -1 if it is not scored, as special tokens and `[UNK]`; as `ids`.
-        known_words: how many words, separated by white space, of each given sentence have no `[UNK]` (sentences,).
+        read_words: how many words, separated by white space, the tokens of each given sentence stand in (sentences,).
+        known_words: how many of these have no `[UNK]` (sentences,).
     """
 
     numbers: np.ndarray
     ids: list[np.ndarray]
     words: list[np.ndarray]
+    read_words: np.ndarray
     known_words: np.ndarray
 
     def scored_tokens(self) -> np.ndarray:
@@ -61,12 +63,13 @@ def encode(
     Args:
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
-    sequences, numbers, known_words = {}, [], []
+    sequences, numbers, read_words, known_words = {}, [], [], []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
         length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
         white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character
         covered = [set(white_space_word[start:end].tolist()) for start, end in encoding.offsets]  # by each token
         with_unknown = set().union(*itertools.compress(covered, unknown))
+        read_words.append(len(set().union(*covered)))
         known_words.append(len(set().union(*covered) - with_unknown))
         is_left_out = [
             bool(special or is_unknown or (whole_words and covers & with_unknown))
@@ -80,7 +83,8 @@ def encode(
         )
         numbers.append(sequences.setdefault((tuple(encoding.ids), its_words), len(sequences)))
     ids, words = ([np.array(sequence[which], dtype=np.int64) for sequence in sequences] for which in (0, 1))
-    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, np.array(known_words, dtype=np.int64))
+    counts = (np.array(count, dtype=np.int64) for count in (read_words, known_words))
+    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *counts)
 
 
 def masked_batches(

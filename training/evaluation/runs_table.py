@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def table_of_runs(models: Sequence[MaskedModel], results: list[dict]) -> list[di
     rows = []
     for runs in groups.values():
         names, figures = zip(*runs, strict=True)
-        row = {"runs": os.path.commonprefix(names).rstrip("-_. ") or names[0], "seeds": len(runs)}
+        row = {"runs": re.sub(r"[-_. ]*\d*$", "", os.path.commonprefix(names)) or names[0], "seeds": len(runs)}
         for label in (label for label, value in figures[0].items() if value is not None):
             values = [found[label] for found in figures]
             row |= {label: statistics.fmean(values)}

@@ -419,7 +419,7 @@ class PredictConfig(Options):
         common=True,
     )
     excel: bool = option(
-        False, "write CSV that Excel opens: with ; between the cells, and a byte order mark", OUTPUT, common=True
+        False, "write CSV for Excel: with ;, decimal commas and a byte order mark", OUTPUT, common=True
     )
     text_column: str | None = option_of(
         FinetuneConfig, "text_column", help="column of texts; default: that of the training"
@@ -443,8 +443,8 @@ class PredictConfig(Options):
         """As in `Options`."""
         suffix = Path(self.output or "").suffix
         return {
-            f"output {self.output}: give --output a name that ends in .csv, .jsonl or .parquet": (
+            f"output {self.output or 'is missing'}: give --output a name that ends in .csv, .jsonl or .parquet": (
                 suffix not in (".csv", ".jsonl", ".parquet")
             ),
-            "excel is for .csv; leave it out": self.excel and suffix != ".csv",
+            "excel is for an output of CSV; leave it out": self.excel and suffix != ".csv",
         }

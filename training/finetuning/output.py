@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -219,7 +220,7 @@ def write_table(
 
     Args:
         suffix: `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as JSON.
-        is_for_excel: whether CSV has `;` between the cells, and begins with a byte order mark.
+        is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
 
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
@@ -229,8 +230,9 @@ def write_table(
         {**{column: row.cells.get(column) for column in split.columns}, **dict(zip(predicted, more, strict=True))}
         for row, *more in zip(split.rows, *predicted.values(), strict=True)
     ]
+    as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
     if suffix == ".jsonl":
-        path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+        path.write_text("".join(f"{as_json(row)}\n" for row in rows), encoding="utf-8")
     elif suffix == ".parquet":
         way_out = "make each column of one kind, or write .jsonl"
         with messages.explained(f"{split.label}: a column has values of several kinds", way_out, pa.ArrowException):
@@ -240,8 +242,10 @@ def write_table(
             writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
             writer.writerow(rows[0])
             for row in rows:
-                values = row.values()
-                writer.writerow(json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for v in values)
+                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row.values()]
+                if is_for_excel:
+                    cells = [str(cell).replace(".", ",") if isinstance(cell, float) else cell for cell in cells]
+                writer.writerow(cells)
 
 
 def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:

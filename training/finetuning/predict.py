@@ -79,4 +79,5 @@ def read_rows(file: str, separator: str, task: tasks.Task) -> splits.Split:
         column = task.config.text_column or task.usual_columns.get("text_column", ("text",))[0]
         lines = [line.rstrip("\r\n") for line in tables.lines_of(path)]
         rows = [tasks.Row(f"line {number:,}", {column: line}) for number, line in enumerate(lines, 1) if line.strip()]
+        messages.refuse_first({f"{file}: has no rows; give a file with rows": not rows})
         return splits.Split(label=f"FILE {path.name}", name=path.name, rows=rows, fingerprint="")

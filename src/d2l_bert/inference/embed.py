@@ -77,8 +77,16 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         for rows in messages.with_progress(groups(all_rows), f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
             encodings = backend.encode_batch_fast(lines)
-            if VECTOR in cells[0]:
+            is_saved = isinstance(cells[0].get(VECTOR), list)
+            if is_saved:
                 vectors = saved_vectors(cells, size, source, config)
+                again = vectors_of(encodings[:1], model, tokenizer, config)
+                messages.refuse_first(
+                    {
+                        f"{source}: its vectors are of another model, or of other options than these; give those that "
+                        f"made them": not torch.allclose(vectors[:1], again, rtol=1e-2, atol=1e-3)
+                    }
+                )
             else:
                 vectors = vectors_of(encodings, model, tokenizer, config)
             if config.output:
@@ -133,7 +141,7 @@ def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda given: given
     mean = vectors.mean(0)
     variances, directions = torch.linalg.eigh(torch.cov((vectors - mean).T))
-    scaled = directions / variances.clamp_min(LEAST_VARIANCE * float(variances[-1])) ** 0.25
+    scaled = directions / variances.clamp_min(max(1e-12, LEAST_VARIANCE * float(variances[-1]))) ** 0.25
     return lambda given: (given - mean) @ scaled
 
 
@@ -222,8 +230,13 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
 
             def append(cells, vectors):
                 nonlocal writer, schema
+                names = list(dict.fromkeys(name for row in cells for name in row))
+                messages.refuse_first(
+                    {f"{output}: the rows have a column {VECTOR!r} already; rename it": VECTOR in names}
+                )
+                rows = [{name: row.get(name) for name in names} for row in cells]
                 with messages.explained(f"{output}: a column holds values of several kinds", MIXED, pa.ArrowException):
-                    table = pa.Table.from_pylist(cells, schema=schema)
+                    table = pa.Table.from_pylist(rows, schema=schema)
                 if writer is None:
                     schema = table.schema
                     with_vectors = schema.append(pa.field(VECTOR, pa.list_(pa.float32(), size)))
