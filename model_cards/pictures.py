@@ -1,11 +1,8 @@
-"""Pictures: training_curves.png, the losses and accuracies of a run; and bars."""
+"""Pictures: training_curves.png, the losses and accuracies of a run; and a figure with one panel."""
 
 import math
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from d2l_bert.pair_tasks import pair_task
 
@@ -47,41 +44,6 @@ def plot_curves(rows: list[dict], path: Path) -> None:
         panel.set_xlabel("optimizer step")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Bars
-
-
-def draw_bars(
-    groups: list[tuple],
-    names: Sequence[str],
-    title: str,
-    path: Path,
-    errors: np.ndarray,
-    chance: float,
-) -> None:
-    """
-    Draw horizontal bars of shares into a PNG.
-
-    Args:
-        groups: for each group its name, and the figures from 0 to 1, one for each of `names`.
-        errors: the standard errors of the figures (groups, names).
-        chance: where to draw a line, the share that guessing gives.
-    """
-    figure, panel = one_panel((7, 1.8 + 0.24 * len(names) * len(groups)), title)
-    values, height = np.array([figures for _, figures in groups]), 0.8 / len(names)
-    for number, name in enumerate(names):
-        places = np.arange(len(groups)) + (number - (len(names) - 1) / 2) * height
-        how = {"xerr": errors[:, number], "error_kw": {"lw": 1}, "label": name}
-        bars = panel.barh(places, values[:, number], 0.92 * height, **how)
-        panel.bar_label(bars, [f"{value:.1%}" for value in values[:, number]], fontsize=7, padding=2)
-    panel.axvline(chance, color="0.2", linestyle="--", linewidth=1, label=f"chance ({chance:.0%})", zorder=0)
-    panel.set_yticks(range(len(groups)), [name for name, _ in groups])
-    panel.invert_yaxis()
-    panel.set_xlim(0, 1.12)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
 
 
