@@ -5,6 +5,7 @@ import json
 import random
 
 import datasets
+from small_tasks import answer_rows, choice_rows, tag_rows
 
 from d2l_bert.__main__ import main
 
@@ -24,6 +25,17 @@ def rows_of(count, seed, classes=2):
         hero, thing, place = rng.randrange(classes), rng.choice(THINGS), rng.choice(PLACES)
         text = f"Then {NAMES[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
         yield {"text": text, "label": NAMES[hero]}
+
+
+# By task, a function of a count and a seed that makes rows.
+ROWS = {
+    "text-classification": lambda *given: list(rows_of(*given)),
+    "multi_label_classification": lambda *given: [{**row, "label": row["label"][:1]} for row in rows_of(*given)],
+    "regression": lambda *given: [{**row, "label": len(row["text"])} for row in rows_of(*given)],
+    "token-classification": tag_rows,
+    "question-answering": lambda count, seed: answer_rows(count, seed, unanswerable=0.3),
+    "multiple-choice": choice_rows,
+}
 
 
 def write_csv(path, rows):

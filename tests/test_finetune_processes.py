@@ -6,22 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from finetuning import read_csv, rows_of
-from small_tasks import answer_rows, choice_rows, tag_rows, write_rows
+from finetuning import ROWS, read_csv
+from small_tasks import write_rows
 
 from d2l_bert.__main__ import main
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-
-ROWS = {
-    "text-classification": lambda *given: list(rows_of(*given)),
-    "multi_label_classification": lambda *given: [{**row, "label": row["label"][:1]} for row in rows_of(*given)],
-    "regression": lambda *given: [{**row, "label": len(row["text"])} for row in rows_of(*given)],
-    "token-classification": tag_rows,
-    "question-answering": lambda count, seed: answer_rows(count, seed, unanswerable=0.3),
-    "multiple-choice": choice_rows,
-}
 
 
 @pytest.mark.parametrize("task", ROWS)

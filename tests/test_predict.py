@@ -7,8 +7,8 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from finetuning import finetune, read_csv, rows_of
-from small_tasks import answer_rows, choice_rows, tag_rows, write_rows
+from finetuning import ROWS, finetune, read_csv, rows_of, write_csv
+from small_tasks import choice_rows, write_rows
 from transformers import pipeline
 
 from d2l_bert.__main__ import main
@@ -16,25 +16,21 @@ from d2l_bert.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROWS = {
-    "text-classification": lambda *given: list(rows_of(*given)),
-    "multi_label_classification": lambda *given: [{**row, "label": row["label"][:1]} for row in rows_of(*given)],
-    "regression": lambda *given: [{**row, "label": len(row["text"])} for row in rows_of(*given)],
-    "token-classification": tag_rows,
-    "question-answering": lambda count, seed: answer_rows(count, seed, unanswerable=0.3),
-    "multiple-choice": lambda *given: [{**row, "label": row["label"] + 1} for row in choice_rows(*given)],
-}
-
 
 def predict(model, file, output, *options):
     assert main(["predict", str(model), str(file), f"--output={output}", *options]) == 0
     return output
 
 
+def counted_from_1(count, seed):
+    return [{**row, "label": row["label"] + 1} for row in choice_rows(count, seed)]
+
+
 @pytest.mark.parametrize("task", ROWS)
 def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path):
-    rows = ROWS[task](19, 1)
-    train, test = write_rows(tmp_path / "train.jsonl", ROWS[task](40, 0)), write_rows(tmp_path / "test.jsonl", rows)
+    rows_of_task = counted_from_1 if task == "multiple-choice" else ROWS[task]
+    rows = rows_of_task(19, 1)
+    train, test = write_rows(tmp_path / "train.jsonl", rows_of_task(40, 0)), write_rows(tmp_path / "test.jsonl", rows)
     options = [
         f"--task={task}",
         "--max_seq_length=32",
@@ -114,3 +110,21 @@ def test_a_model_that_was_not_fine_tuned_is_refused(trained, tmp_path, fails):
     (tmp_path / "texts.txt").write_text("the apple\n")
     line = fails("predict", trained, tmp_path / "texts.txt", "--output", tmp_path / "out.csv")
     assert "fine-tuned" in line and not (tmp_path / "out.csv").exists()
+
+
+def test_labels_in_several_columns_are_not_read(trained, tmp_path):
+    rows = [
+        {"text": row["text"], "anna": int(row["label"] == "anna"), "sold": n % 2}
+        for n, row in enumerate(rows_of(20, 0))
+    ]
+    train = write_csv(tmp_path / "train.csv", rows)
+    options = ["--task=multi_label_classification", "--max_steps=4", "--validation_share=0"]
+    finetune(trained, tmp_path / "tuned", *options, f"--train_file={train}", "--label_column", "anna", "sold")
+    made = []
+    for number, kept in enumerate((["text"], ["text", "anna"], ["text", "anna", "sold"])):
+        some = [{name: row[name] if name == "text" else "?" for name in kept} for row in rows]
+        file = write_csv(tmp_path / f"new-{number}.csv", some)
+        made.append(
+            [row["prediction"] for row in read_csv(predict(tmp_path / "tuned", file, tmp_path / f"{number}.csv"))]
+        )
+    assert made[0] == made[1] == made[2]

@@ -33,11 +33,8 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
         encoded = encode(model, group)
         title = f"{model.name} on {config.line_scores}"
         scores = pseudo_log_likelihoods(model, encoded, config, accelerator, title, config.line_masks).numpy()
-        tokens, unknown = (
-            encoded.scored_tokens(),
-            [int((ids == model.tokenizer.unk_token_id).sum()) for ids in encoded.ids],
-        )
-        counts = (tokens, encoded.read_words, np.array(unknown)[encoded.numbers])
+        unknown = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])[encoded.numbers]
+        counts = (encoded.scored_tokens(), encoded.read_words, unknown)
         for line, score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
             count += 1
             means = [score / scored, score, score / read] if scored else [-np.inf] * 3

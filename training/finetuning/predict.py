@@ -46,12 +46,14 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     vars(task).update(record["learnt"])
     if "mean" in record["learnt"]:  # the finished model predicts in the units of the labels
         task.mean, task.deviation = 0.0, 1.0
-    split = read_rows(file, config.separator, task)
-    task.find_columns(split, has_labels=False)
-    rows = split.rows
-    split.rows = [
-        row._replace(cells={column: row.cells[column] for column in row.cells if column != task.label}) for row in rows
+    given = read_rows(file, config.separator, task)
+    task.find_columns(given, has_labels=False)
+    labels = task.columns["label_column"]
+    unlabelled = [
+        row._replace(cells={column: cell for column, cell in row.cells.items() if column not in labels})
+        for row in given.rows
     ]
+    split = dataclasses.replace(given, rows=unlabelled)
     split.rows = splits.usable(split, task.read)
     model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
     task.features(split, tokenizer, record["max_seq_length"])
@@ -61,9 +63,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             arguments.per_device_eval_batch_size = config.per_device_eval_batch_size
             outputs = task.rescaled(trainer.predict(task, model, arguments, tokenizer, split).predictions)
         predicted = task.predictions(split, outputs)
-        split.rows = rows
-        output.write_table(partial, split, predicted, target.suffix, config.excel)
-    return f"{target}: predictions for {messages.counted(len(rows), 'row')}"
+        output.write_table(partial, given, predicted, target.suffix, config.excel)
+    return f"{target}: predictions for {messages.counted(len(given.rows), 'row')}"
 
 
 def read_rows(file: str, separator: str, task: tasks.Task) -> splits.Split:
