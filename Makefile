@@ -15,7 +15,6 @@ SUITE := build/transformers
 # Two test processes, each with its own fixtures. tests/conftest.py limits each process to one thread.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-# In the order in which they run: the last two start from the model of the third.
 NOTEBOOKS := 1-model 2-data 3-pretraining 4-tasks 5-inference
 
 # The texts of releases, in model_cards/texts.toml.
