@@ -3,12 +3,13 @@ What pretraining gains where few rows have labels: a model, the same architectur
 
     python -m benchmarks.few_labels MODEL --data DIR --work_dir out --output few_labels.json
 
-DIR has a folder for each data set: `ewt-pos` with train.jsonl, validation.jsonl and test.jsonl (columns tokens and
-tags), `trec` with train.csv and test.csv (columns text and label). For each number of labelled rows, each seed draws
-its own rows. All three choose on the same validation rows, the models between the rates and the baseline among
-strengths of its regularisation; where there is no validation file, a tenth of the training rows is set aside first.
-The baseline is a logistic regression by scikit-learn: for tags on the word, its ends and its neighbours, for classes
-on TF-IDF of words and pairs of words.
+DIR has a folder for each data set of `--sets`: `ewt-pos` and `icelandic` with train.jsonl, validation.jsonl and
+test.jsonl (columns tokens and tags), `trec` with train.csv and test.csv (columns text and label), `molecules` with
+JSONL of the same columns. For each number of labelled rows, each seed draws its own rows. All three choose on the same
+validation rows, the models between the rates and the baseline among strengths of its regularisation; where there is no
+validation file, a tenth of the training rows is set aside first. The baseline is scikit-learn's logistic regression:
+for tags on the word, its ends and its neighbours, for classes on TF-IDF of words and pairs of words, for molecules on
+TF-IDF of up to five characters in a row.
 
 A program that was stopped goes on with the runs that are missing. The picture stands beside the JSON file.
 """
@@ -36,10 +37,13 @@ BASELINE = "logistic regression"
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)  # the baseline's C
 
-# By data set: the task, and the numbers of labelled rows.
+# By data set: the task, the numbers of labelled rows, and what TF-IDF counts.
+WORDS, CHARACTERS = {"ngram_range": (1, 2)}, {"analyzer": "char", "ngram_range": (1, 5), "lowercase": False}
 DATA_SETS = {
-    "ewt-pos": ("token-classification", (50, 100, 200, 500, 1500)),
-    "trec": ("text-classification", (50, 100, 200, 500, 1500, 4900)),
+    "ewt-pos": ("token-classification", (50, 100, 200, 500, 1500), {}),
+    "trec": ("text-classification", (50, 100, 200, 500, 1500, 4900), WORDS),
+    "icelandic": ("token-classification", (50, 100, 200, 500, 1500), {}),
+    "molecules": ("text-classification", (50, 100, 200, 500, 900), CHARACTERS),
 }
 
 
@@ -93,13 +97,13 @@ def inputs_and_labels(rows, task):
     return inputs, [row["tags"][place] for row, place in places]
 
 
-def baseline(rows: dict, train: list[dict], task: str) -> float:
+def baseline(rows: dict, train: list[dict], task: str, counted: dict) -> float:
     """The accuracy on the test rows of the regression that is best on the validation rows."""
     best, kept = -1.0, None
     sides = {name: inputs_and_labels(rows[name], task) for name in ("validation", "test")}
     for strength in STRENGTHS:
         is_text = task == "text-classification"
-        features = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True) if is_text else DictVectorizer()
+        features = TfidfVectorizer(**counted, sublinear_tf=True) if is_text else DictVectorizer()
         model = make_pipeline(features, LogisticRegression(C=strength, max_iter=1000))
         model.fit(*inputs_and_labels(train, task))
         if (accuracy := model.score(*sides["validation"])) > best:
@@ -132,8 +136,11 @@ def finetune(given, name, task, side, count, seed, files) -> dict:
 
 def measure(given, name: str) -> dict[str, dict[int, list[float]]]:
     """The accuracies on test rows of each side, by the number of labelled rows, one for each seed."""
-    task, counts = DATA_SETS[name]
+    task, counts, counted = DATA_SETS[name]
     rows = read(given.data / name)
+    _, labels = inputs_and_labels(rows["test"], task)
+    most = max(map(labels.count, set(labels))) / len(labels)
+    print(f"{name}: the most frequent answer is right in {100 * most:.1f} % of {len(labels):,}")
     found = {side: {} for side in (*SIDES, BASELINE)}
     for count in counts:
         for seed in range(1, given.num_seeds + 1):
@@ -145,7 +152,7 @@ def measure(given, name: str) -> dict[str, dict[int, list[float]]]:
             accuracies = {
                 side: finetune(given, name, task, side, count, seed, files)["test_accuracy"] for side in SIDES
             }
-            accuracies[BASELINE] = baseline(rows, train, task)
+            accuracies[BASELINE] = baseline(rows, train, task, counted)
             for side, accuracy in accuracies.items():
                 found[side].setdefault(len(train), []).append(accuracy)
             shown = ", ".join(f"{side} {100 * accuracy:.1f}" for side, accuracy in accuracies.items())
