@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from hub_cards import read_card
-from transformers import pipeline
+from transformers import AutoTokenizer, pipeline
 
 import d2l_bert
 from benchmarks.release import RELEASES, flags, read_recipe, texts_of
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import D2lBertForPreTraining, D2lBertModel
 from d2l_bert.__main__ import make_parser
 from d2l_bert.commands import resolve_pretrain
 from d2l_bert.folders import content_hash, read_json
@@ -115,3 +115,18 @@ def test_the_repository_ships_what_its_recipes_say_in_14_mb():
         place.name for place in RECORDED if read_recipe(place.name)["ships_weights"]
     }
     assert sum((place / "model.safetensors").stat().st_size for place in SHIPPED) <= 14e6
+
+
+def test_a_word_has_another_vector_in_each_text_in_the_released_model_of_the_book():
+    """The example of section 15.10."""
+    place = RELEASES / "d2l-bert-d2l-books"
+    tokenizer, encoder = AutoTokenizer.from_pretrained(place), D2lBertModel.from_pretrained(place)
+    vectors = []
+    for texts in (["a crane is flying"], ["a crane driver came", "he just left"]):
+        encoded = tokenizer(*texts, return_tensors="pt")
+        with torch.no_grad():
+            states = encoder(**encoded).last_hidden_state[0]
+        vectors += [states[encoded.char_to_token(0, texts[0].index("crane"))], states[0]]
+    crane, start, other_crane, _ = vectors
+    assert torch.cosine_similarity(crane, other_crane, dim=0) < 0.99  # 0.954; 1 in an encoder that has collapsed
+    assert torch.cosine_similarity(crane, start, dim=0) < 0.9
