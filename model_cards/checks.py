@@ -83,7 +83,7 @@ def check_code(folder: Path):
     Returns:
         The configuration and the class of the model: Transformers' own for a stock BERT, which needs no code.
     """
-    content, save_again = read_json(folder / "config.json"), "d2l_bert.modeling.conversion.save_with_code"
+    content, save_again = read_json(folder / "config.json"), "d2l_bert.modeling.conversion.save_model"
     kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
     if kind not in modules:
         raise UserError(

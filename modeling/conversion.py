@@ -123,18 +123,6 @@ def largest_difference(model: torch.nn.Module, other) -> float:
     return max(differences)
 
 
-def check_same_outputs(model: PreTrainedModel, converted: PreTrainedModel) -> None:
-    """
-    Refuse a conversion that changes what a model computes: in float64, where no difference is one of rounding.
-
-    Raises:
-        UserError: the outputs for `example_inputs` differ.
-    """
-    difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())
-    way_out = "use the model as it is"
-    refuse_first({f"the outputs of the converted model differ by {difference:.1e}; {way_out}": not difference < 1e-6})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Stock BERT
 
@@ -159,8 +147,8 @@ SHARED_FIELDS = (
     *(name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"),
     *("id2label", "label2id", "problem_type"),
 )
-# Classes, with the most heads first, and arguments. A stock checkpoint whose config.json names one of these classes
-# may have the weights of any other: it is loaded as the first of which it lacks no weight.
+# Classes, with the most heads first, and arguments. A checkpoint whose config.json names one of these classes may have
+# the weights of any other: it is loaded as the first of which it lacks no weight.
 PRETRAINED = (
     ("BertForPreTraining", {}),
     ("BertForMaskedLM", {}),
@@ -197,15 +185,13 @@ def read_model(
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     wanted = " or ".join(kind.model_type for kind in kinds)
     refuse_first({f"it is a {config.model_type} model; give a {wanted} one": not isinstance(config, kinds)})
-    saved = (config.architectures or [""])[0].removeprefix("D2l")
-    candidates = [each for each in PRETRAINED if each[0] == saved] or [(saved, {})]
     library, prefix = modeling_d2l_bert, "D2l"
     if isinstance(config, BertConfig):
         our_config(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
         library, prefix = transformers, ""
-        if saved in dict(PRETRAINED) or not hasattr(modeling_d2l_bert, f"D2l{saved}"):
-            candidates = PRETRAINED
-    for kind, options in candidates:
+    saved = (config.architectures or [""])[0].removeprefix("D2l")
+    is_certain = saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}")
+    for kind, options in [(saved, {})] if is_certain else PRETRAINED:
         model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, **options)
         if missing == {"cls.predictions.decoder.bias"}:  # as Transformers 4 saves a BERT that is not tied
             model.cls.predictions.decoder.bias = model.cls.predictions.bias
@@ -287,7 +273,10 @@ def _converted(model, other_class, config, back):
         state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"].clone()
     options = {"add_pooling_layer": False} if getattr(model, "pooler", ...) is None else {}
     converted, *_ = load_and_compare(other_class, None, config=config, state_dict=state, dtype=model.dtype, **options)
-    check_same_outputs(model, converted)
+    # In float64, where no difference is one of rounding.
+    difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())
+    changes = f"the outputs of the converted model differ by {difference:.1e}; use the model as it is"
+    refuse_first({changes: not difference < 1e-6})
     return converted
 
 
@@ -351,14 +340,13 @@ AUTO_MAP = {
 }
 
 
-def save_with_code(model, folder: Path) -> None:
-    """Write a d2l-bert model: the weights, config.json with `auto_map`, and the two Python files of the model."""
-    model.config.auto_map = dict(AUTO_MAP)
-    save_model(model, folder)
-
-
-def save_model(model, folder: Path) -> None:
-    """Write the weights and config.json of any Transformers model."""
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """
+    Write the weights and config.json of a Transformers model; of a d2l-bert model also its two Python files, and
+    `auto_map` in config.json.
+    """
+    if isinstance(model, modeling_d2l_bert.D2lBertPreTrainedModel):
+        model.config.auto_map = dict(AUTO_MAP)
     model.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)  # safetensors writes files that only the owner can read

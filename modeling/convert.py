@@ -43,8 +43,7 @@ def convert(
     unused = []
     if not is_from_d2l:
         with reading_model(source):
-            kinds = (BertConfig,) if source_kind == "bert" else (D2lBertConfig,)
-            model, unused = conversion.read_model(source, kinds)
+            model, unused = conversion.read_model(source, (BertConfig if source_kind == "bert" else D2lBertConfig,))
             tokenizer = read_tokenizer(source, model.config)
     with explained(f"{source}: not converted", "", ValueError):
         if is_from_d2l:
@@ -54,13 +53,11 @@ def convert(
             tokenizer = tokens and d2l_checkpoints.d2l_tokenizer(tokens, model.config.max_position_embeddings)
         if target_kind == "d2l":
             d2l_checkpoints.write_d2l(model, tokenizer, folder)  # and a vocab.json
-        elif target_kind == "bert":
-            model = conversion.to_bert(model)
-            conversion.save_model(model, folder)
         else:
-            conversion.save_with_code(model, folder)
-        if tokenizer and target_kind != "d2l":
-            save_tokenizer(tokenizer, folder)
+            model = conversion.to_bert(model) if target_kind == "bert" else model
+            conversion.save_model(model, folder)
+            if tokenizer:
+                save_tokenizer(tokenizer, folder)
         if "bert" in (source_kind, target_kind):
             conversion.copy_sentence_transformer(source, folder)
     name = "d2l BERTModel" if target_kind == "d2l" else type(model).__name__

@@ -61,8 +61,7 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         UserError: there is no such file, or the file is not a state dict.
     """
     path = Path(path, "pretrained.params") if Path(path).is_dir() else Path(path)
-    refuse_first({f"there is no file {path}; give the file of the d2l state dict": not path.is_file()})
-    # Pickled code, a truncated file, whole models and MXNet's format raise different exceptions.
+    # No such file, pickled code, a truncated file, whole models and MXNet's format raise different exceptions.
     with explained(
         "it is not a PyTorch state dict of tensors",
         "run the net on one batch, and save it with torch.save(net.state_dict(), path)",
@@ -116,9 +115,10 @@ def from_d2l(
             pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
         )
         if not any(name.endswith("attention.W_q.bias") for name in state):
-            weights = {name: value for name, value in state.items() if ".attention.W_" in name}
             state = state | {
-                name.replace("weight", "bias"): value.new_zeros(len(value)) for name, value in weights.items()
+                name.replace("weight", "bias"): value.new_zeros(len(value))
+                for name, value in state.items()
+                if ".attention.W_" in name
             }
         model = D2lBertForPreTraining(config).to(embedding.dtype).eval()
         ours = _with_nsp_exchanged(state | {POSITIONS: state[POSITIONS].squeeze(0)})

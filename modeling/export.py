@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
 from d2l_bert import messages
@@ -80,11 +80,6 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
         else f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
         f"{cost['speed']:.2f} times as fast",
     ]
-    if type(tokenizer) is PreTrainedTokenizerFast and model.config.type_vocab_size > 1:
-        said.append(
-            "transformers.js gives a pair its segments for a BertTokenizer alone: call this tokenizer with "
-            "{ text_pair, return_token_type_ids: true }; the question-answering pipeline there cannot take it"
-        )
     return "\n".join(said), {"task": task, "files": files, "int8": cost}, saved is not model
 
 

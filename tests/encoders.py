@@ -5,7 +5,7 @@ from conftest import SIZES
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from d2l_bert import D2lBertConfig, D2lBertForPreTraining, train_wordpiece
-from d2l_bert.modeling.conversion import save_with_code
+from d2l_bert.modeling.conversion import save_model
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -36,7 +36,7 @@ def write_encoders(folder):
     }
     for name, model in models.items():
         (folder / name).mkdir(parents=True)
-        save_with_code(model, folder / name) if name == "ours" else model.save_pretrained(folder / name)
+        save_model(model, folder / name) if name == "ours" else model.save_pretrained(folder / name)
         save_tokenizer(tokenizer, folder / name)
     return folder
 

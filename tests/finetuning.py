@@ -5,7 +5,8 @@ import json
 import random
 
 import datasets
-from small_tasks import answer_rows, choice_rows, tag_rows
+import pytest
+from small_tasks import answer_rows, choice_rows, tag_rows, write_rows
 
 from d2l_bert.__main__ import main
 
@@ -52,14 +53,27 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def write_splits(folder, classes=2, sizes=(160, 40, 40)):
+def file_options(folder, **splits):
+    """Write the rows of each split to a file of JSON Lines; returns the options."""
+    return [f"--{split}_file={write_rows(folder / f'{split}.jsonl', rows)}" for split, rows in splits.items()]
+
+
+def write_splits(folder, sizes=(160, 40, 40)):
     """Files train.csv, validation.csv and test.csv in a folder; returns their options."""
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = enumerate(zip(("train", "validation", "test"), sizes, strict=True))
+    splits = zip(("train", "validation", "test"), sizes, range(3), strict=True)
     return [
-        f"--{split}_file={write_csv(folder / f'{split}.csv', rows_of(size, number, classes))}"
-        for number, (split, size) in splits
+        f"--{split}_file={write_csv(folder / f'{split}.csv', rows_of(size, number))}" for split, size, number in splits
     ]
+
+
+def assert_same_predictions(one, other, task, abs=2e-6):
+    """Two tables of predictions are the same, with numbers up to rounding."""
+    assert [row.keys() for row in one] == [row.keys() for row in other]
+    for name in one[0]:
+        values, others = ([row[name] for row in table] for table in (one, other))
+        if "probability" in name or (task, name) == ("regression", "prediction"):
+            values, others = list(map(float, values)), pytest.approx(list(map(float, others)), rel=1e-5, abs=abs)
+        assert values == others
 
 
 def saved(folder, features=None, **splits):

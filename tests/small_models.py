@@ -92,21 +92,3 @@ def packed(sequences, rows):
         made.append(fields)
     fillers = {"labels": -100, "next_sentence_label": -100}
     return {name: pad([fields[name] for fields in made], fillers.get(name, 0)) for name in made[0]}
-
-
-def gradients(model, *batches, **counts):
-    """Loss and gradients, summed over the batches."""
-    model.zero_grad()
-    loss = 0.0
-    for batch in batches:
-        part = model(**batch, **counts).loss
-        part.backward()
-        loss += part.item()
-    return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def assert_same_gradients(got, expected):
-    assert got[0] == pytest.approx(expected[0], rel=1e-5)
-    assert got[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -5,9 +5,11 @@ import types
 
 import numpy as np
 import pytest
+import torch
 from judged_models import read_pairs, save_models, write_pairs
 from promises.test_evaluating import pseudo_likelihood
-from transformers import AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForMaskedLM, AutoProcessor, AutoTokenizer
 
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.devices import make_accelerator
@@ -84,6 +86,30 @@ def test_a_tie_counts_half_and_errors_are_binomial():
     assert found["accuracy"] == 0.625
     assert found["standard_error"] == pytest.approx(math.hypot(*errors) / 2)
     assert found["phenomena"]["x"]["accuracy"] == 0.75 and found["phenomena"]["y"]["standard_error"] == errors[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ours", "bert"])
+def test_the_backend_mlm_of_babylm_gives_the_same_scores(models, pairs, name):
+    """The calls of its `sentence_zero_shot`, on padded rows; each token with a place in the text is masked once."""
+    place, options = str(models[name]), {"trust_remote_code": True, "revision": None}
+    model = AutoModelForMaskedLM.from_pretrained(place, **options).eval()
+    processor = AutoProcessor.from_pretrained(place, padding_side="right", **options)
+    assert not hasattr(processor, "tokenizer") and processor.pad_token_id is not None
+    sentences = [row[key] for row in read_pairs(pairs)[:8] for key in ("sentence_good", "sentence_bad")]
+    read = [processor(text=sentence, return_offsets_mapping=True) for sentence in sentences]
+    masked = [(n, at) for n, one in enumerate(read) for at, (_, end) in enumerate(one["offset_mapping"]) if end > 0]
+    numbers, places = torch.tensor(masked).T
+    rows = [torch.tensor(read[number]["input_ids"]) for number, _ in masked]
+    targets = torch.stack([row[at] for row, at in zip(rows, places, strict=True)])
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    ids = pad_sequence(rows, batch_first=True, padding_value=processor.pad_token_id)
+    each = torch.arange(len(ids))
+    ids[each, places] = processor.mask_token_id
+    logits = model(input_ids=ids, attention_mask=mask)["logits"]
+    found = logits[each, places].log_softmax(-1)[each, targets]
+    expected = torch.zeros(len(sentences)).index_add(0, numbers, found)
+    np.testing.assert_allclose(scores_of(MaskedModel(place), sentences, "pll"), expected, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -1,21 +1,24 @@
-"""The command line: every mistake gives one clear line and exit code 2, and destroys nothing."""
+"""The command line: clear lines for mistakes, what the command loads, where its messages go."""
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import SMALL
 
 from d2l_bert.__main__ import main, make_parser
+from d2l_bert.folders import locked_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.recipes import architecture_options
-from d2l_bert.training.run_folder import output_folder
 
 
 def test_an_output_folder_in_use_by_another_run_is_refused(fails, books, tmp_path):
-    with output_folder(PretrainConfig(), tmp_path / "out"):
+    with locked_folder(tmp_path / "out"):
         line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL)
     assert "another run is writing there" in line and not (tmp_path / "out").exists()
 
@@ -75,3 +78,153 @@ def test_a_text_whose_name_is_not_utf_8_is_prepared(tmp_path):
     path.write_text(" ".join(f"A line of {n % 9} words." for n in range(300)))
     assert main(["prepare", f"--corpus={path}", f"--output_dir={tmp_path / 'out'}", "--vocab_size=60"]) == 0
     assert json.loads((tmp_path / "out" / "prepared.json").read_text())["counts"]["corpus_name"] == "caf\ufffd.txt"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the command and `import d2l_bert` load: help waits for no library, a wrong option for no other command's
+
+
+# The script that pip writes for the entry point, which tells what it has loaded at its end.
+SCRIPT = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))
+from d2l_bert.__main__ import main
+sys.exit(main())
+"""
+
+# The libraries that only the work of a command needs.
+OF_WORK = {"pyarrow", "datasets", "matplotlib", "sentencex", "gradio", "sklearn", "onnxruntime"}
+
+# Modules that hold options, and what the options are declared with.
+OF_OPTIONS = {"messages", "options", "folders", "commands", "__main__"}
+
+
+def loaded(folder, *words):
+    """The modules that the command loads, and what it prints."""
+    script = folder / "d2l-bert"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=60)
+    *said, modules = done.stderr.splitlines()
+    return set(json.loads(modules)), done.stdout + "\n".join(said), done.returncode
+
+
+def ours(modules):
+    return {name.partition("d2l_bert.")[2] for name in modules if name.startswith("d2l_bert.")}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["no-command"], []])
+def test_help_loads_no_library_and_no_package_of_ours(tmp_path, words):
+    modules, said, code = loaded(tmp_path, *words)
+    assert "d2l-bert" in said and code == (0 if words and words[0].startswith("--") else 2)
+    assert not {"torch", "numpy", "transformers", "tokenizers", *OF_WORK} & modules
+    assert ours(modules) <= OF_OPTIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, packages",
+    [
+        (["publish", "run", "me/x", "--bogus"], {"model_cards.config"}),
+        (["prepare", "--bogus"], {"tokenization.config", "tokenization.rules"}),
+        (["attention", "run", "--help"], {"inference.config", "tokenization.config", "tokenization.rules"}),
+        (["fill-mask", "run", "a", "--bogus"], set()),
+        (["finetune", "run", "--bogus"], {"training.finetuning.config", "training.config"}),
+        (["pretrain", "--help"], {"training.recipes", "training.config"}),
+        (["evaluate", "run", "--bogus"], {"training.evaluation.config"}),
+    ],
+)
+def test_help_and_errors_of_a_command_load_its_options_alone(tmp_path, words, packages):
+    modules, said, code = loaded(tmp_path, *words)
+    assert code == (0 if "--help" in words else 2) and said
+    assert not OF_WORK & modules and packages <= ours(modules)
+    of_work = {"training.pretrain", "training.finetuning.run", "training.evaluation.evaluate", "tokenization.sources"}
+    assert not {*of_work, "training.optimizer", "model_cards.card", "pair_tasks", "inference.demo"} & ours(modules)
+    if not any(package.startswith("training.") for package in packages):
+        assert not {"torch", "transformers"} & modules
+
+
+PROGRAMS = {
+    "ours first": "import d2l_bert, transformers",
+    "ours last": "import transformers; from transformers import AutoModelForMaskedLM; import d2l_bert",
+    "the command's module": "from d2l_bert.__main__ import main; import d2l_bert, transformers",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_imports_the_package_can_load_its_models_at_once(tmp_path, imports):
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+{imports}
+import json, sys
+loaded = list(sys.modules)
+from transformers import AutoModelForMaskedLM
+from transformers.pipelines import PIPELINE_REGISTRY
+config = transformers.AutoConfig.for_model("d2l-bert", vocab_size=9, hidden_size=4)
+assert type(AutoModelForMaskedLM.from_config(config)) is d2l_bert.D2lBertForMaskedLM
+assert "next-sentence-prediction" in PIPELINE_REGISTRY.get_supported_tasks()
+print(json.dumps(loaded))
+""")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout))
+    assert not OF_WORK & modules
+    assert ours(modules) <= {
+        *("modeling", "modeling.configuration_d2l_bert", "modeling.modeling_d2l_bert", "modeling.conversion"),
+        *("pair_tasks", *OF_OPTIONS),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages are records of the standard library's logging; the command shows them on stderr
+
+
+# Prints every record that reaches the root logger, and nothing else, as a line of JSON.
+PROGRAM = """
+import json, logging, sys
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        sys.stdout.write(json.dumps([record.name, record.levelname, record.getMessage()]) + "\\n")
+
+logging.basicConfig(level=logging.INFO, handlers=[Lines()])
+from d2l_bert import D2lBertConfig, PretrainConfig, pretrain
+architecture = D2lBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+options = dict(vocab_size=400, max_seq_length=32, max_steps=4, global_batch_size=8, dataloader_num_workers=1)
+if __name__ == "__main__":
+    run = PretrainConfig(corpus=[sys.argv[1]], output_dir=sys.argv[2], mixed_precision="no", **options)
+    pretrain(architecture, run)
+    logging.getLogger("d2l_bert").setLevel(logging.WARNING)
+    pretrain(architecture, PretrainConfig(**{**vars(run), "overwrite_output_dir": True}))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_gets_the_packages_messages_as_log_records_and_no_other_output(books, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, tmp_path / "program.py", books, tmp_path / "out"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+    records = [json.loads(line) for line in done.stdout.splitlines()]  # fails if anything but JSON was printed
+    ours = [record for record in records if record[0].startswith("d2l_bert.")]
+    assert ours == records
+    messages = {name: message for name, _, message in ours}
+    assert {"d2l_bert.tokenization.prepare", "d2l_bert.training.log", "d2l_bert.report"} <= messages.keys()
+    assert "What it learnt" in messages["d2l_bert.report"]
+    assert sum(name == "d2l_bert.report" for name, *_ in ours) == 1, "the second run was told to be quiet"
+
+
+def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tmp_path, capsys):
+    command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=4", *SMALL]
+    root = logging.getLogger()
+    heard = logging.Handler()
+    heard.emit = lambda record: pytest.fail(f"{record.name} reached the root logger")
+    root.addHandler(heard)
+    try:
+        assert main(command) == 0
+    finally:
+        root.removeHandler(heard)
+    out, err = capsys.readouterr()
+    assert "What it learnt" in out and "What it learnt" not in err
+    assert [line for line in err.splitlines() if line.startswith("held out: MLM loss")]
+    assert logging.getLogger("d2l_bert").propagate and not logging.getLogger("d2l_bert").handlers

@@ -1,10 +1,9 @@
 """The configuration of the model: its defaults, its files, and the values and arguments that are refused."""
 
-import math
-
 import pytest
 import torch
-from small_models import every_setting, gradients, make_config, make_sequences, padded
+from fast_models import loss_and_gradients
+from small_models import every_setting, make_config, make_sequences, padded
 
 from d2l_bert import (
     D2lBertConfig,
@@ -74,8 +73,8 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(field, value):
 def test_the_smallest_and_largest_allowed_numbers_give_finite_gradients(field, value, setting):
     torch.manual_seed(0)
     model = D2lBertForPreTraining(make_config(setting, **{field: value}))
-    loss, found = gradients(model, padded(make_sequences()))
-    assert math.isfinite(loss) and all(gradient.isfinite().all() for gradient in found.values())
+    outputs, found = loss_and_gradients(model, **padded(make_sequences()))
+    assert outputs.loss.isfinite() and all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_a_misspelt_field_is_refused_with_a_suggestion():

@@ -1,15 +1,26 @@
-"""How the lines of a text divide it: the kinds of text that are told apart, and what is read of each."""
+"""How the lines of a text divide it: the kinds of text that are told apart, what is read of each; its sentences."""
 
 import random
 import textwrap
+from collections import Counter
+from unittest import mock
 
 import pytest
+import sentencex
 from text_sources import texts, write_table
 
+from d2l_bert.tokenization import sentences as module
 from d2l_bert.tokenization import sources
 from d2l_bert.tokenization.division import divided, find_division
-from d2l_bert.tokenization.sentences import split_sentences
-from d2l_bert.tokenization.sources import file_source
+from d2l_bert.tokenization.sentences import (
+    BLOCK_SENTENCES,
+    CUT,
+    FEWEST_DOCUMENTS,
+    LONGEST_SENTENCE,
+    Document,
+    split_sentences,
+)
+from d2l_bert.tokenization.sources import dataset_source, file_source
 
 
 rng = random.Random(7)
@@ -219,14 +230,15 @@ def test_the_documents_and_sentences_are_those_of_the_text(kind, tmp_path):
     assert read(file_source(file, max_documents=7)) == documents[:7]
 
 
-def test_rows_are_divided_like_files_and_put_together_in_blocks(tmp_path):
-    write_table(tmp_path / "a.jsonl", [{"text": "One came.\nTwo went.\n\nThree sat."}] * 100)
+@pytest.mark.parametrize("opened", [file_source, lambda folder, **how: dataset_source(str(folder), **how)])
+def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path):
+    write_table(tmp_path / "train.jsonl", [{"text": ""}, *[{"text": "One came.\nTwo went.\n\nThree sat."}] * 100])
     one, two, three = "One came.", "Two went.", "Three sat."
-    assert read(file_source(tmp_path, documents="line")) == [[one], [two], [three]] * 100
-    assert read(file_source(tmp_path, documents="blank_line")) == [[one, two], [three]] * 100
-    blocks = file_source(tmp_path, documents="file")
+    assert read(opened(tmp_path, documents="line")) == [[one], [two], [three]] * 100
+    assert read(opened(tmp_path, documents="blank_line")) == [[one, two], [three]] * 100
+    blocks = opened(tmp_path, documents="file")
     assert read(blocks) == [[one, two, three] * 64, [one, two, three] * 36]
-    assert +blocks.counts == {"rows read in documents of 64 rows": 100}
+    assert +blocks.counts == {"rows read in documents of 64 rows": 100, "rows without text": 1}
 
 
 @pytest.mark.parametrize("text", ["x" * 4_000_000, "word " * 800_000, "A word. " * 500_000])
@@ -257,3 +269,97 @@ def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
         found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
         assert found == [[" ".join(line.split())]] * bool(line.strip())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences, and blocks of sentences
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "language", "expected"),
+    [
+        ("Mr. Smith came. He sat down!", "en", ["Mr. Smith came.", "He sat down!"]),
+        ("你好。我是学生。", "zh", ["你好。", "我是学生。"]),
+        ("A nul\0 here. And\0.", "en", ["A nul\0 here.", "And\0."]),
+    ],
+)
+def test_sentences_are_split(paragraph, language, expected):
+    assert [block.sentences for block in split_sentences([Document([paragraph])], language)] == [expected]
+
+
+def book(paragraphs, sentences_each):
+    sentences = [f"Sentence {n}." for n in range(paragraphs * sentences_each)]
+    ends = range(0, len(sentences), sentences_each)
+    return Document(" ".join(sentences[start : start + sentences_each]) for start in ends)
+
+
+def blocks_of(*documents):
+    """The blocks of some documents, read after `FEWEST_DOCUMENTS` others, so that their first blocks are not small."""
+    others = [Document(["One sentence."]) for _ in range(FEWEST_DOCUMENTS)]
+    return list(split_sentences([*others, *documents]))[FEWEST_DOCUMENTS:]
+
+
+def test_a_book_is_cut_into_blocks_of_whole_paragraphs():
+    blocks = blocks_of(book(paragraphs=1000, sentences_each=5), book(paragraphs=1, sentences_each=3))
+    assert [s for block in blocks[:-1] for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
+    assert [block.document for block in blocks] == [20] * (len(blocks) - 1) + [21]
+    for block in blocks[:-2]:
+        assert len(block.sentences) == 65
+
+
+def test_a_very_long_paragraph_is_cut_between_sentences():
+    blocks = blocks_of(book(paragraphs=1, sentences_each=5000))
+    assert [s for block in blocks for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
+    assert max(len(block.sentences) for block in blocks) == 2 * BLOCK_SENTENCES
+
+
+@pytest.mark.parametrize(("paragraphs", "sentences_each"), [(4, 1), (30, 1), (1, 40), (100, 5)])
+def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragraphs, sentences_each):
+    """Small at first, so that a short text can be split; never more than a quarter of what stands before."""
+    blocks = list(split_sentences([book(paragraphs, sentences_each) for _ in range(2)]))
+    first, second = ([block.sentences for block in blocks if block.document == number] for number in (0, 1))
+    count, sizes = paragraphs * sentences_each, list(map(len, first))
+    assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
+    assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
+    assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
+
+
+def sentences_of(text, counts=None):
+    return [sentence for block in split_sentences([Document(text)], "en", counts) for sentence in block.sentences]
+
+
+def test_text_without_full_stops_is_cut_between_words_and_counted():
+    words, counts = [f"word{n}" for n in range(1000)], Counter()
+    paragraphs = [" ".join(words), "x" * 2500, "Short."]
+    sentences = sentences_of(paragraphs, counts)
+    assert " ".join(sentences[:-5]).split() == words and "".join(sentences[-5:-1]) == "x" * 2500
+    assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
+    assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
+    assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
+    characters = sum(map(len, paragraphs))
+    assert counts == {CUT: 2, "documents": 1, "paragraphs": 3, "characters": characters, "sentences": len(sentences)}
+
+
+def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing():
+    counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
+    sentences = sentences_of([text], counts)
+    assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
+    assert counts[CUT] == -(-700_000 // (1 << 14))
+
+
+def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):
+    """Its time grows with the square of the length where quotes are open, so it gets short windows alone."""
+    rng = random.Random(5)
+    words = ["Anna", "saw", "Dr. Smith", "(e.g. No. 7)", '"so"', "today", "in", "Berlin"]
+    paragraph = " ".join(
+        f"{' '.join(rng.choices(words, k=rng.randint(3, 30)))}{rng.choice('.!?')}" for _ in range(2000)
+    )
+    whole = [sentence.strip() for sentence in sentencex.segment("en", paragraph)]
+    windows = mock.Mock(wraps=sentencex.segment)
+    monkeypatch.setattr(module.sentencex, "segment", windows)
+    assert sentences_of([paragraph]) == whole
+    lengths = [len(call.args[1]) for call in windows.call_args_list]
+    assert max(lengths) <= 1 << 14 and sum(lengths) < 1.2 * len(paragraph) and len(lengths) > 10
+    quotes = "Er sagte „Haus und ging. " * 20_000
+    assert "".join(sentences_of([quotes])).replace(" ", "") == quotes.replace(" ", "")
+    assert max(len(call.args[1]) for call in windows.call_args_list) <= 1 << 14

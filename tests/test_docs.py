@@ -25,7 +25,8 @@ from d2l_bert.__main__ import main, make_parser
 ROOT = Path(__file__).parent.parent
 LAUNCHING = ROOT / "docs" / "accelerate"
 
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+PAGES = [page for page in PAGES if "notebooks" not in page]
 
 # Commands that the test of all commands does not run, by their first words, and why.
 NOT_RUN = {
@@ -39,7 +40,11 @@ NOT_RUN = {
     "d2l-bert prepare --check parts/*": "wants the parts that sbatch makes; docs/data.md makes some",
     "d2l-bert pretrain --corpus parts/*": "the same",
     "zcat": "a pipe; tests/promises reads the standard input",
+    "cat": "the same",
+    "cut": "the same",
+    "grep": "the same",
     "d2l-bert evaluate my-bert --line_scores": "a pipe; tests/test_line_scores.py reads lines",
+    "d2l-bert evaluate log-bert --line_scores": "the same",
     "python -m benchmarks": "trains for minutes",
     "python -m http.server": "serves until it is stopped",
     "d2l-bert demo": "the same; tests/test_pages.py starts it",
@@ -87,6 +92,7 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
     pairs = [("text,text_pair,label", *(f"{text},{text},{number % 2}" for number, text in enumerate(texts)))]
     tables = {f"{name}.csv": ["text,label", *map(",".join, rows)] for name in ("train", "val", "test")}
     tables |= dict.fromkeys(("mrpc.csv", "mrpc-test.csv"), *pairs)
+    tables |= dict.fromkeys(("questions.csv", "check.csv"), ["question;kind", *map(";".join, rows)])
     tables |= {
         "prices.csv": ["text,price", *(f"{text},{len(text)}" for text in texts)],
         "toxic.csv": [
@@ -94,7 +100,7 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
             *(f"{text},{n % 2},{n // 2 % 2},{n // 4 % 2}" for n, text in enumerate(texts)),
         ],
         "texts.txt": ["Anna found a hammer.", "The valley was old."],
-        "tomorrow.csv": ["text", *texts],
+        "tomorrow.csv": ["text,question", *(f"{text},{text}" for text in texts)],
         "letters.csv": ["no;letter", "1;The valley was old."],
     }
     for name in ("train", "dev", "test"):
@@ -104,6 +110,11 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
         Path(name).write_text("\n".join(lines) + "\n")
     write_rows(Path("more.jsonl"), [{"text": (books / "book-00.txt").read_text()}] * 3)
     write_rows(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
+    for name in ("lines.log", "hour.log"):
+        lines = (f"INFO worker order {7919 * n % 10_000} packed by station {n % 8}\n" for n in range(400))
+        Path(name).write_text("".join(lines))
+    for name in ("vi.txt", "uk.txt"):
+        shutil.copy(books / "book-00.txt", name)
     for name in ("choices", "choices-val"):
         write_rows(Path(f"{name}.jsonl"), choice_rows(8, seed=1))
     pyarrow.parquet.write_table(pyarrow.table({"abstract": ["Anna found a hammer."]}), "texts.parquet")
@@ -113,6 +124,15 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
     for part in (model, tokenizer):
         part.push_to_hub("someone/bert")
     return tmp_path
+
+
+def commands_of(block):
+    """The commands of a block: without variables of the environment; of a loop on one line, those of all its turns."""
+    for line in block.replace("\\\n", " ").splitlines():
+        if loop := re.fullmatch(r"for (\w+) in (.*); do (.*); done", line):
+            yield from (loop[3].replace(f"${loop[1]}", word) for word in loop[2].split())
+        else:
+            yield re.sub(r"^(\w+=\S+ )+", "", line)
 
 
 def short(command):
@@ -140,8 +160,7 @@ def test_every_command_and_every_block_of_python_of_a_page_runs(page, workspace,
         if kind == "python":
             exec(compile(block.replace("max_steps=1000", "max_steps=2"), page, "exec"), names)
             continue
-        for command in block.replace("\\\n", " ").splitlines():
-            command = re.sub(r"^(\w+=\S+ )+", "", command)
+        for command in commands_of(block):
             if any(command.startswith(beginning) for beginning in NOT_RUN):
                 continue
             arguments = short(command)
@@ -154,7 +173,7 @@ def test_every_command_and_every_block_of_python_of_a_page_runs(page, workspace,
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_names_only_options_files_and_classes_that_exist(page):
     text = (ROOT / page).read_text()
-    for command, options in re.findall(r"^d2l-bert (\S+)(.*)$", text, re.MULTILINE):
+    for command, options in re.findall(r"^(?:for .*; do )?d2l-bert (\S+)(.*)$", text, re.MULTILINE):
         assert set(re.findall(r"--\w+", options)) <= options_of(command), (command, options)
     for name in re.findall(r"\b(D2lBert\w+)\b", text):
         assert hasattr(d2l_bert, name), name

@@ -130,6 +130,8 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
     assert "another model" in fails("embed", encoders / "stock", tmp_path / "saved.parquet", "--nearest", "the crane")
     words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
     assert "has vectors already" in fails(*words)
+    (tmp_path / "named.csv").write_text("text,vector\na crane,of the eye\n")
+    assert "'vector' holds no vectors" in fails("embed", model, tmp_path / "named.csv", "--nearest", "the crane")
 
 
 def test_equal_lines_are_equally_near(encoders, tmp_path):

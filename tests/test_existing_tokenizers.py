@@ -178,14 +178,13 @@ def test_transformers_js_gives_the_same_ids(saved, tmp_path):
 @needs_node
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_an_exported_model_with_rules_of_its_own_predicts_in_transformers_js_as_in_python(books, tmp_path, capsys):
+def test_an_exported_model_with_rules_of_its_own_predicts_in_transformers_js_as_in_python(books, tmp_path):
     tokenizer, text = KINDS["digits"](), "Anna\u200bwalked 27 [MASK]."
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     model = D2lBertForMaskedLM(D2lBertConfig(vocab_size=len(tokenizer), embedding_layer_norm=True, **sizes))
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
     folder = export(tmp_path / "model", tmp_path / "stock", f"--corpus={books}")
-    assert "question-answering" in capsys.readouterr().out  # what cannot take this tokenizer there
     fill = pipeline("fill-mask", model=str(folder))
     assert fill.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     found = in_node(tmp_path, "stock", "fill-mask", text, tmp_path)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODEL_FILES
-from finetuning import FAST, NAMES, finetune, read_csv, rows_of, saved, write_splits
+from finetuning import FAST, NAMES, file_options, finetune, read_csv, rows_of, saved, write_splits
 from huggingface_hub import ModelCard
 from local_hub import TOKEN, environment
 from matplotlib.figure import Figure
 from publishing import published
-from small_tasks import answer_rows, tag_rows, write_rows
+from small_tasks import answer_rows, tag_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
@@ -23,7 +23,7 @@ from d2l_bert.folders import read_json
 from d2l_bert.model_cards import card
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.finetuning import metrics, output
+from d2l_bert.training.finetuning import metrics
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,8 +123,8 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
     def fail(*_):
         raise KeyError("type")
 
-    options = write_splits(tmp_path / "rows")
-    for name, module in (("render_card", card), ("draw_curves", output)):
+    options = write_splits(tmp_path)
+    for name, module in (("render_card", card), ("draw_curves", metrics)):
         monkeypatch.setattr(module, name, fail)
         command = [
             "finetune",
@@ -143,7 +143,7 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
 
 
 def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(trained, tmp_path, fails):
-    options = ["--task=classification", *write_splits(tmp_path / "rows"), "--max_steps=4", "--eval_strategy=steps"]
+    options = ["--task=classification", *write_splits(tmp_path), "--max_steps=4", "--eval_strategy=steps"]
     command = ["finetune", str(trained), f"--output_dir={tmp_path / 'out'}", *options, "--eval_steps=2"]
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     for largest in (20_000, 80_000):  # for the weights, and for the optimizer
@@ -205,8 +205,7 @@ def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, t
     assert report["boris"]["f1-score"] == pytest.approx(metrics["test_f1"])
     assert "| `anna` | " in card and "macro avg" not in card
     finetune(trained, tuned.parent / "short", "--task=classification", *files, "--max_steps=1")
-    said = capsys.readouterr()
-    assert "F1 is that of the class 'boris'" in said.err and "f1 is that of the class 'boris'" in said.out
+    assert "f1 is that of the class 'boris'" in capsys.readouterr().out
 
 
 def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
@@ -229,7 +228,7 @@ def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(ta
         }
         expected = {"f1": 2 * 2 / (3 + 4), "macro_f1": (4 / 5 + 0 + 0) / 3, "exact_match": 1 / 3}  # always a
     rows = {split: [{"text": str(n), "label": label} for n, label in enumerate(of)] for split, of in labels.items()}
-    options = [f"--{split}_file={write_rows(tmp_path / f'{split}.jsonl', of)}" for split, of in rows.items()]
+    options = file_options(tmp_path, **rows)
     known = finetune(trained, tmp_path / "out", f"--task={task}", *options, "--max_steps=1")["know_nothing"]["test"]
     assert known["figures"] == pytest.approx(expected)
     assert f"{known['prediction']}: {list(expected)[0]} " in capsys.readouterr().out
@@ -241,11 +240,8 @@ def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(ta
 
 @pytest.mark.parametrize("task, rows", [("tags", tag_rows), ("answers", answer_rows)])
 def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, trained, tmp_path):
-    made = {
-        split: write_rows(tmp_path / f"{split}.jsonl", rows(21, n)) for n, split in enumerate(("train", "validation"))
-    }
     options = [f"--task={task}", *FAST[2:], "--max_seq_length=40", "--learning_rate=1e-3", "--num_train_epochs=2"]
-    options += [f"--{split}_file={path}" for split, path in made.items()]
+    options += file_options(tmp_path, train=rows(21, 0), validation=rows(21, 1))
     logs = []
     for rows_at_once, batches in ((8, 1), (2, 4)):
         ways = {"train_batch_size": rows_at_once, "eval_batch_size": rows_at_once}

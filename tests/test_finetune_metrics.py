@@ -21,36 +21,46 @@ from d2l_bert.training.finetuning.metrics import (
 from d2l_bert.training.finetuning.output import results_text
 
 
-def test_class_metrics_are_those_of_their_definitions():
-    # 3 true positives, 1 false positive, 2 false negatives, 4 true negatives
-    true, said = [1, 1, 1, 0, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
-    found = class_metrics(true, said, 2)
-    assert found["accuracy"] == pytest.approx(0.7)
-    assert found["f1"] == pytest.approx(2 * 3 / (2 * 3 + 1 + 2))
-    assert found["matthews_correlation"] == pytest.approx((3 * 4 - 1 * 2) / math.sqrt(4 * 5 * 5 * 6))
-    assert found["accuracy_f1_mean"] == pytest.approx((0.7 + 6 / 9) / 2)
-    assert class_metrics([0, 1], [0, 0], 2)["matthews_correlation"] == 0
-    # Three classes: the mean of F1 = 1, 2/3 and 0.
-    macro = class_metrics([0, 0, 1, 2], [0, 0, 1, 1], 3)["f1"]
-    assert macro == pytest.approx((1 + 2 / 3 + 0) / 3)
-
-
-def test_multilabel_metrics_are_those_of_their_definitions():
-    true, said = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]]), np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0]])
-    found = multilabel_metrics(true, said)
-    assert found["exact_match"] == pytest.approx(2 / 3)
-    assert found["f1"] == pytest.approx(2 * 2 / (3 + 3))
-    assert found["macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
-
-
-def test_number_metrics_are_those_of_their_definitions():
-    true, said = np.array([1.0, 2.0, 3.0, 10.0]), np.array([2.0, 1.0, 4.0, 5.0])  # their means are 4 and 3
-    found = number_metrics(true, said)
-    covariance, spread = ((true - 4) * (said - 3)).sum(), math.sqrt(((true - 4) ** 2).sum() * ((said - 3) ** 2).sum())
-    assert found["pearson"] == pytest.approx(covariance / spread)
-    assert found["spearman"] == pytest.approx(1 - 6 * (1 + 1) / (4 * 15))  # the ranks are 1 2 3 4 and 2 1 3 4
-    assert found["mse"] == pytest.approx((1 + 1 + 1 + 25) / 4) and found["mae"] == pytest.approx(8 / 4)
-    assert number_metrics(true, [1.0] * 4)["pearson"] == 0
+@pytest.mark.parametrize(
+    "metrics, true, said, expected",
+    [
+        (  # 3 true positives, 1 false positive, 2 false negatives, 4 true negatives
+            lambda *sides: class_metrics(*sides, 2),
+            [1, 1, 1, 0, 1, 1, 0, 0, 0, 0],
+            [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+            {
+                "accuracy": 0.7,
+                "f1": 2 * 3 / (2 * 3 + 1 + 2),
+                "matthews_correlation": (3 * 4 - 1 * 2) / math.sqrt(4 * 5 * 5 * 6),
+                "accuracy_f1_mean": (0.7 + 6 / 9) / 2,
+            },
+        ),
+        (lambda *sides: class_metrics(*sides, 2), [0, 1], [0, 0], {"matthews_correlation": 0}),
+        # Three classes: the mean of F1 = 1, 2/3 and 0.
+        (lambda *sides: class_metrics(*sides, 3), [0, 0, 1, 2], [0, 0, 1, 1], {"f1": (1 + 2 / 3 + 0) / 3}),
+        (
+            multilabel_metrics,
+            np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]]),
+            np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+            {"exact_match": 2 / 3, "f1": 2 * 2 / (3 + 3), "macro_f1": (2 / 3 + 1 + 0) / 3},
+        ),
+        (  # their means are 4 and 3; their ranks 1 2 3 4 and 2 1 3 4
+            number_metrics,
+            [1.0, 2.0, 3.0, 10.0],
+            [2.0, 1.0, 4.0, 5.0],
+            {
+                "pearson": (-3 * -1 + -2 * -2 + -1 * 1 + 6 * 2) / math.sqrt((9 + 4 + 1 + 36) * (1 + 4 + 1 + 4)),
+                "spearman": 1 - 6 * (1 + 1) / (4 * 15),
+                "mse": (1 + 1 + 1 + 25) / 4,
+                "mae": 8 / 4,
+            },
+        ),
+        (number_metrics, [1.0, 2.0], [1.0, 1.0], {"pearson": 0}),
+    ],
+)
+def test_metrics_are_those_of_their_definitions(metrics, true, said, expected):
+    found = metrics(true, said)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -76,33 +86,37 @@ def test_entities_are_those_that_the_tags_mark(tags, lenient, strict):
     assert entities(tags.split(), strict=True) == strict
 
 
-def test_precision_recall_and_f1_count_whole_entities():
-    gold = ["B-PER I-PER O B-LOC", "O B-PER O", "B-LOC I-LOC"]
-    said = ["B-PER I-PER O B-PER", "O B-PER I-PER", "B-LOC I-LOC"]
-    gold, said = ([row.split() for row in rows] for rows in (gold, said))
-    # Four true entities, four predicted. Right: PER of the first text, LOC of the third.
-    found = tag_metrics(gold, said, has_entities=True)
-    assert found["precision"] == found["recall"] == found["f1"] == found["strict_f1"] == pytest.approx(2 / 4)
-    assert found["accuracy"] == pytest.approx(7 / 9)
-    true, predicted, types = types_at_spans(gold, said)
-    report = report_by_class(true, predicted, types)
+@pytest.mark.parametrize(
+    "gold, said, expected",
+    [
+        (  # Four true entities, four predicted. Right: PER of the first text, LOC of the third.
+            ["B-PER I-PER O B-LOC", "O B-PER O", "B-LOC I-LOC"],
+            ["B-PER I-PER O B-PER", "O B-PER I-PER", "B-LOC I-LOC"],
+            {"accuracy": 7 / 9, "precision": 2 / 4, "recall": 2 / 4, "f1": 2 / 4, "strict_f1": 2 / 4},
+        ),
+        (  # A lone inside tag counts for CoNLL, and not for IOB2.
+            ["B-PER O B-PER"],
+            ["I-PER O B-PER"],
+            {"accuracy": 2 / 3, "precision": 1, "recall": 1, "f1": 1, "strict_f1": 2 * 1 / (1 + 2)},
+        ),
+        (["O"], ["O"], {"accuracy": 1, "precision": 0, "recall": 0, "f1": 0, "strict_f1": 0}),
+        (["DET NOUN"], ["DET DET"], {"accuracy": 0.5}),
+    ],
+)
+def test_precision_recall_and_f1_count_whole_entities(gold, said, expected):
+    sides = [[row.split() for row in rows] for rows in (gold, said)]
+    assert tag_metrics(*sides, has_entities=len(expected) > 1) == pytest.approx(expected)
+
+
+def test_the_report_has_each_type_of_entities():
+    gold = [["B-PER", "I-PER", "O", "B-LOC"], ["O", "B-PER", "O"], ["B-LOC", "I-LOC"]]
+    said = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-PER", "I-PER"], ["B-LOC", "I-LOC"]]
+    report = report_by_class(*types_at_spans(gold, said))
     assert {name: tuple(report[name].values()) for name in ("PER", "LOC")} == {
         "PER": (pytest.approx(1 / 3), 1 / 2, pytest.approx(2 * 1 / (3 + 2)), 2),
         "LOC": (1, 1 / 2, pytest.approx(2 * 1 / (1 + 2)), 2),
     }
-
-
-def test_a_lone_inside_tag_counts_for_conll_and_not_for_iob2():
-    found = tag_metrics([["B-PER", "O", "B-PER"]], [["I-PER", "O", "B-PER"]], has_entities=True)
-    assert (found["precision"], found["recall"], found["f1"]) == (1, 1, 1)
-    assert found["strict_f1"] == pytest.approx(2 * 1 / (1 + 2))
-
-
-def test_without_predicted_or_true_entities_the_figures_are_zero():
-    nothing = tag_metrics([["O"]], [["O"]], has_entities=True)
     assert types_at_spans([["O"]], [["O"]]) == (["O"], ["O"], ["entity"])
-    assert nothing == {"accuracy": 1, "precision": 0, "recall": 0, "f1": 0, "strict_f1": 0}
-    assert tag_metrics([["DET", "NOUN"]], [["DET", "DET"]], has_entities=False) == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from finetuning import ROWS, read_csv
-from small_tasks import write_rows
+from finetuning import ROWS, assert_same_predictions, file_options, read_csv
 
 from d2l_bert.__main__ import main
 
@@ -20,8 +19,8 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
     """Rows that two processes cannot share evenly; interpreters of their own, which order sets differently."""
     options = [trained, f"--task={task}", "--num_train_epochs=3", "--max_seq_length=32", "--learning_rate=1e-4"]
     options += ["--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0", "--per_device_eval_batch_size=4"]
-    for seed, (split, count) in enumerate({"train": 45, "validation": 13, "test": 19}.items()):
-        options.append(f"--{split}_file={write_rows(tmp_path / f'{split}.jsonl', ROWS[task](count, seed))}")
+    rows = ROWS[task]
+    options += file_options(tmp_path, train=rows(45, 0), validation=rows(13, 1), test=rows(19, 2))
     assert main(["finetune", *map(str, options), f"--output_dir={tmp_path / '1'}"]) == 0
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "d2l_bert"]
     command = [*launcher, "finetune", *map(str, options), f"--output_dir={tmp_path / '2'}"]
@@ -29,12 +28,7 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
     assert done.returncode == 0 and done.stdout.count("predictions for the test rows") == 1, done.stderr
     one, two = (read_csv(tmp_path / name / "predictions.csv") for name in "12")
     assert len(one) == 19
-    for name in one[0]:
-        if "probability" in name or task == "regression" and name == "prediction":
-            numbers = ([float(row[name]) for row in table] for table in (one, two))
-            assert next(numbers) == pytest.approx(next(numbers), rel=1e-5, abs=1e-5)
-        else:
-            assert [row[name] for row in one] == [row[name] for row in two]
+    assert_same_predictions(one, two, task, abs=1e-5)
     first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["seeds"][0] for name in "12")
     assert (second["steps"], second["best_step"]) == (first["steps"], first["best_step"])
     for split in ("validation", "test"):

@@ -21,6 +21,9 @@ def labels_of(split):
     return [label for _, label in read(split)]
 
 
+ANSWERED = answer_rows(3, 0)
+
+
 def labelled(*labels):
     return [{"text": f"text {number}", "label": label} for number, label in enumerate(labels)]
 
@@ -48,10 +51,57 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(labels, classes, tmp
         assert labels_of(splits["train"]) == [str(label) for label in labels * 2]
 
 
-def test_spellings_of_a_label_that_look_alike_are_one_class(tmp_path):
-    rows = labelled("gr\u00fcn", "gru\u0308n", "blau")
-    task, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "text-classification")
-    assert task.classes == ["blau", "gr\u00fcn"] and labels_of(splits["train"]) == ["gr\u00fcn", "gr\u00fcn", "blau"]
+def chosen(label, names, place):
+    """Rows in which the choice of a place and the first one are right, and their texts and labels."""
+    labels = (label, "0" if isinstance(label, str) else 0)
+    rows = [{"context": "a", "choices": list(names), "label": one} for one in labels]
+    return "multiple-choice", write_rows, rows, [(("a", *names), place), (("a", *names), 0)]
+
+
+@pytest.mark.parametrize(
+    "task, write, rows, expected",
+    [
+        # Spellings that look alike are one class.
+        (
+            "text-classification",
+            write_rows,
+            labelled("gr\u00fcn", "gru\u0308n", "blau"),
+            [(("text 0",), "gr\u00fcn"), (("text 1",), "gr\u00fcn"), (("text 2",), "blau")],
+        ),
+        # The right choice by its number or its letter; pandas writes 1.0.
+        *(chosen("2", "231", 2), chosen("A", "bAc", 0), chosen("C", "bcd", 2), chosen("1.0", "ab", 1)),
+        chosen(2, "201", 2),
+        # COPA's columns are found, and numbered columns in the order of their numbers.
+        (
+            "multiple-choice",
+            write_csv,
+            [{"premise": "p", "choice1": f"c{n}", "choice2": "d", "question": "cause", "label": n} for n in (0, 1)],
+            [(("p", "cause", f"c{n}", "d"), n) for n in (0, 1)],
+        ),
+        (
+            "multiple-choice",
+            write_csv,
+            [{"sent1": "a", **{f"ending{n}": n for n in (10, *range(10))}, "label": 10 * n} for n in (0, 1)],
+            [(("a", *map(str, range(11))), 10 * n) for n in (0, 1)],
+        ),
+        # SQuAD's impossible questions have no answer.
+        (
+            "question-answering",
+            write_rows,
+            [{**row, "is_impossible": n == 1} for n, row in enumerate(ANSWERED)],
+            [
+                (
+                    (row["question"], row["context"]),
+                    [(row["answers"]["text"][0], row["answers"]["answer_start"][0])][n == 1 :],
+                )
+                for n, row in enumerate(ANSWERED)
+            ],
+        ),
+    ],
+)
+def test_texts_and_labels_of_rows(task, write, rows, expected, tmp_path):
+    task, splits = load(write(tmp_path / f"rows.{'csv' if write == write_csv else 'jsonl'}", rows), task)
+    assert read(splits["train"]) == expected and task.has_unanswerable == ([] in labels_of(splits["train"]))
 
 
 def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
@@ -102,34 +152,14 @@ def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     assert read(again["train"]) == read(splits["train"]) == [(tuple(r["tokens"]), r["ner_tags"]) for r in rows]
 
 
-@pytest.mark.parametrize(
-    "label, choices, place",
-    [("2", "231", 2), ("A", "bAc", 0), ("C", "bcd", 2), ("1.0", "ab", 1), (2, "201", 2)],
-)
-def test_labels_of_choices_are_numbers_or_letters(label, choices, place, tmp_path):
-    rows = [{"context": "a", "choices": list(choices), "label": label}, {"context": "b", "choices": list(choices)}]
-    rows[1]["label"] = "0" if isinstance(label, str) else 0
-    _, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "multiple-choice")
-    assert labels_of(splits["train"]) == [place, 0]
-
-
 def test_labels_of_choices_from_one_on_are_read_and_predicted_as_such(tmp_path):
-    """As WinoGrande has them; COPA's columns are found."""
+    """As WinoGrande has them."""
     rows = [{"sentence": f"{n} _", "option1": "a", "option2": f"b{n}", "answer": str(n % 2 + 1)} for n in range(4)]
     options = {"context_column": "sentence", "label_column": ["answer"]}
     task, splits = load(write_csv(tmp_path / "rows.csv", rows), "multiple-choice", **options)
     assert labels_of(splits["train"]) == [0, 1, 0, 1]
     predicted = task.predictions(splits["train"], np.eye(2)[[0, 1, 1, 0]])
     assert predicted["prediction"] == [1, 2, 2, 1] and predicted["predicted_choice"] == ["a", "b1", "b2", "a"]
-    copa = [{"premise": "p", "choice1": f"c{n}", "choice2": "d", "question": "cause", "label": n % 2} for n in (0, 1)]
-    _, splits = load(write_csv(tmp_path / "copa.csv", copa), "multiple-choice")
-    assert read(splits["train"]) == [(("p", "cause", f"c{n}", "d"), n) for n in (0, 1)]
-
-
-def test_squads_impossible_questions_have_no_answer(tmp_path):
-    rows = [{**row, "is_impossible": number == 1} for number, row in enumerate(answer_rows(3, 0))]
-    task, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "question-answering")
-    assert [bool(label) for label in labels_of(splits["train"])] == [True, False, True] and task.has_unanswerable
 
 
 def test_numbers_far_from_zero_keep_their_digits(tmp_path):
@@ -146,11 +176,10 @@ def test_numbers_far_from_zero_keep_their_digits(tmp_path):
 # Splits
 
 
-def test_a_split_that_chooses_is_not_the_test_split_too(tmp_path, shown, capsys):
+def test_a_split_that_chooses_is_not_the_test_split_too(tmp_path):
     folder = saved(tmp_path / "data", train=labelled(*"abab"), test=labelled(*"ab"))
     _, splits = load(None, "text-classification", dataset=folder, validation_split="test", validation_share=None)
     assert list(splits) == ["train", "validation"]
-    assert "no test rows" in capsys.readouterr().err
 
 
 def test_held_out_rows_are_drawn_by_the_seed(tmp_path):
@@ -230,9 +259,3 @@ def test_the_scheme_of_tags_is_found_and_said(tags, scheme, tmp_path, shown, cap
     task, _ = load(write_rows(tmp_path / "rows.jsonl", rows), "token-classification")
     assert task.scheme == scheme and (task.main_metric == "f1") == (scheme is not None)
     assert (scheme or "accuracy over words") in capsys.readouterr().err
-
-
-def test_the_columns_of_choices_are_in_the_order_of_their_numbers(tmp_path):
-    rows = [{"sent1": "a", **{f"ending{n}": str(n) for n in (10, *range(10))}, "label": 10 * n} for n in (0, 1)]
-    _, splits = load(write_csv(tmp_path / "rows.csv", rows), "multiple-choice")
-    assert splits["train"].rows[1].texts[1:] == tuple(map(str, range(11)))

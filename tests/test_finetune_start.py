@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from finetuning import finetune, load, rows_of, write_csv
+from finetuning import file_options, finetune, load, rows_of, write_csv
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
@@ -38,11 +38,7 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
 def command(tmp_path_factory):
     """The options of a short run with a constant rate, on files."""
     folder = tmp_path_factory.mktemp("rows")
-    files = {
-        "train": write_csv(folder / "a.csv", rows_of(20, 0)),
-        "validation": write_csv(folder / "b.csv", rows_of(20, 1)),
-    }
-    options = [f"--{split}_file={path}" for split, path in files.items()]
+    options = file_options(folder, train=rows_of(20, 0), validation=rows_of(20, 1))
     return ["--task=classification", *options, "--max_steps=1", "--lr_scheduler_type=constant"]
 
 
@@ -84,6 +80,6 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     other = f"--validation_file={write_csv(tmp_path / 'other.csv', rows_of(20, 7))}"
     for options, said in (
         ([], "num_seeds was 3"),
-        ([other, "--num_seeds=4"], "the file of the validation rows changed"),
+        ([other, "--num_seeds=4"], "the fingerprint of the validation rows was"),
     ):
         assert said in fails("finetune", trained, *command, *options, f"--output_dir={folder}", go_on)

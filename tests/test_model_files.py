@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 from d2l_bert import (
     D2lBertForPreTraining,
 )
-from d2l_bert.modeling.conversion import save_with_code
+from d2l_bert.modeling.conversion import save_model
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,7 +97,7 @@ ODD_NAMES = [
 def oddly_named(tmp_path):
     """A model, and a folder of it for each of the names."""
     model = make_model(dropout=0.3)
-    save_with_code(model, tmp_path / "plain")
+    save_model(model, tmp_path / "plain")
     return model, [shutil.copytree(tmp_path / "plain", tmp_path / name) for name in ODD_NAMES]
 
 

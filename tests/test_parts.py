@@ -1,13 +1,14 @@
-"""Parts of a corpus that are prepared apart are one corpus; a part that does not fit is refused."""
+"""Prepared folders: what is checked; parts of a corpus that are prepared apart are one corpus, or are refused."""
 
 import itertools
-import json
 import shutil
+from pathlib import Path
 
 import pytest
-from conftest import write_books
+from conftest import SMALL, write_books
 from huggingface_hub import constants
 from stores import tokens_of
+from text_sources import write_files, write_table
 
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
@@ -15,7 +16,7 @@ from d2l_bert.modeling.loading import load_tokenizer
 from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.prepared_folder import write_prepared_folder
+from d2l_bert.tokenization.prepared_folder import read_prepared_folder, write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents
 
 
@@ -95,12 +96,11 @@ def rows_of(first, count):
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return write_table(path, [{"text": row} for row in rows])
 
 
 def as_lines(folder, rows):
-    (folder / "lines.txt").write_text("".join(f"{row}\n" for row in rows * 3))
+    write_files(folder, {"lines.txt": "".join(f"{row}\n" for row in rows * 3)})
     return {"corpus": [str(folder / "lines.txt")], "documents": "line"}
 
 
@@ -109,9 +109,7 @@ def as_rows(folder, rows):
 
 
 def as_files(folder, rows):
-    for number, row in enumerate(rows * 3):
-        (folder / f"{number}.txt").write_text(row)
-    return {"corpus": [str(folder)]}
+    return {"corpus": [str(write_files(folder, {f"{number}.txt": row for number, row in enumerate(rows * 3)}))]}
 
 
 def as_parts(folder, rows):
@@ -219,3 +217,30 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
     assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={tmp_path / 'other'}", *options]) == 0
     with pytest.raises(UserError, match=f"corpus {tmp_path / 'other'}: {words}"):
         prepare(TextConfig(corpus=[parts[1], str(tmp_path / "other")]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files of a folder
+
+
+def test_check_says_what_a_folder_holds(parts, capsys):
+    text = read_prepared_folder(Path(parts[0]))
+    assert main(["prepare", "--check", parts[0]]) == 0
+    tokens = len(text.train.ids) + len(text.held_out.ids)
+    assert capsys.readouterr().out.endswith(f"{parts[0]}: whole; 24 documents, {tokens:,} tokens\n")
+
+
+def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_path, fails):
+    folder, out = shutil.copytree(parts[0], tmp_path / "tokens"), tmp_path / "out"
+    options = [option for option in SMALL if not option.startswith("--vocab_size")]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) >= 15
+    for file in files:
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        is_large = file.suffix == ".bin"
+        file.write_bytes(whole + b"x" if is_large else whole[:middle] + b"\1" + whole[middle + 1 :])
+        said = fails("pretrain", f"--corpus={folder}", f"--output_dir={out}", "--max_steps=1", *options)
+        assert str(folder) in said and "prepare the text again" in said, file
+        file.write_bytes(whole)
+    assert not out.exists()

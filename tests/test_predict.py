@@ -7,7 +7,7 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from finetuning import ROWS, finetune, read_csv, rows_of, write_csv
+from finetuning import ROWS, assert_same_predictions, file_options, finetune, read_csv, rows_of, write_csv
 from small_tasks import choice_rows, write_rows
 from transformers import pipeline
 
@@ -30,24 +30,18 @@ def counted_from_1(count, seed):
 def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path):
     rows_of_task = counted_from_1 if task == "multiple-choice" else ROWS[task]
     rows = rows_of_task(19, 1)
-    train, test = write_rows(tmp_path / "train.jsonl", rows_of_task(40, 0)), write_rows(tmp_path / "test.jsonl", rows)
     options = [
+        *file_options(tmp_path, train=rows_of_task(40, 0), test=rows),
         f"--task={task}",
         "--max_seq_length=32",
         "--max_steps=12",
         "--learning_rate=3e-3",
         "--validation_share=0",
     ]
-    finetune(trained, tmp_path / "tuned", *options, f"--train_file={train}", f"--test_file={test}")
+    finetune(trained, tmp_path / "tuned", *options)
     by_run = read_csv(tmp_path / "tuned" / "predictions.csv")
-    made = read_csv(predict(tmp_path / "tuned", test, tmp_path / "again.csv"))
-    assert [row.keys() for row in made] == [row.keys() for row in by_run]
-    for name in made[0]:
-        if "probability" in name or (task, name) == ("regression", "prediction"):
-            numbers = ([float(row[name]) for row in table] for table in (made, by_run))
-            assert next(numbers) == pytest.approx(next(numbers), abs=2e-6, rel=1e-5)
-        else:
-            assert [row[name] for row in made] == [row[name] for row in by_run]
+    made = read_csv(predict(tmp_path / "tuned", tmp_path / "test.jsonl", tmp_path / "again.csv"))
+    assert_same_predictions(made, by_run, task)
 
     # Rows without labels have the same predictions; JSONL and Parquet keep lists and numbers.
     label = next(name for name in rows[0] if name in ("label", "ner_tags", "answers"))
@@ -67,9 +61,8 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
 @pytest.fixture(scope="module")
 def classifier(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier")
-    train = write_rows(folder / "train.jsonl", list(rows_of(40, 0)))
     options = ["--task=text-classification", "--max_steps=12", "--learning_rate=3e-3", "--validation_share=0"]
-    finetune(trained, folder / "tuned", *options, f"--train_file={train}")
+    finetune(trained, folder / "tuned", *options, *file_options(folder, train=rows_of(40, 0)))
     return folder / "tuned"
 
 
@@ -90,12 +83,11 @@ def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classif
 
 
 def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tmp_path, fails):
-    (tmp_path / "letters.csv").write_text("no;Brief\n1;Then Anna sold the apple; \n", encoding="utf-8-sig")
-    line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
-    assert "letters.csv" in line
-    (tmp_path / "letters.csv").write_text("no;Brief\n1;Then Ännchen sold the apple\n", encoding="utf-8-sig")
-    line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
-    assert "no column 'text'" in line and "--text_column" in line and not (tmp_path / "out.csv").exists()
+    for more, words in ((" ; ", ["letters.csv"]), ("", ["no column 'text'", "--text_column"])):
+        content = f"no;Brief\n1;Then Ännchen sold the apple{more}\n"
+        (tmp_path / "letters.csv").write_text(content, encoding="utf-8-sig")
+        line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
+        assert all(word in line for word in words) and not (tmp_path / "out.csv").exists()
     out = predict(classifier, tmp_path / "letters.csv", tmp_path / "out.csv", "--text_column=Brief", "--excel")
     content = out.read_bytes().decode("utf-8-sig")
     assert out.read_bytes().startswith(b"\xef\xbb\xbf")

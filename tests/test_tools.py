@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification, D2lBertModel
 from d2l_bert.__main__ import main
+from d2l_bert.modeling.export import FLOAT, OnnxModel
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -63,6 +64,44 @@ def test_sentence_transformers_pools_our_encodings(trained, trust):
         with torch.no_grad():
             states = bert(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
         np.testing.assert_allclose(embedding, states.mean(0).numpy(), atol=1e-5)
+
+
+def test_a_contrastive_stage_takes_its_dropout_at_loading_and_leaves_a_folder_for_embed_and_export(trained, tmp_path):
+    """SimCSE: the two vectors of a text differ by dropout alone."""
+    pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    texts = ["Anna walked to the garden.", "The drum was old and small and heavy.", "Hugo left.", "The tower was old."]
+    model = SentenceTransformer(str(trained), config_kwargs={"hidden_dropout_prob": 0.1})
+    before = model.encode(texts)
+    inputs = model.train().preprocess(texts)
+    first, second = (model(dict(inputs))["sentence_embedding"] for _ in range(2))
+    assert (first - second).abs().amax(1).min() > 1e-3
+    options = SentenceTransformerTrainingArguments(
+        tmp_path / "stage", max_steps=3, learning_rate=1e-3, save_strategy="no", report_to="none", use_cpu=True
+    )
+    rows = Dataset.from_dict({"text": texts, "again": texts})
+    SentenceTransformerTrainer(model, options, train_dataset=rows, loss=MultipleNegativesRankingLoss(model)).train()
+    vectors, stock, lines, output = (str(tmp_path / name) for name in ("vectors", "stock", "texts.txt", "found.npy"))
+    model.save_pretrained(vectors)
+    expected = SentenceTransformer(vectors).encode(texts)
+    assert np.abs(expected - before).max() > 1e-3
+
+    Path(lines).write_text("\n".join(texts) + "\n")
+    assert main(["embed", vectors, lines, "--output", output]) == 0
+    np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
+    assert main(["export", vectors, stock]) == 0
+    np.testing.assert_allclose(SentenceTransformer(stock).encode(texts), expected, atol=1e-5)
+    encoded = AutoTokenizer.from_pretrained(stock)(texts, padding=True, return_tensors="pt")
+    found = OnnxModel(Path(stock, FLOAT), None)(**encoded)["last_hidden_state"]
+    shares = encoded["attention_mask"] / encoded["attention_mask"].sum(1, keepdim=True)
+    np.testing.assert_allclose(torch.einsum("bt,bth->bh", shares, found), expected, atol=1e-4)
 
 
 def test_a_real_bert_gives_the_same_sentence_embeddings_after_conversion(tmp_path):

@@ -1,12 +1,12 @@
 """A validation text: its figures, and which of its texts are in the training text too."""
 
-import json
 import shutil
 
 import pytest
 from conftest import write_books
 from promises.driving import read_json
 from runs import run
+from text_sources import write_files, write_table
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
@@ -68,9 +68,8 @@ ROWS = [f"Row {number} begins here.\n\nAnd row {number} ends there." for number 
 )
 def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tmp_path):
     (tmp_path / "set").mkdir()
-    corpus, to_check = tmp_path / "corpus.jsonl", tmp_path / "set" / "validation.jsonl"
-    for path, rows in ((corpus, training), (to_check, validation)):
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    corpus = write_table(tmp_path / "corpus.jsonl", [{"text": text} for text in training])
+    to_check = write_table(tmp_path / "set" / "validation.jsonl", [{"text": text} for text in validation])
     assert overlap(corpus, validation_corpus=[str(to_check)]) == (texts, in_both)
     assert overlap(corpus, validation_dataset=[str(to_check.parent)]) == (texts, in_both)
 
@@ -80,10 +79,8 @@ def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
     sentences = [" ".join(f"It is {10 * n + k} o'clock." for k in range(10)) for n in range(40)]
     few = {str(number): f"Text {number}. " + "\n\n".join(sentences) for number in range(3)}
     many = {str(number): f"Another, {number}. And its end." for number in range(30)} | {"copy": few["1"]}
-    for folder, texts in ((tmp_path / "corpus", few), (tmp_path / "check", many)):
-        folder.mkdir()
-        for name, content in texts.items():
-            (folder / f"{name}.txt").write_text(content)
+    write_files(tmp_path, {f"corpus/{name}.txt": text for name, text in few.items()})
+    write_files(tmp_path, {f"check/{name}.txt": text for name, text in many.items()})
     assert overlap(tmp_path / "corpus", validation_corpus=[str(tmp_path / "corpus")]) == (3, 3)
     assert overlap(tmp_path / "check", validation_corpus=[str(tmp_path / "corpus")]) == (3, 1)
 

@@ -4,16 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import (
-    assert_same_gradients,
-    every_setting,
-    gradients,
-    make_config,
-    make_model,
-    make_sequences,
-    packed,
-    padded,
-)
+from fast_models import assert_same, loss_and_gradients
+from small_models import every_setting, make_config, make_model, make_sequences, packed, padded
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, PretrainConfig
@@ -25,6 +17,7 @@ from d2l_bert.training.data.steps import TrainingSteps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 PACKED_ROWS = [[1, 4, 6], [0, 3], [7, 2, 5]]  # so there is padding and an unused slot for [CLS]
 BATCHES = {
     "padded": padded(make_sequences()),
@@ -48,15 +41,15 @@ def of_a_run(name, has_labels):
 def test_losses_and_gradients_are_those_of_padded_or_packed_rows(model_class, name, setting):
     model, has_labels = make_model(model_class, make_config(setting)).train(), model_class is D2lBertForPreTraining
     batch = of_a_run(name, has_labels)
-    expected = gradients(model, of_a_run("padded", has_labels) if name == "packed" else batch)
-    assert_same_gradients(gradients(model, batch), expected)
+    expected = loss_and_gradients(model, **of_a_run("padded", has_labels) if name == "packed" else batch)
+    assert_same(loss_and_gradients(model, **batch), expected, **CLOSE)
     model.set_attn_implementation(VARLEN)
     row = without_padding(batch, max_length=32)
     assert row["input_ids"].shape == (1, int(batch["attention_mask"].sum()))
-    assert_same_gradients(gradients(model, row), expected)
+    assert_same(loss_and_gradients(model, **row), expected, **CLOSE)
     if name != "one":
         row["cu_seq_lens_k"][1] += 1  # the first sequence now has the second one's [CLS]
-        assert abs(gradients(model, row)[0] - expected[0]) > 1e-3
+        assert abs(loss_and_gradients(model, **row)[0].loss - expected[0].loss) > 1e-3
 
 
 def test_a_batch_without_padding_needs_no_mask():
@@ -73,9 +66,9 @@ def test_a_batch_without_a_token_to_predict_has_the_loss_of_its_pairs(model_clas
     model = make_model(model_class, make_config()).train()
     batch = of_a_run("packed", model_class is D2lBertForPreTraining)
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    expected = gradients(model, batch, num_items_in_batch=1)
+    expected = loss_and_gradients(model, **batch, num_items_in_batch=1)
     model.set_attn_implementation(VARLEN)
-    assert_same_gradients(gradients(model, without_padding(batch, 32), num_items_in_batch=1), expected)
+    assert_same(loss_and_gradients(model, **without_padding(batch, 32), num_items_in_batch=1), expected, **CLOSE)
 
 
 def test_requested_hidden_states_are_of_all_tokens():
@@ -106,14 +99,14 @@ def test_compiled_blocks_compute_the_same_as_on_a_gpu(monkeypatch):
     batches = [without_padding(of_a_run(name, True), 32) for name in ("padded", "packed", "padded", "packed")]
     model.set_attn_implementation(VARLEN)
     monkeypatch.setattr(modeling, "is_on_cpu", lambda tensor: False)
-    expected = [gradients(model, batch) for batch in batches]
+    expected = [loss_and_gradients(model, **batch) for batch in batches]
     programs = CompileCounterWithBackend("aot_eager")
     for block in model.bert.encoder.layer:
         block.compute = torch.compile(
             type(block).compute.__get__(block), dynamic=True, fullgraph=True, backend=programs
         )
     for batch, known in zip(batches, expected, strict=True):
-        assert_same_gradients(gradients(model, batch), known)
+        assert_same(loss_and_gradients(model, **batch), known, **CLOSE)
     assert programs.frame_count <= 3
     torch.compiler.reset()
 

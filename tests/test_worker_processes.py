@@ -1,5 +1,6 @@
-"""Processes that prepare text: their errors, their start, and their end with the process that started them."""
+"""Processes that prepare text: their errors, their start, their end with the one that started them, their cache."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,13 @@ import traceback
 
 import pytest
 import torch
+from huggingface_hub import constants
 
-from d2l_bert.messages import UserError
+from d2l_bert.folders import atomic_folder, write_once
+from d2l_bert.messages import UserError, messages_shown
+from d2l_bert.tokenization import text_store
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.processes import in_order
 
 
@@ -68,3 +74,104 @@ def test_other_processes_end_with_the_one_that_started_them(number):
     # After an interrupt some libraries change Python's own exit code, which is that of the signal else.
     assert process.returncode == -number or number == signal.SIGINT
     assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == (number == signal.SIGINT), errors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing the cache
+
+
+def test_a_failed_write_leaves_no_file(tmp_path):
+    def write(folder):
+        (folder / "half").write_text("a")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_once(tmp_path / "x", write)
+    assert [path.name for path in tmp_path.iterdir()] == [".x.lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "(No space left on device); free some space, or set HF_HOME to another folder"),
+        (errno.EROFS, "(Read-only file system); make it writable, or set HF_HOME to another folder"),
+        (errno.EACCES, "(Permission denied); make it writable, or set HF_HOME to another folder"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_names_the_cause_and_the_way_out(tmp_path, number, words):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError) as refusal:
+        write_once(tmp_path / "x", fail)
+    assert str(refusal.value) == f"{tmp_path / 'x'}: cannot be written {words}"
+
+
+def test_folders_of_the_same_name_below_two_new_parents_are_written_at_once(tmp_path):
+    first, second = (tmp_path / parent / "deeper" / "model" for parent in ("one", "two"))
+    with atomic_folder(first, "") as one, atomic_folder(second, "") as two:
+        for path, text in ((one, "one"), (two, "two")):
+            (path / "name.txt").write_text(text)
+    assert [(path / "name.txt").read_text() for path in (first, second)] == ["one", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_half_written_files_of_a_killed_process_are_removed_by_the_next_write(tmp_path):
+    (tmp_path / ".x.part").mkdir()
+    (tmp_path / ".x.part" / "half").touch()
+    write_once(tmp_path / "x", lambda folder: (folder / "whole").touch())
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["whole"]
+    assert {path.name for path in tmp_path.iterdir()} == {"x", ".x.lock"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two processes that prepare the same text
+
+
+def _prepare(books, home, said, seconds):
+    """Prepare the books in a process of its own, slowly at will; its messages go to the file `said`."""
+    constants.HF_HOME = str(home)
+    sys.stderr = said.open("w", buffering=1)
+    all_documents = text_store.all_documents
+
+    def slowly(sources):
+        for document in all_documents(sources):
+            time.sleep(seconds)
+            yield document
+
+    text_store.all_documents = slowly
+    with messages_shown():
+        prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
+    context, cache = multiprocessing.get_context("forkserver"), tmp_path / "home" / "d2l_bert"
+    context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
+    said = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    first, second = (
+        context.Process(target=_prepare, args=(books, tmp_path / "home", file, seconds), daemon=True)
+        for file, seconds in zip(said, (60, 0), strict=True)
+    )
+    first.start()
+    wait_for(lambda: any(cache.glob(".text-*.part")))
+    second.start()
+    wait_for(lambda: said[1].exists())
+    time.sleep(1)  # until it waits
+    first.kill()
+    second.join(60)
+    assert second.exitcode == 0 and said[0].read_text() == ""
+    assert "reading books: 24 documents in" in said[1].read_text()
+    names = [path.name for path in cache.iterdir() if not path.name.endswith(".lock")]
+    assert sorted(name.partition("-")[0] for name in names) == ["text", "tokenizer", "tokens", "tokens"]

@@ -16,6 +16,14 @@ def packed_by_zstd(data):
     return bytes(pa.compress(data, "zstd"))
 
 
+def write_files(folder, contents):
+    """Write a file of each name, in folders that are made, with its text or bytes; returns the folder."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
 def texts(source):
     return [list(document.paragraphs) for document in source.documents]
 
@@ -26,11 +34,11 @@ def lines_of(*file):
 
 
 def write_table(file, rows):
-    """Write rows (dicts) in the format of the file's suffix; a missing value is left out."""
+    """Write rows (dicts) in the format of the file's suffix, a missing value left out; returns the file."""
     kind = tables.suffix_unpacked(file)
     if kind == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
-        return
+        return file
     text = io.StringIO()
     if kind == ".jsonl":
         text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -42,3 +50,4 @@ def write_table(file, rows):
     data = text.getvalue().encode()
     pack = {".gz": gzip.compress, ".zst": packed_by_zstd}.get(file.suffix, bytes)
     file.write_bytes(pack(data))
+    return file

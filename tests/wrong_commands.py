@@ -188,7 +188,6 @@ AT_ONCE = [
     ("convert gpt2 out --from bert", "gpt2"),
     ("convert decoder out --from bert", "decoder"),
     ("convert loud out --from bert", "silu"),
-    ("convert unnamed out --to bert", "D2lBertForX"),
     ("convert mute out --to bert", "mute"),
     ("convert bert-cut out --from bert", "bert-cut"),
     ("convert bert-nameless out --from bert", "bert-nameless"),

@@ -24,39 +24,6 @@ from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 # characters, that are dropped; of word types that became equal to another; of vocabulary entries with a digit.
 REMARKED_UNKNOWN, REMARKED_MARKS, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
 
-# The scripts of languages that are not written in Latin letters, as `unicodedata.name` begins.
-SCRIPTS = {
-    "CYRILLIC": "ab ba be bg ce cv kk ky mk mn os ru sah sr tg tt udm uk",
-    "GREEK": "el grc",
-    "ARABIC": "ar arz ckb fa ks ps sd ug ur",
-    "HEBREW": "he yi",
-    "DEVANAGARI": "bho hi kok mai mr ne sa",
-    "BENGALI": "as bn",
-    "CJK": "ja wuu yue zh",
-    "HIRAGANA": "ja",
-    "KATAKANA": "ja",
-    "HANGUL": "ko",
-    "ARMENIAN": "hy",
-    "GEORGIAN": "ka",
-    "ETHIOPIC": "am ti",
-    "GUJARATI": "gu",
-    "GURMUKHI": "pa",
-    "KANNADA": "kn",
-    "KHMER": "km",
-    "LAO": "lo",
-    "MALAYALAM": "ml",
-    "MYANMAR": "my",
-    "ORIYA": "or",
-    "SINHALA": "si",
-    "TAMIL": "ta",
-    "TELUGU": "te",
-    "THAI": "th",
-    "TIBETAN": "bo dz",
-}
-
-# Languages of other scripts that are also written in Latin letters.
-LATIN_TOO = {"kk", "mn", "sr", "tg", "tt", "ug"}
-
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
@@ -177,11 +144,7 @@ def remarks(
     }
     cause = max(causes, key=causes.get)
     digits = facts["entries_with_digits"] / len(tokenizer)
-    wanted = SCRIPTS.get(contents["script"], "").split()
-    # A language without an entry in SCRIPTS is written in Latin letters.
-    known = {code for codes in SCRIPTS.values() for code in codes.split()}
-    code = (language or "en").partition("-")[0]
-    is_turkish = contents["dotless"] > NOTICEABLE or code in ("tr", "az")
+    is_turkish = contents["dotless"] > NOTICEABLE or (language or "").partition("-")[0] in ("tr", "az")
     lines = {
         f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
@@ -204,8 +167,6 @@ def remarks(
             digits > REMARKED_DIGITS and not is_given
         ),
         f"most letters are {contents['script'].capitalize().replace('Cjk', 'Chinese')}, and sentences are split as in "
-        f"language {code!r}{'' if language else ', the default'}; name the text's own with --language": (
-            code not in wanted if wanted else contents["script"] == "LATIN" and code in known - LATIN_TOO
-        ),
+        f"English; name the language of the text with --language": contents["script"] != "LATIN" and not language,
     }
     return [line for line, holds in lines.items() if holds]

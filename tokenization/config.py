@@ -88,10 +88,9 @@ class SourceConfig(Options):
             given = getattr(self, name)
             given = given if isinstance(given, (list, str)) else [given]
             if any(not isinstance(one, str) for one in given):
-                from d2l_bert.tokenization.sources import dataset_folder  # here, as a command's help needs no PyArrow
+                from d2l_bert.tokenization.sources import dataset_folder as named  # a command's help needs no PyArrow
 
-                named = [one if isinstance(one, str) else dataset_folder(one, self.text_column) for one in given]
-                setattr(self, name, named)
+                setattr(self, name, [one if isinstance(one, str) else named(one, self.text_column) for one in given])
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""

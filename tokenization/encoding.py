@@ -69,7 +69,7 @@ def prepare_tokens(
         write_store(partial, len(tokenizer), text.source_count, sections)
         _opened.cache_clear()  # in the calling process, if no others were started
 
-    write_once(path, "tokenizing", write)
+    write_once(path, write)
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_entry, cache_folder, reading_cache, short_hash, write_once
+from d2l_bert.folders import cache_entry, cache_folder, short_hash, write_once
 from d2l_bert.messages import UserError, explained
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
@@ -263,9 +263,8 @@ def fit_tokenizer(
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     made_of = wordpiece.text_backend(existing) if existing else options
     path = cache_entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
-    write_once(path, "training a tokenizer", lambda partial: (partial / "content.json").write_text(json.dumps(fit())))
-    with reading_cache(path):
-        found = json.loads((path / "content.json").read_text())
+    write_once(path, lambda partial: (partial / "content.json").write_text(json.dumps(fit())))
+    found = json.loads((path / "content.json").read_text())
     tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:
         logger.info(

@@ -35,15 +35,10 @@ PREPARED_FORMAT = 6
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
 
 
-def is_prepared_folder(path: str | Path) -> bool:
-    """Whether this is a prepared folder: whether the folder has a record."""
-    return os.path.isfile(Path(path) / PREPARED_FILE)
-
-
 def corpus_is_prepared(run: TextConfig) -> bool:
-    """Whether the corpus of a run consists of prepared folders only."""
+    """Whether the corpus of a run consists of prepared folders only, which have a record."""
     paths = run.text_paths()
-    return not run.dataset and bool(paths) and all(is_prepared_folder(path) for path in paths)
+    return not run.dataset and bool(paths) and all(os.path.isfile(Path(path) / PREPARED_FILE) for path in paths)
 
 
 def fixed_options(run: TextConfig) -> dict[str, str]:
@@ -192,10 +187,8 @@ def check_prepared_folders(folders: Sequence[Path]) -> str:
     Read every byte of prepared folders that make one corpus, and say what each holds, a line each.
 
     Raises:
-        UserError: a path is no prepared folder, or as in `read_prepared_folders`.
+        UserError: as in `read_prepared_folders`.
     """
-    way_out = "give one that `d2l-bert prepare` has made"
-    refuse_first({f"{folder}: no prepared folder; {way_out}": not is_prepared_folder(folder) for folder in folders})
     texts = [read_prepared_folder(folder, check_large=True) for folder in folders]
     read_prepared_folders(folders)  # whether they are parts of one corpus
     return "\n".join(
@@ -288,7 +281,7 @@ def _joined(folders, parts, kept):
             (partial / name).mkdir()
             join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
 
-    write_once(path, "joining prepared folders", write)
+    write_once(path, write)
     return {name: TokenizedCorpus(path / name) for name in STORES}
 
 
@@ -303,7 +296,7 @@ def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedTex
         UserError: the folder is damaged or has an earlier format.
     """
     with explained(
-        f"corpus {folder}: a damaged prepared folder",
+        f"corpus {folder}: no prepared folder, or a damaged prepared folder",
         "prepare the text again",
         OSError,
         ValueError,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
+from d2l_bert.messages import UserError, counted, explained, shortened
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -62,8 +62,7 @@ def file_source(
 
     Raises:
         UserError: as in `text_files`, or a file cannot be read. While documents are read: a file is damaged or is not
-            text, a table has no text in the column, a file changed, or one of several processes was killed or could
-            not be started.
+            text, a table has no text in the column, or one of several processes was killed or could not be started.
     """
     counts = Counter()
     if str(path) == PYTHON_DOCS:
@@ -72,25 +71,17 @@ def file_source(
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     with explained(f"{shortened(str(path), 200)}: cannot be read", "allow reading it, or leave it out", OSError):
         files = text_files(path)
-        times = [file.stat().st_mtime_ns for file in files]
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents, documents, separator]
     found = itertools.islice(_of_files(files, text_column, documents, counts, separator), max_documents)
-    return Source(base_name(path), identity, _unchanged(found, files, times), counts)
-
-
-def _unchanged(documents, files, times):
-    """The documents; refuses files that were written meanwhile, as their hashes are of other text than was read."""
-    yield from documents
-    for file, time in zip(files, times, strict=True):
-        if file.stat().st_mtime_ns != time:
-            raise UserError(f"{file}: changed while it was read; run again when no program writes to it")
+    return Source(base_name(path), identity, found, counts)
 
 
 def _of_files(files, text_column, documents, counts, separator):
     """The documents of all files. Files without text are counted."""
     for file in files:
         if tables.file_kind(file) in tables.TABLE_KINDS:
-            found = row_documents(tables.text_rows(file, text_column, separator), counts, documents)
+            texts = (text for text, _ in tables.text_rows(file, text_column, separator))
+            found = row_documents(texts, counts, documents)
         else:
             found = text_documents(file, counts, documents)
         first = list(itertools.islice(found, 1))
@@ -120,17 +111,12 @@ def text_files(path: str | Path) -> list[Path]:
         )
     taken, left_out = {}, {}
     for file in sorted(_files_below(path, set()), key=lambda file: (file.is_symlink(), file)):
-        suffix, is_file = tables.suffix_unpacked(file), file.is_file()
-        if not is_file:
-            reason = "no file to read"
-        elif suffix not in READ_SUFFIXES and (suffix or _is_binary(file)):
-            reason = suffix + file.suffix.lower().removeprefix(suffix) if suffix else "binary without a suffix"
-        elif taken.setdefault(os.path.realpath(file), file) != file:
-            reason = "link to a file that is read"
+        suffix = tables.suffix_unpacked(file)
+        if suffix in READ_SUFFIXES or not (suffix or _is_binary(file)):
+            taken.setdefault(os.path.realpath(file), file)
         else:
-            continue
-        left_out.setdefault(reason, []).append(file.stat().st_size if is_file else 0)
-    parts = [f"{why}: {counted(len(sizes), 'file')}, {sum(sizes):,} bytes" for why, sizes in left_out.items()]
+            left_out.setdefault(suffix or "binary without a suffix", []).append(file.lstat().st_size)
+    parts = (f"{kind}: {counted(len(sizes), 'file')}, {sum(sizes):,} bytes" for kind, sizes in left_out.items())
     said = shortened("; ".join(parts), 1000)
     if not taken:
         raise UserError(
@@ -158,8 +144,8 @@ def _files_below(folder, seen):
     seen.add(os.path.realpath(folder))
     if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin")):  # also without its record
         raise UserError(
-            f"{folder}: a prepared folder, not text; pretrain takes text alone, or prepared folders alone, each with "
-            f"its {PREPARED_FILE}"
+            f"{folder}: a prepared folder, where text is wanted; give text (pretrain alone takes prepared folders, "
+            f"each with its {PREPARED_FILE}, and none beside text)"
         )
     for path in (path for path in folder.iterdir() if not path.name.startswith(".")):
         if not path.is_dir():
@@ -236,16 +222,9 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
             f"JSON as lines of JSON (.jsonl)"
         )
     if kind != "text":
-        return _table_rows(path, text_column, separator)
+        return tables.text_rows(path, text_column, separator, all_cells=True)
     lines = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(path)
     return ((line, {text_column: line}) for line in lines)
-
-
-def _table_rows(file, text_column, separator):
-    with explained(file, "", *READ_ERRORS):
-        for_texts, for_cells = itertools.tee(tables.table_rows(file, separator=separator))
-        for text, (_, cells) in zip(tables.texts_in(for_texts, text_column), for_cells, strict=True):
-            yield text or "", cells
 
 
 def dataset_source(
@@ -315,7 +294,7 @@ def dataset_folder(rows, column: str) -> str:
     with dataset_errors("in memory", hint):
         rows = rows.select_columns([column])
         write, path = rows.save_to_disk, cache_folder() / f"dataset-{rows_hash(rows)}"
-    write_once(path, "writing a dataset", write)
+    write_once(path, write)
     return str(path)
 
 
@@ -368,13 +347,14 @@ def _open_dataset(name, config, split, streaming):
 
 
 def _dataset_texts(name, rows, column):
-    """The texts of a dataset's rows, or None for rows without one."""
+    """The texts of a dataset's rows; "" for rows without one."""
     with dataset_errors(name, "repair it, or leave it out"):
-        yield from tables.texts_in(((f"row {number:,}", row) for number, row in enumerate(rows, 1)), column)
+        for text, _ in tables.texts_in(((f"row {number:,}", row) for number, row in enumerate(rows, 1)), column):
+            yield text
 
 
 def _with_text(texts, counts):
-    """The texts that are not None, empty or only white space."""
+    """The texts that are not empty or only white space."""
     for text in texts:
         if text and not text.isspace():
             yield text
@@ -382,7 +362,7 @@ def _with_text(texts, counts):
             counts["rows without text"] += 1
 
 
-def row_documents(texts: Iterable[str | None], counts: Counter, documents: str = "auto") -> Iterator[Document]:
+def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
     """
     The documents of rows: each row with text is one, unless `documents` says otherwise.
 

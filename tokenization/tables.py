@@ -113,11 +113,7 @@ def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
                 yield line
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
             number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
-            # Only Windows has characters at 0x80 to 0x9f.
-            likely = "CP1252" if re.search(rb"[\x80-\x9f]", error.object) else "LATIN1"
-            way_out = (
-                f"convert it from the encoding that it has, as with `iconv -f {likely} -t UTF-8`, or leave it out"
-            )
+            way_out = "convert it from the encoding that it has, as with `iconv -f CP1252 -t UTF-8`, or leave it out"
             if error.encoding != "utf-8":
                 way_out = "repair it, or leave it out"
             elif bytes(1) in error.object:
@@ -139,9 +135,9 @@ def file_kind(file: Path) -> str:
     """
     if kind := TABLE_SUFFIXES.get(suffix_unpacked(file)):
         return kind
-    with explained(f"{file}: cannot be read", "repair the file, or leave it out", OSError):
-        with open_unpacked(file) as opened:
-            beginning = opened.read(BEGINNING)
+    way_out = "repair the file, or leave it out"
+    with explained(f"{file}: cannot be read", way_out, OSError), open_unpacked(file) as opened:
+        beginning = opened.read(BEGINNING)
     lines = [line for line in beginning.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:16]
     are_objects = 2 * sum(OBJECT_LINE.fullmatch(line) is not None for line in lines) > len(lines)
     if suffix_unpacked(file) == ".json" and not (are_objects and len(lines) > 1):
@@ -149,24 +145,25 @@ def file_kind(file: Path) -> str:
     return "jsonl" if are_objects else "text"
 
 
-def text_rows(file: Path, column: str, separator: str = "auto") -> Iterator[str | None]:
+def text_rows(file: Path, column: str, separator: str = "auto", all_cells: bool = False) -> Iterator[tuple[str, dict]]:
     """
-    The texts in a column of a table, one for each row, in order; None or an empty string for a row without text.
+    The text in a column of each row of a table, in order, and the row's cells; "" for a row without text.
 
     Args:
         column: name of the column.
         file, separator: as in `table_rows`.
+        all_cells: also read the other columns of a Parquet file.
 
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
     with explained(file, "", *READ_ERRORS):
-        yield from texts_in(table_rows(file, column, separator), column)
+        yield from texts_in(table_rows(file, None if all_cells else column, separator), column)
 
 
-def texts_in(rows: Iterable[tuple[str, dict]], column: str) -> Iterator[str | None]:
+def texts_in(rows: Iterable[tuple[str, dict]], column: str) -> Iterator[tuple[str, dict]]:
     """
-    The texts in a column of rows, each given with its place; None for a row without one.
+    The text in a column of each row, and the row; "" for a row without text. Rows are given with their places.
 
     Raises:
         ValueError: a row has something other than text there, or no row has the column.
@@ -180,7 +177,7 @@ def texts_in(rows: Iterable[tuple[str, dict]], column: str) -> Iterator[str | No
                 f"another column with --text_column"
             )
         names |= row
-        yield text
+        yield text or "", row
     _check_columns(list(names), column)
 
 
@@ -230,16 +227,15 @@ def _check_columns(names, column):
 
 def _json_rows(file):
     """The rows of a JSONL file."""
-    decoder, replaced = json.JSONDecoder(object_pairs_hook=_object), 0
+    replaced = 0
     for number, line in enumerate(lines_of(file), 1):
         if line.isspace():
             continue
-        whole = line
-        if "\\u" in line:
-            whole = HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line)
+        has_escape = "\\u" in line
+        whole = HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line) if has_escape else line
         replaced += whole != line
         try:
-            row = decoder.decode(whole)
+            row = json.loads(whole)
             if not isinstance(row, dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError) as error:
@@ -248,13 +244,6 @@ def _json_rows(file):
         yield f"line {number:,}", row
     if replaced:
         logger.warning(f"{file}: half a character (a surrogate alone) is replaced by U+FFFD in {replaced:,} rows")
-
-
-def _object(pairs):
-    """An object of JSON; of two values with one name, one would be lost."""
-    if len(row := dict(pairs)) < len(pairs):
-        raise ValueError("a name stands twice in an object")
-    return row
 
 
 def _cell_rows(file, column, separator, is_tsv):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.folders import cache_entry, reading_cache, write_once
+from d2l_bert.folders import cache_entry, write_once
 from d2l_bert.messages import UserError, counted, with_progress
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
@@ -61,7 +61,7 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
             counts.update(source.counts)
         (partial / "counts.json").write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
 
-    write_once(path, f"reading {name}", write)
+    write_once(path, write)
     return path
 
 
@@ -95,19 +95,13 @@ def _batch(sentences, ends, numbers):
 
 
 class Blocks:
-    """
-    The blocks of a text store that `prepare_text` has written, read from the disk a batch at a time.
-
-    Raises:
-        UserError: the store is damaged.
-    """
+    """The blocks of a text store that `prepare_text` has written, read from the disk a batch at a time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        with reading_cache(folder):
-            # A map of the file would keep the pages that were read in memory; of the numbers it reads no others.
-            self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
-            self.table = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow"))).read_all().select(_NUMBERS)
+        # A map of the file would keep the pages that were read in memory; of the numbers it reads no others.
+        self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
+        self.table = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow"))).read_all().select(_NUMBERS)
         self.batch_starts = np.cumsum([0, *map(len, self.table["hash"].chunks)])
 
     def read(self, blocks: np.ndarray) -> Iterator[pa.RecordBatch]:
@@ -131,9 +125,8 @@ class TextStore(Blocks):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        with reading_cache(folder):
-            counts = json.loads((folder / "counts.json").read_text())
-            self.reading, self.source_count = counts["reading"], counts["sources"]
+        counts = json.loads((folder / "counts.json").read_text())
+        self.reading, self.source_count = counts["reading"], counts["sources"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
         self._read_firsts = firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
         if len(firsts) < FEWEST_DOCUMENTS and len(self.table):

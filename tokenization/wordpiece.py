@@ -122,17 +122,16 @@ def train_on_words(
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
-        trained.train_from_iterator(_repeated(words), trainer)
+        # The trainer takes texts, not counts: each word as often as it occurs.
+        texts = (
+            f"{word} " * min(n - first, REPEATED_AT_ONCE)
+            for word, n in words.items()
+            for first in range(0, n, REPEATED_AT_ONCE)
+        )
+        trained.train_from_iterator(texts, trainer)
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
     merges = pieces(trained)[len(characters) :]
     return make_tokenizer([*characters, *merges], rules, model_max_length)
-
-
-def _repeated(words):
-    """Each word as often as it occurs, separated by spaces: the trainer takes texts, not counts."""
-    for word, count in words.items():
-        for first in range(0, count, REPEATED_AT_ONCE):
-            yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
 
 
 def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -> set[str]:

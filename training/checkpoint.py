@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained
-from d2l_bert.modeling.conversion import save_with_code
+from d2l_bert.modeling.conversion import save_model
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.devices import on_main
 
@@ -51,7 +51,7 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
             unchanged.
     """
     with folders.atomic_folder(final, f", and {GO_ON}; earlier checkpoints are unchanged") as partial:
-        save_with_code(model, partial)
+        save_model(model, partial)
         save_tokenizer(tokenizer, partial)
         for name, named in tensors.items():
             if named:
@@ -259,7 +259,7 @@ class WordSaver:
         def write():
             for path, words in zip(paths, reached, strict=True):
                 with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
-                    save_with_code(model, partial)
+                    save_model(model, partial)
                     save_tokenizer(self.tokenizer, partial)
                     folders.write_json(partial / WORDS_FILE, {"words": words, **state})
                 logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")

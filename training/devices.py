@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.utils.benchmark import Timer
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert.messages import UserError, refuse_first
@@ -330,26 +331,9 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
         operations = 2 * side**3
         if peak and operations / peak > seconds:  # one such product takes seconds if the CPU only emulates the dtype
             break
-        peak = max(peak, operations / _shortest_product(device, dtype, side, seconds / len(sides)))
+        # Random numbers, not zeros: on zeros a GPU draws less power and runs faster.
+        generator = torch.Generator(device)
+        left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+        timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
+        peak = max(peak, operations / min(timer.blocked_autorange(min_run_time=seconds / len(sides)).times))
     return peak
-
-
-def _shortest_product(device, dtype, side, seconds):
-    """The shortest time of a product of two (side, side) matrices, in seconds, measured for about `seconds`."""
-    # Random numbers, not zeros: on zeros a GPU draws less power and runs faster.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(left)
-    shortest, end = float("inf"), time.perf_counter() + seconds
-    while shortest == float("inf") or time.perf_counter() < end:
-        _synchronize(device)
-        start = time.perf_counter()
-        torch.matmul(left, right, out=product)
-        _synchronize(device)
-        shortest = min(shortest, time.perf_counter() - start)
-    return shortest
-
-
-def _synchronize(device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -22,6 +22,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
+from d2l_bert import folders
 from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.push import Pusher, check_push
@@ -75,17 +76,15 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")
             logger.info("mixed_precision no: on this GPU products are computed in TF32, with 10 bits of mantissa")
-        if run.dry_run:
-            on_main(run_folder.check_output_folder, run, folder, run.init_from)
-            resumed = None
-        else:
-            on_main(stack.enter_context, run_folder.output_folder(run, folder))
-            resumed = on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)
+        if not run.dry_run:  # which writes nothing
+            on_main(stack.enter_context, folders.locked_folder(folder))
+        on_main(run_folder.check_output_folder, run, folder, run.init_from)
+        resumed = None if run.dry_run else on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)
         if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
-            repository = run_folder.repository(run, folder)
-            on_main(check_push, repository, run.known_license(), run.dry_run)
+            run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folder.resolve().name)
+            on_main(check_push, run.hub_model_id, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
             run = with_objective(dataclasses.replace(run, **text.token_options), text)
@@ -184,8 +183,7 @@ def train(
         saved_before = on_main(words.keep_earlier)  # a run that was killed may not have uploaded them
         pusher = None
         if run.push_to_hub and accelerator.is_main_process:
-            repository = run_folder.repository(run, folder)
-            pusher = Pusher(folder, record, repository, run.hub_strategy, public=not run.hub_private_repo)
+            pusher = Pusher(folder, record, run.hub_model_id, run.hub_strategy, public=not run.hub_private_repo)
             for path in saved_before:
                 pusher.saved(path)
         on_main(start_trackers, accelerator, folder, record, start)

@@ -1,6 +1,5 @@
 """The output folder of a run: locked and checked at the start, `run_config.json`, the finished model at the end."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -19,7 +18,7 @@ from d2l_bert import folders
 from d2l_bert.messages import GO_ON, refuse_first, writing
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.conversion import save_with_code
+from d2l_bert.modeling.conversion import save_model
 from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.pair_tasks import pair_task
@@ -42,21 +41,6 @@ OPENMP_VARIABLES = (
 )
 
 CPUINFO = Path("/proc/cpuinfo")
-
-
-@contextlib.contextmanager
-def output_folder(run: PretrainConfig, folder: Path):
-    """
-    Make the run's output folder and lock it for the block, so that no other run writes there.
-
-    If the folder is new and still empty after the block, it is deleted.
-
-    Raises:
-        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`.
-    """
-    with folders.locked_folder(folder):
-        check_output_folder(run, folder, run.init_from)
-        yield
 
 
 def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
@@ -115,11 +99,6 @@ def folder_of(run: PretrainConfig) -> Path:
     names = run.text_paths() + [dataset_and_config(dataset)[0] for dataset in run.dataset]
     text = Path(names[0]).resolve().stem if len(names) == 1 else "texts"
     return Path(run.output_dir or f"d2l-bert-{run.recipe}-{text}")
-
-
-def repository(run: PretrainConfig, folder: Path) -> str:
-    """The id of the Hub repository that the model is pushed to: `hub_model_id`, or the name of the output folder."""
-    return run.hub_model_id or folder.resolve().name
 
 
 def make_record(
@@ -263,7 +242,7 @@ def finish_folder(
         writing(folder, f", and {GO_ON}; the checkpoints are unchanged"),
         folders.replacing_files(folder, last=checkpoint.WEIGHTS_FILE) as partial,
     ):
-        save_with_code(model, partial)
+        save_model(model, partial)
         wordpiece.save_tokenizer(text.tokenizer, partial)
         pictures.plot_curves(rows, partial / card.CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import shutil
 import unicodedata
@@ -15,9 +14,6 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, writing
-
-
-logger = logging.getLogger(__name__)
 
 
 def short_hash(*values) -> str:
@@ -82,10 +78,8 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
         _sync_all(partial)
         delete_synced(folder / last)
         for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-            if path.name == last:
-                sync(folder)
             path.replace(folder / path.name)
-        sync(folder)
+            sync(folder)
 
 
 @contextlib.contextmanager
@@ -107,9 +101,8 @@ def _sync_all(folder):
 
 def delete_synced(path: Path) -> None:
     """Delete a file, if it exists, and wait until that is on the disk."""
-    if path.exists():
-        path.unlink()
-        sync(path.parent)
+    path.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -202,13 +195,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
         UserError: the path is a file, the folder cannot be written, or another run has locked it.
     """
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    try:
+    with writing(f"output_dir {folder}", ", or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another folder") from None
-    except OSError as error:
-        raise UserError(f"output_dir {folder}: cannot be written ({error.strerror}); name another folder") from None
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another") from None
     try:
         yield
     finally:
@@ -244,7 +236,7 @@ def cache_entry(folder: Path, kind: str, *identity) -> Path:
     return folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
 
 
-def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
+def write_once(path: Path, write: Callable[[Path], object]) -> None:
     """
     Write a folder of the cache atomically, unless it exists.
 
@@ -253,7 +245,6 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
     another one writes the folder.
 
     Args:
-        label: what `write` does, for the message of a waiting process: "reading books".
         write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
             writing the cache, so `write` must turn errors of reading its sources into other exceptions.
 
@@ -264,23 +255,7 @@ def write_once(path: Path, label: str, write: Callable[[Path], object]) -> None:
         return
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
-        try:
-            held = lock.acquire(timeout=1.0)  # a process that waits no longer than this second is silent
-        except Timeout:
-            logger.info(f"waiting for another process that is {label} (cache {path.parent})")
-            held = lock.acquire()
-        with held:
+        with FileLock(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # else another process wrote the folder while this one waited for the lock
                 with atomic_folder(path, ANOTHER_CACHE) as partial:
                     write(partial)
-
-
-def reading_cache(folder: Path) -> contextlib.AbstractContextManager:
-    """
-    Turns exceptions of a damaged file into a `UserError` that names the folder of the cache.
-
-    NumPy and PyArrow raise exceptions of many classes for a damaged file. The block should hold only the call that
-    reads: a bug inside the block would be reported as a damaged file.
-    """
-    return explained(f"cache {folder}: damaged", "delete this folder and run again", *READ_ERRORS, TypeError, EOFError)

@@ -114,20 +114,21 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, UserError):
-            pass
-        elif "trust_remote_code" in why:  # from Transformers, which advises the user to run it
-            why = "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
-        elif Path(name, "run_config.json").is_file() and not Path(name, "config.json").is_file():
-            why = f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100"
-        elif not Path(name).exists():
-            why = (
-                f"no folder here has this name, and the Hub gave nothing of this name ({why:.200}); check the name, "
-                f"connect to the network, or log in with `hf auth login` for a private one"
-            )
-        else:
-            why = f"{why:.300}; give a folder of pretrain or save_pretrained, or save it there again"
+        said = " ".join(str(error).split()) or type(error).__name__
+        causes = {
+            said: isinstance(error, UserError),
+            # Transformers advises the user to run such code.
+            "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT": (
+                "trust_remote_code" in said
+            ),
+            f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100": (
+                Path(name, "run_config.json").is_file() and not Path(name, "config.json").is_file()
+            ),
+            f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
+            f"connect to the network, or log in with `hf auth login` for a private one": not Path(name).exists(),
+            f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again": True,
+        }
+        why = next(why for why, holds in causes.items() if holds)
         raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
 
 

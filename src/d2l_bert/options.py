@@ -49,9 +49,8 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         "common": common,
         "needs": needs,
     }
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    of_field = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**of_field, metadata=metadata)
 
 
 def option_of(config: type, name: str, **changes):

@@ -1,8 +1,14 @@
 """`d2l-bert evaluate`: figures of masked language models on a text and on minimal pairs, side by side."""
 
+import csv
 import dataclasses
 import importlib.metadata
+import io
+import json
 import logging
+import os
+import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +16,12 @@ import numpy as np
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders, messages
-from d2l_bert.model_cards import evaluations
+from d2l_bert.model_cards import card, evaluations
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import prepare
-from d2l_bert.tokenization.account import unknown_share
-from d2l_bert.tokenization.sources import STDIN
+from d2l_bert.tokenization import account, sources
 from d2l_bert.training import devices
-from d2l_bert.training.evaluation import line_scores, masked_models, minimal_pairs, pseudo_likelihood, runs_table, text
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.evaluation import masked_models, minimal_pairs, pseudo_likelihood, text
 from d2l_bert.training.evaluation.config import EvaluateConfig
 
 
@@ -38,8 +43,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     Returns:
         The content of the file `config.output`: `versions`, `options`, `text` (the text's name) and `models`. Each
         model has its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`
-        (`text.evaluate_text`, with pseudo-perplexity) and `blimp` (`minimal_pairs.blimp_results`, with `score`), each
-        with `unknown_share`, the share of its characters in `[UNK]` (of a text, in a sample of `SAMPLED_CHARACTERS`).
+        (`text.evaluate_text`) and `blimp` (`minimal_pairs.blimp_results`, with `score`), each with `unknown_share`,
+        the share of its characters in `[UNK]` (of a text, in a sample of `SAMPLED_CHARACTERS`).
         None in all processes but the main one.
 
     Raises:
@@ -59,12 +64,12 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
                 {
                     "line_scores is for one model; name one": len(models) > 1,
                     "line_scores -: one process alone can read the standard input; give a file": (
-                        config.line_scores == STDIN and accelerator.num_processes > 1
+                        config.line_scores == sources.STDIN and accelerator.num_processes > 1
                     ),
                 }
             )
             models[0].to(accelerator.device)
-            line_scores.print_line_scores(models[0], config, accelerator)
+            pseudo_likelihood.print_line_scores(models[0], config, accelerator)
             devices.shut_down(accelerator)
             return None
         if config.has_text():
@@ -84,11 +89,11 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp) if config.blimp else []
     with devices.together():
         encoded_pairs = [_encode_pairs(model, pairs, config) for model in models]
-    read = sentences = None
+    read = None
     if config.has_text():
         read = devices.main_first(text.read_text, config, (of_record or runs)[0])
-        sentences = text.sample_sentences(read, config.pppl_sentences, models, length)
-        if config.pppl_sentences and not sentences:
+        read.sentences = text.sample_sentences(read, config.pppl_sentences, models, length)
+        if config.pppl_sentences and not read.sentences:
             logger.warning(
                 f"no pseudo-perplexity: each sentence of {read.name} has no word without [UNK], or more tokens than "
                 f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
@@ -104,18 +109,13 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         if read:
             with devices.together():
                 figures["text"] = text.evaluate_text(model, read, config, length, accelerator)
-            figures["text"]["unknown_share"] = unknown_share(
-                model.tokenizer, read.part.sample(prepare.SAMPLED_CHARACTERS)
-            )
-            if sentences:
-                figures["text"] |= text.pseudo_perplexity(model, sentences, config, accelerator)
         if pairs:
             scores = pseudo_likelihood.pseudo_log_likelihoods(
                 model, encoded, config, accelerator, f"{model.name} on BLiMP"
             )
             figures["blimp"] = {
                 "score": config.score,
-                "unknown_share": unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
+                "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
                 **minimal_pairs.blimp_results(pairs, scores.numpy()),
             }
         results.append(figures)
@@ -126,7 +126,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         "text": read.name if read else None,
         "models": results,
     }
-    devices.on_main(_write, content, runs_table.table_of_runs(models, results), config)
+    devices.on_main(_write, content, table_of_runs(models, results), config)
     devices.shut_down(accelerator)
     return content if accelerator.is_main_process else None
 
@@ -135,12 +135,14 @@ def _encode_pairs(model, pairs, config):
     """The sentences of all minimal pairs as the model reads them; a `UserError` for one that is too long for it."""
     sentences = minimal_pairs.sentences_of(pairs)
     encoded = pseudo_likelihood.encode(model, sentences, config.score)
-    unfit = np.flatnonzero((encoded.lengths() > model.most_positions) | (encoded.scored_tokens() == 0))
-    if len(unfit):
-        raise messages.UserError(
-            f"{model.name} has {model.most_positions} positions, and {encoded.lengths()[unfit[0]]} tokens, or none "
-            f"beside special ones and [UNK], in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
-        )
+    unfit = np.flatnonzero((encoded.lengths > model.most_positions) | (encoded.scored_tokens == 0))
+    messages.refuse_first(
+        {
+            f"{model.name} has {model.most_positions} positions, and {encoded.lengths[number]} tokens, or none "
+            f"beside special ones and [UNK], in the sentence {sentences[number]!r:.60}; take the sentence out": True
+            for number in unfit[:1]
+        }
+    )
     return encoded
 
 
@@ -148,15 +150,16 @@ def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
     """Show the tables; then write the file and the models' cards that the options ask for."""
     messages.report.info(evaluation_table(content))
     if any(row["seeds"] > 1 for row in of_runs):
-        messages.report.info(f"\n{runs_table.as_markdown(of_runs)}")
+        messages.report.info(f"\n{as_markdown(of_runs)}")
     if config.output is not None:
-        forms = {".md": runs_table.as_markdown, ".csv": runs_table.as_csv}
-        with messages.writing(config.output, ", or name another file"):
-            if form := forms.get(Path(config.output).suffix.lower()):
-                Path(config.output).write_text(form(of_runs), encoding="utf-8", newline="")
+        output = Path(config.output)
+        with messages.writing(output, ", or name another file"):
+            if output.suffix.lower() == ".json":
+                folders.write_json(output, content)
             else:
-                folders.write_json(Path(config.output), content)
-        logger.info(f"wrote {config.output}")
+                table = as_markdown(of_runs) if output.suffix.lower() == ".md" else as_csv(of_runs)
+                output.write_text(table, encoding="utf-8", newline="")
+        logger.info(f"wrote {output}")
     for figures in content["models"] if config.update_card else ():
         folder = Path(figures["model"])
         evaluations.update_folder(folder, content["text"], figures.get("text"), figures.get("blimp"))
@@ -164,7 +167,7 @@ def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The table
+# The table of models
 
 
 LABEL_WIDTH = 38
@@ -196,36 +199,108 @@ def evaluation_table(content: dict) -> str:
     Args:
         content: what `evaluate` returned.
     """
-    models, notes = content["models"], []
+    models = content["models"]
+    texts, blimps = ([model[part] for model in models if part in model] for part in ("text", "blimp"))
     names = [model["model"].rstrip("/") for model in models]
     last_parts = [name.rsplit("/", 1)[-1] for name in names]
-    rows = [("", last_parts if len({*last_parts}) == len(names) else names)]
-    rows.append(("parameters", [f"{model['parameters']:,}" for model in models]))
-    if content["text"] is not None:
-        texts = [model["text"] for model in models]
+    rows = [
+        ("", last_parts if len({*last_parts}) == len(names) else names),
+        ("parameters", [f"{model['parameters']:,}" for model in models]),
+    ]
+    if texts:
         rows += [("", []), (f"Text: {content['text']}", [])]
-        for label, key, form in TEXT_ROWS:
-            if any(key in text for text in texts):
-                rows.append((f"  {label}", [format(text[key], form) if key in text else "-" for text in texts]))
-        if len({text["pair_task"] for text in texts}) > 1:
-            notes.append(
-                "The models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
-                "--objective none all MLM figures are on single segments."
-            )
-        if len({text["tokens"] for text in texts}) > 1:
-            notes.append(
-                "The models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses "
-                "and perplexities of tokens."
-            )
-    if "blimp" in models[0]:
-        results = [model["blimp"] for model in models]
-        pairs, count = (results[0][name] for name in ("pairs", "paradigm_count"))
-        rows += [("", []), (f"BLiMP, score {results[0]['score']}: {pairs:,} pairs in {count} of 67 paradigms", [])]
-        rows.append(("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in results]))
-        phenomena = {name: [blimp["phenomena"][name] for blimp in results] for name in results[0]["phenomena"]}
-        for name, figures in {"all paradigms": results, **phenomena}.items():
+        rows += [
+            (f"  {label}", [format(text[key], form) if key in text else "-" for text in texts])
+            for label, key, form in TEXT_ROWS
+            if any(key in text for text in texts)
+        ]
+    if blimps:
+        pairs, count, score = (blimps[0][name] for name in ("pairs", "paradigm_count", "score"))
+        rows += [("", []), (f"BLiMP, score {score}: {pairs:,} pairs in {count} of 67 paradigms", [])]
+        rows.append(("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in blimps]))
+        phenomena = {name: [blimp["phenomena"][name] for blimp in blimps] for name in blimps[0]["phenomena"]}
+        for name, figures in {"all paradigms": blimps, **phenomena}.items():
             cells = [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures]
             rows.append((f"  {name.replace('_', ' ')} ({figures[0]['paradigm_count']})", cells))
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
     lines = [f"{label:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in cells) for label, cells in rows]
-    return "\n".join([line.rstrip() for line in lines] + [""] * bool(notes) + notes)
+    if len({text["pair_task"] for text in texts}) > 1:
+        lines.append(
+            "\nThe models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
+            "--objective none all MLM figures are on single segments."
+        )
+    if len({text["tokens"] for text in texts}) > 1:
+        lines.append(
+            "\nThe models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses and "
+            "perplexities of tokens."
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table of runs
+
+# The figures by their columns: the part of a model's results, `run` for its own metrics.json; the name there; the
+# factor to the unit of the column; and the format in Markdown.
+RUN_COLUMNS = {
+    "words seen, millions": ("run", "train_words_seen", 1e-6, ".1f"),
+    "minutes": ("run", "train_seconds", 1 / 60, ".1f"),
+    "MLM loss": ("text", "mlm_loss", 1, ".3f"),
+    "MLM accuracy": ("text", "mlm_accuracy", 1, ".1%"),
+    **{f"{task.short} accuracy": ("text", f"{task.key}_accuracy", 1, ".1%") for task in PAIR_TASKS.values()},
+    "pseudo-perplexity of a word": ("text", "pseudo_perplexity", 1, ",.1f"),
+    "BLiMP": ("blimp", "accuracy", 1, ".1%"),
+}
+
+DEVIATION = "{}, standard deviation"
+
+
+def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dict]) -> list[dict]:
+    """
+    The rows of a table of pretraining runs: those that differ in their seed alone are one row.
+
+    Args:
+        models: those in a folder that a run of `pretrain` has left are in the table.
+        results: of each model what `evaluate` has measured.
+
+    Returns:
+        For each group of runs `runs`, what their names have in common; `seeds`, how many they are; and of each figure
+        the mean, and the standard deviation (n - 1) if there are several seeds.
+    """
+    groups, rows = {}, []
+    for model, measured in zip(models, results, strict=True):
+        metrics = folders.read_json(Path(model.name, card.METRICS_FILE))
+        if "run" in model.record and metrics:
+            same = {**PretrainConfig(**model.record["run"]).identity(), "seed": None, **model.record["architecture"]}
+            found = (folders.base_name(model.name), {**measured, "run": metrics})
+            groups.setdefault(json.dumps(same), []).append(found)
+    for group in groups.values():
+        names, runs = zip(*group, strict=True)
+        row = {"runs": re.sub(r"[-_. ]*\d*$", "", os.path.commonprefix(names)) or names[0], "seeds": len(runs)}
+        for label, (part, name, factor, _) in RUN_COLUMNS.items():
+            values = [factor * run[part][name] for run in runs if name in run.get(part, {})]
+            row |= {label: statistics.fmean(values)} if values else {}
+            row |= {DEVIATION.format(label): statistics.stdev(values)} if len(values) > 1 else {}
+        rows.append(row)
+    return rows
+
+
+def as_csv(rows: list[dict]) -> str:
+    """The table as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_markdown(rows: list[dict]) -> str:
+    """The table as Markdown, with deviations in brackets."""
+    columns = {label: form for label, (*_, form) in RUN_COLUMNS.items() if any(label in row for row in rows)}
+    lines = [["runs", "seeds", *columns], ["---"] * (len(columns) + 2)]
+    for row in rows:
+        cells = [format(row[label], form) if label in row else "" for label, form in columns.items()]
+        deviations = [(row.get(DEVIATION.format(label)), form) for label, form in columns.items()]
+        brackets = ["" if value is None else f" ({value:{form}})" for value, form in deviations]
+        lines.append([row["runs"], str(row["seeds"]), *map(str.__add__, cells, brackets)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -1,4 +1,4 @@
-"""Pseudo-log-likelihoods of sentences: the sum of each token's log-probability with the token masked.
+"""Pseudo-log-likelihoods of sentences, and of the lines of a file: the sum of each token's log-probability, masked.
 
 `[UNK]` is not scored: it stands for any word that the tokenizer does not know, and is easy to guess.
 
@@ -21,8 +21,12 @@ from accelerate import Accelerator
 
 from d2l_bert.messages import with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
+from d2l_bert.tokenization import sources
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
+
+
+LINES_AT_ONCE = 2**14
 
 
 @dataclass
@@ -35,23 +39,19 @@ class EncodedSentences:
             that the tokenizer does not tell apart have the same index, and so the same score.
         ids: token ids with special tokens, one array (T,) for each sequence.
         words: for each token the number of its word, -1 if it is not scored, as special tokens and `[UNK]`; as `ids`.
-        read_words: how many words, separated by white space, the tokens of each given sentence stand in (sentences,).
-        known_words: how many of these have no `[UNK]` (sentences,).
+        lengths, scored_tokens: how many tokens each given sentence has, special ones included; and how many of them
+            are scored (sentences,).
+        read_words, known_words: how many words, separated by white space, the tokens of each given sentence stand in;
+            and how many of these words have no `[UNK]` (sentences,).
     """
 
     numbers: np.ndarray
     ids: list[np.ndarray]
     words: list[np.ndarray]
+    lengths: np.ndarray
+    scored_tokens: np.ndarray
     read_words: np.ndarray
     known_words: np.ndarray
-
-    def scored_tokens(self) -> np.ndarray:
-        """How many tokens of each given sentence are scored (sentences,)."""
-        return np.array([(words >= 0).sum() for words in self.words], dtype=np.int64)[self.numbers]
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of each given sentence, special tokens included (sentences,)."""
-        return np.array([len(ids) for ids in self.ids], dtype=np.int64)[self.numbers]
 
 
 def encode(
@@ -63,14 +63,12 @@ def encode(
     Args:
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
-    sequences, numbers, read_words, known_words = {}, [], [], []
+    sequences, numbers, counts = {}, [], []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
         length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
         white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character
         covered = [set(white_space_word[start:end].tolist()) for start, end in encoding.offsets]  # by each token
-        with_unknown = set().union(*itertools.compress(covered, unknown))
-        read_words.append(len(set().union(*covered)))
-        known_words.append(len(set().union(*covered) - with_unknown))
+        read, with_unknown = set().union(*covered), set().union(*itertools.compress(covered, unknown))
         is_left_out = [
             bool(special or is_unknown or (whole_words and covers & with_unknown))
             for special, is_unknown, covers in zip(encoding.special_tokens_mask, unknown, covered, strict=True)
@@ -81,10 +79,11 @@ def encode(
             -1 if left_out else length + position if word is None else word
             for position, (left_out, word) in enumerate(zip(is_left_out, of_words, strict=True))
         )
+        counts.append((length, length - sum(is_left_out), len(read), len(read - with_unknown)))
         numbers.append(sequences.setdefault((tuple(encoding.ids), its_words), len(sequences)))
     ids, words = ([np.array(sequence[which], dtype=np.int64) for sequence in sequences] for which in (0, 1))
-    counts = (np.array(count, dtype=np.int64) for count in (read_words, known_words))
-    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *counts)
+    of_each = np.array(counts, dtype=np.int64).reshape(-1, 4).T
+    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *of_each)
 
 
 def masked_batches(
@@ -104,7 +103,7 @@ def masked_batches(
         The ids of the rows (R, T); the positions to predict in each row, and the ids of the tokens that stand there,
         -100 in unused slots (R, P); and the index of each row's sequence (R,).
     """
-    lengths = np.array([len(ids) for ids in sentences.ids], dtype=np.int64)
+    lengths = np.array([len(ids) for ids in sentences.ids])
     for length in np.unique(lengths).tolist():
         same = np.flatnonzero(lengths == length)
         ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
@@ -160,3 +159,33 @@ def pseudo_log_likelihoods(
     if accelerator.num_processes > 1:  # each process has a part of each score
         scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
     return scores[torch.from_numpy(sentences.numbers)]
+
+
+def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: Accelerator) -> None:
+    """
+    Print a line for each line or row of the file `config.line_scores`, in the file's order, with tabs between:
+
+    the mean log-likelihood of a token, the sum, and the mean of a word between white space, in nats; the share of the
+    tokens that are `[UNK]`; the number of the line from 1; and its text. A line without a token to score has `-inf`
+    for its scores, and so comes first where lines are sorted by number. What is beyond the model's positions is cut
+    off.
+
+    Raises:
+        UserError: as in `sources.lines_and_cells`.
+    """
+    model.backend.enable_truncation(model.most_positions)
+    lines = (line for line, _ in sources.lines_and_cells(config.line_scores, config.text_column, config.separator))
+    count = 0
+    while group := list(itertools.islice(lines, LINES_AT_ONCE)):
+        encoded = encode(model, group)
+        scores = pseudo_log_likelihoods(
+            model, encoded, config, accelerator, f"{model.name} on {config.line_scores}", config.line_masks
+        ).numpy()
+        unknown = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])[encoded.numbers]
+        counts = (encoded.scored_tokens, encoded.read_words, unknown)
+        for line, score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
+            count += 1
+            means = [score / scored, score, score / read] if scored else [-np.inf] * 3
+            shown = [*(f"{mean:.4f}" for mean in means), f"{of_unknown / max(1, scored + of_unknown):.4f}", f"{count}"]
+            if accelerator.is_main_process:
+                print(*shown, line.replace("\t", " "), sep="\t")

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from d2l_bert import folders, messages, options
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import encoding, prepare, text_store, token_store
+from d2l_bert.tokenization import account, encoding, prepare, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
@@ -34,10 +34,12 @@ class EvaluationText:
     Args:
         name: the names of its sources.
         part: the documents to evaluate on.
+        sentences: the sample of `sample_sentences` for pseudo-perplexity.
     """
 
     name: str
     part: text_store.TextPart
+    sentences: list[str] = dataclasses.field(default_factory=list)
 
 
 def sample_sentences(text: EvaluationText, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
@@ -49,7 +51,7 @@ def sample_sentences(text: EvaluationText, most: int, models: list[MaskedModel],
 
     def fits(sentence):
         encoded = [encode(model, [sentence], whole_words=True) for model in models]
-        return all(each.scored_tokens()[0] and each.lengths()[0] <= max_seq_length for each in encoded)
+        return all(each.scored_tokens[0] and each.lengths[0] <= max_seq_length for each in encoded)
 
     sample = list(text.part.sample(prepare.SAMPLED_CHARACTERS))
     order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
@@ -77,7 +79,7 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     tokenizer, task = model.tokenizer, model.task
     kind = type(tokenizer.backend_tokenizer.model).__name__
     found = f"a head for {task.short}" if task else "no head for pairs"
-    reasons = {
+    cases = {
         "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
         in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
         f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
@@ -86,7 +88,7 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
         f"its {kind} tokenizer does not say where a word goes on, as masking {run.masking} needs; give --masking "
         f"token": run.masking != "token" and kind != "WordPiece",
     }
-    messages.refuse_first(reasons, f"{model.name}: ")
+    messages.refuse_first(cases, f"{model.name}: ")
     return run
 
 
@@ -126,20 +128,28 @@ def evaluate_text(
     Returns:
         The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
         without a head for pairs or with the objective `none`; `pair_head`, the task of the model's head or None;
-        `tokens` and `documents` of the text. Every process gets the same figures.
+        `tokens` and `documents` of the text; `unknown_share`, the share of its characters in `[UNK]`; and the figures
+        of `pseudo_perplexity`, if the text has sentences for it. Every process gets the same figures.
 
     Raises:
         UserError: the text has no pair of segments, or no token to predict, for this model.
     """
-    tokens = _tokens(model, text, config)
+    tokens, run = _tokens(model, text, config), run_of(model, config)
+    most = run.max_eval_pairs if config.held_out else config.max_eval_pairs
+    ranks = Ranks(accelerator.num_processes, accelerator.process_index)
+
+    def rows_for(task):
+        objective = {"objective": task.key if task else "none"}
+        shape = dataclasses.replace(run, max_seq_length=max_seq_length, max_eval_pairs=most, **objective)
+        return held_out.HeldOutPairs(tokens, model.tokenizer, shape, config.batch_tokens, text.name, ranks)
+
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
-    rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
+    rows = rows_for(task)
     if task and not rows.has_pairs():
         reason = f"no pair for {task.short} in this text, as where each document has one sentence"
         messages.refuse_first({f"{text.name}: {reason}; give --objective none": config.objective != "auto"})
         logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
-        task = None
-        rows = _rows(model, text, tokens, config, task, max_seq_length, accelerator)
+        task, rows = None, rows_for(None)
     with messages.explained(model.name, "", messages.UserError):
         rows.one()  # raises if there is no row, or no token to predict
     batches = messages.with_progress(
@@ -157,20 +167,9 @@ def evaluate_text(
         "pair_head": model.task.key if model.task else None,
         "tokens": len(tokens.ids),
         "documents": len(tokens),
+        "unknown_share": account.unknown_share(model.tokenizer, text.part.sample(prepare.SAMPLED_CHARACTERS)),
+        **(pseudo_perplexity(model, text.sentences, config, accelerator) if text.sentences else {}),
     }
-
-
-def _rows(model, text, tokens, config, task, max_seq_length, accelerator):
-    """The rows that a model is evaluated on: pairs for a task, else single segments."""
-    run = run_of(model, config)
-    run = dataclasses.replace(
-        run,
-        objective=task.key if task else "none",
-        max_seq_length=max_seq_length,
-        max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
-    )
-    ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-    return held_out.HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, text.name, ranks)
 
 
 def _tokens(model, text, config):
@@ -228,5 +227,5 @@ def pseudo_perplexity(
         "pppl_log_likelihood": total,
         "pppl_sentences": len(sentences),
         "pppl_words": words,
-        "pppl_tokens": int(encoded.scored_tokens().sum()),
+        "pppl_tokens": int(encoded.scored_tokens.sum()),
     }

@@ -10,7 +10,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.finetuning.data_sets import NAMED, NamedDataSet
+from d2l_bert.training.finetuning.data_sets import NAMED
 
 
 # Further headings in `--help`.
@@ -252,9 +252,6 @@ class FinetuneConfig(Options):
 
     bf16: bool = option(False, "matrix products in bf16", MACHINE)
     fp16: bool = option(False, "matrix products in fp16 (GPU)", MACHINE)
-    dataloader_num_workers: int = option(
-        0, "processes that prepare batches", MACHINE, identity=False, within="[0, inf)"
-    )
 
     output_dir: str | None = option(
         None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR", common=True
@@ -275,13 +272,6 @@ class FinetuneConfig(Options):
         OUTPUT,
         within="[1, inf)",
         needs=("eval_strategy", "steps"),
-    )
-    logging_steps: int | None = option(
-        None,
-        "steps from one row of the curves to the next; default: a fiftieth of the run",
-        OUTPUT,
-        identity=False,
-        within="[1, inf)",
     )
     report_to: list[str] = option(
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
@@ -371,18 +361,19 @@ class FinetuneConfig(Options):
         """Whether the run has validation rows: given, or held out of the training rows."""
         return self.validation_share != 0
 
-    def named(self) -> NamedDataSet | None:
-        """The data set that `task` names; None if `task` is one of `TASKS`."""
-        return NAMED.get(self.task)
+    @property
+    def named(self) -> dict:
+        """The entry in `NAMED` of the data set that `task` names; {} if `task` is one of `TASKS`."""
+        return NAMED.get(self.task, {})
 
     @property
     def task_type(self) -> str:
         """The task, one of `TASKS`; of a named data set its task."""
-        return self.named().task if self.named() else self.task
+        return self.named.get("task", self.task)
 
     def dataset_name(self) -> str | None:
         """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
-        return self.named().dataset if self.named() and not (self.dataset or self.train_file) else self.dataset
+        return self.dataset or (None if self.train_file else self.named.get("dataset"))
 
     def learning_rates(self) -> list[float]:
         """

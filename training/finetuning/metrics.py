@@ -1,6 +1,5 @@
 """Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), the entities that tags mark, and pictures."""
 
-import itertools
 import re
 import string
 from collections import Counter
@@ -8,13 +7,10 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib import figure, font_manager
-from matplotlib.ticker import PercentFormatter
+from matplotlib import figure, font_manager, ticker
 
 from d2l_bert.messages import explained, shortened
-from d2l_bert.model_cards.card import CURVES_FILE
-from d2l_bert.model_cards.figures import METRICS
-from d2l_bert.model_cards.pictures import one_panel
+from d2l_bert.model_cards import card, figures, pictures
 
 
 with explained(
@@ -32,9 +28,6 @@ LOWER_IS_BETTER = ("loss", "mse", "mae")
 # The letters before the type of an entity, by the name of the scheme: begin, inside, end or last, single or unit.
 SCHEMES = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU"}
 
-# The names of the figures in scikit-learn's reports.
-SHARES = {"precision": "precision", "recall": "recall", "f1": "f1-score"}
-
 CONFUSION_FILE = "confusion_matrix.png"
 
 # With more classes than this, there is no confusion matrix: nothing in it could be read.
@@ -42,8 +35,6 @@ MOST_CLASSES = 30
 
 # With more classes than this, the table of predictions has no column of probabilities for each.
 PROBABILITY_COLUMNS = 20
-
-LABEL_CHARACTERS = 24
 
 # Names may hold two $, which matplotlib would read as mathematics.
 as_text = matplotlib.rc_context({"text.parse_math": False})
@@ -146,15 +137,16 @@ def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]
     Returns:
         For each entity its type, the number of its first word, and the number after that of its last word.
     """
-    found, kind, begin, is_over = [], None, 0, False
-    for number, tag in enumerate([*tags, "O"]):
-        prefix, _, named = tag.partition("-")
-        if kind is not None and (is_over or prefix not in ("I", "E", "L") or named != kind):
-            found.append((kind, begin, number))
+    found, goes_on = [], None  # the type of the entity that the tag before leaves open
+    for number, tag in enumerate(tags):
+        prefix, _, kind = tag.partition("-")
+        if prefix in ("I", "E", "L") and kind == goes_on:
+            found[-1] = (kind, found[-1][1], number + 1)
+        elif prefix in ("B", "S", "U") or (prefix in ("I", "E", "L") and not strict):
+            found.append((kind, number, number + 1))
+        else:
             kind = None
-        if prefix in ("B", "S", "U") or (prefix in ("I", "E", "L") and kind is None and not strict):
-            kind, begin = named, number
-        is_over = prefix in ("E", "L", "S", "U")
+        goes_on = kind if prefix in ("B", "I") else None
     return found
 
 
@@ -197,7 +189,8 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
         lenient, strict = (
             report_by_class(*types_at_spans(gold, predicted, is_strict))["micro avg"] for is_strict in (False, True)
         )
-        found |= {name: lenient[key] for name, key in SHARES.items()} | {"strict_f1": strict["f1-score"]}
+        found |= {"precision": lenient["precision"], "recall": lenient["recall"]}
+        found |= {"f1": lenient["f1-score"], "strict_f1": strict["f1-score"]}
     return found
 
 
@@ -244,16 +237,13 @@ def report_by_class(true, predicted, names: list[str]) -> dict:
     )
 
 
-ARTICLE = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
 def normalised_answer(text: str) -> str:
     """
     An answer as SQuAD compares it: in lower case, without ASCII punctuation, without the words a, an and the, with one
     space between words (Rajpurkar et al., 2016, section 6.1).
     """
-    return " ".join(ARTICLE.sub(" ", text.lower().translate(PUNCTUATION)).split())
+    letters = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
 
 def answer_scores(prediction: str, gold: list[str]) -> tuple[float, float]:
@@ -275,18 +265,6 @@ def answer_scores(prediction: str, gold: list[str]) -> tuple[float, float]:
     return max(exact), max(f1)
 
 
-def answer_metrics(predictions: list[str], gold: list[list[str]]) -> dict[str, float]:
-    """
-    Means of exact match and F1 over questions.
-
-    Args:
-        predictions: an answer for each question; "" for none.
-        gold: the true answers of each question; [] for a question without an answer.
-    """
-    exact, f1 = np.mean(list(map(answer_scores, predictions, gold)), axis=0).tolist()
-    return {"exact_match": exact, "f1": f1}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 
@@ -306,12 +284,12 @@ def draw_confusion(true, predicted, names: list[str], rows_name: str, folder: Pa
     """
     if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
         return {}
-    shown, caption = [shortened(name, LABEL_CHARACTERS) for name in names], f"Confusion matrix on {rows_name}"
+    shown, caption = [shortened(name, 24) for name in names], f"Confusion matrix on {rows_name}"
     known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
     if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
         shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
     share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
-    drawing, panel = one_panel(
+    drawing, panel = pictures.one_panel(
         [max(5.0, 2.5 + 0.5 * len(names))] * 2,
         f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}",
     )
@@ -332,32 +310,31 @@ def draw_confusion(true, predicted, names: list[str], rows_name: str, folder: Pa
 
 
 @as_text
-def draw_curves(logs: dict[str, list[dict]], metric: str, title: str, folder: Path) -> dict[str, str]:
+def draw_curves(rows: list[dict], metric: str, title: str, folder: Path) -> dict[str, str]:
     """
-    Draw the losses and the metric that chooses over the steps, the kept model's in colour, before the others in grey.
+    Draw the losses, and the metric that chooses, over the steps.
 
     Args:
-        logs: the rows of Trainer's log of each model, by its name, the kept one first.
+        rows: those of Trainer's log.
         metric: the name of the metric.
 
     Returns:
         The file's name and what it shows.
     """
-    kept, panels = next(iter(logs)), {"loss": {"loss": ("training", "C1"), "eval_loss": ("validation", "C0")}}
-    if metric != "loss" and any("eval_loss" in row for row in logs[kept]):
-        panels[metric] = {f"eval_{metric}": ("validation", "C0")}
+    panels = {"loss": {"loss": "training", "eval_loss": "validation"}}
+    if metric != "loss" and any("eval_loss" in row for row in rows):
+        panels[metric] = {f"eval_{metric}": "validation"}
     drawing = figure.Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
     drawing.suptitle(title, fontsize=10)
     for panel, (name, curves) in zip(np.atleast_1d(drawing.subplots(1, len(panels))), panels.items(), strict=True):
-        for model, (key, (label, color)) in itertools.product(reversed(logs), curves.items()):
-            points = np.array([(row["step"], row[key]) for row in logs[model] if key in row]).reshape(-1, 2)
-            style = {"color": color, "label": label} if model == kept else {"color": "0.8", "linewidth": 0.8}
-            panel.plot(*points.T, marker="o", markersize=3, **style)
+        for key, label in curves.items():
+            points = np.array([(row["step"], row[key]) for row in rows if key in row]).reshape(-1, 2)
+            panel.plot(*points.T, marker="o", markersize=3, label=label)
         panel.set(title=name.replace("_", " "), xlabel="optimizer step")
-        if METRICS[name][1] == "%":  # the whole axis, so that one row of few does not look like a collapse
-            panel.yaxis.set_major_formatter(PercentFormatter(1))
+        if figures.METRICS[name][1] == "%":  # the whole axis, so that one row of few does not look like a collapse
+            panel.yaxis.set_major_formatter(ticker.PercentFormatter(1))
             panel.set_ylim(0, 1)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=9)
-    drawing.savefig(folder / CURVES_FILE, dpi=120)
-    return {CURVES_FILE: "Loss and metric over the steps"}
+    drawing.savefig(folder / card.CURVES_FILE, dpi=120)
+    return {card.CURVES_FILE: "Loss and metric over the steps"}

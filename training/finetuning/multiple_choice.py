@@ -8,21 +8,14 @@ from collections import Counter
 import numpy as np
 from transformers import DataCollatorForMultipleChoice
 
-from d2l_bert.messages import UserError, counted
+from d2l_bert.messages import counted, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
-# Columns with a choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
-CHOICE_COLUMN = re.compile(r"(ending|choice|option)_?\d+")
 
-# The options with the columns before the choices.
-FIRST = ("context_column", "question_column")
-
-
-class MultipleChoice(Task):
+class MultipleChoice(tasks.Task):
     """
     The right one of several choices.
 
@@ -43,11 +36,12 @@ class MultipleChoice(Task):
     }
 
     def find_columns(self, train, has_labels=True):
-        numbered = sorted(filter(CHOICE_COLUMN.fullmatch, train.columns), key=lambda name: (len(name), name))
+        # A choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
+        numbered = [name for name in train.columns if re.fullmatch(r"(ending|choice|option)_?\d+", name)]
         if numbered and "choices" not in train.columns:
-            self.columns["choices_column"] = numbered
+            self.columns["choices_column"] = sorted(numbered, key=lambda name: (len(name), name))
         super().find_columns(train, has_labels)
-        self.first = [option for option in FIRST if option in self.columns]
+        self.first = [option for option in ("context_column", "question_column") if option in self.columns]
         if not self.first:
             self.columns["context_column"] = ["context"]
             self.check_columns(train, has_labels)
@@ -79,12 +73,13 @@ class MultipleChoice(Task):
         self.begin = int("0" not in labels and str(self.count) in labels)
         if self.begin:
             logger.info(f"labels run from 1 to {self.count}: choices are counted from 1")
-        if self.count < 2:
-            raise UserError(
+        refuse_first(
+            {
                 f"{train.label}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
                 f"{self.columns['choices_column'][0]!r}; name a column of lists of two choices at least, or several "
-                f"columns, with --choices_column"
-            )
+                f"columns, with --choices_column": self.count < 2
+            }
+        )
         self.number_of = {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
         self.number_of |= {str(number + self.begin): number for number in range(self.count)}
 

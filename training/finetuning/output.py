@@ -16,20 +16,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import account, wordpiece
 from d2l_bert.training import run_folder
+from d2l_bert.training.finetuning import metrics as measures
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.metrics import (
-    CONFUSION_FILE,
-    LOWER_IS_BETTER,
-    draw_confusion,
-    draw_curves,
-    report_by_class,
-)
 from d2l_bert.training.finetuning.splits import Split
 from d2l_bert.training.finetuning.tasks import LEARNT
 
@@ -58,11 +53,7 @@ def output_folder(run):
     with folders.locked_folder(run.folder), messages.writing(run.folder, f", and {messages.GO_ON}"):
         run_folder.check_output_folder(run.config, run.folder, run.config.model, is_finetuning=True)
         start_folder(run.config, run.folder, run.record)
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            logger.warning(f"stopped: {messages.GO_ON} and the same options")
-            raise
+        yield
 
 
 def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
@@ -81,18 +72,12 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
             for name, value in record["identity"].items()
             if name != "num_seeds"
         }
-        cases |= {
-            f"{name} changed since the run was started; give what the run had, {way_out}": (
-                before["fingerprints_of"].get(name) != value
-            )
-            for name, value in record["fingerprints_of"].items()
-        }
         cases[f"num_seeds was {seeds}; give as many or more, {way_out}"] = config.num_seeds < seeds
         return messages.refuse_first(cases, f"output_dir {folder}: ")
     if config.resume_from_checkpoint:
         logger.warning(f"{folder}: no run yet, starting from the beginning")
     # What this run may not replace of an earlier one, the weights first; all other files stay.
-    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, CONFUSION_FILE):
+    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, measures.CONFUSION_FILE):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
     folders.write_json(folder / card.RUN_FILE, record)
@@ -102,7 +87,7 @@ def make_record(run) -> dict:
     """The content of `run_config.json`: options, rows, base model, versions, and the command that repeats the run."""
     config, start, splits, task = run.config, run.start, run.splits, run.task
     arguments, dataset = run.arguments(run.rates[0], config.seed), config.dataset_name()
-    warmup = arguments.warmup_steps
+    warmup, tag = arguments.warmup_steps, card.PIPELINE_TAGS[task.auto_class.removeprefix("AutoModel")]
     is_on_hub = splits["train"].is_dataset and not Path(dataset).exists()
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     read = {config.output_dir: None, dataset: None, config.model: start.fingerprint}
@@ -116,15 +101,15 @@ def make_record(run) -> dict:
         {
             "kind": config.task_type,
             "auto_class": task.auto_class,
-            "pipeline_task": task.pipeline_task,
+            "pipeline_task": tag if tag in PIPELINE_REGISTRY.get_supported_tasks() else None,
             "rows_per_step": arguments.per_device_train_batch_size
             * run.processes
             * config.gradient_accumulation_steps,
             "warmup": f"{warmup:,} steps" if warmup >= 1 else f"{100 * warmup:.3g} % of the steps",
             "finetune": dataclasses.asdict(config),
-            "identity": {**config.identity(), "learning_rates": run.rates, "processes": run.processes},
-            "fingerprints_of": {
-                **{f"the file of the {name} rows": split.fingerprint for name, split in splits.items()},
+            "identity": {
+                **{**config.identity(), "learning_rates": run.rates, "processes": run.processes},
+                **{f"the fingerprint of the {name} rows": split.fingerprint for name, split in splits.items()},
                 "the model": base,
             },
             "learning_rates": run.rates,
@@ -173,7 +158,7 @@ def command_line(given: dict) -> str:
 # The end of a run
 
 
-def write_folder(run, model, outputs: dict, metrics: dict, logs: dict[str, list[dict]]) -> str:
+def write_folder(run, model, outputs: dict, metrics: dict, kept: dict) -> str:
     """
     Write the finished folder; only the main process calls this.
 
@@ -182,44 +167,43 @@ def write_folder(run, model, outputs: dict, metrics: dict, logs: dict[str, list[
         model: the trained model to keep, as in training.
         outputs: its outputs for the test rows, and for the rows to report on, by split.
         metrics: what `make_metrics` has made.
-        logs: the rows of Trainer's log, by the name of the model; the kept one's first.
+        kept: the result of the model to keep, as of `Run.attempt`.
 
     Returns:
         The report for the user: the table of figures, and what the folder holds.
     """
     task, splits, folder = run.task, run.splits, run.folder
+    attempt = run.folder_of(kept["learning_rate"], kept["seed"])
     with folders.replacing_files(folder, last=WEIGHTS_FILE) as partial:
         task.finish(model)
-        save = conversion.save_with_code if model.config.model_type == "d2l-bert" else conversion.save_model
-        save(model, partial)
+        conversion.save_model(model, partial)
         wordpiece.save_tokenizer(run.start.tokenizer, partial)
         if "test" in splits:
             predicted = task.predictions(splits["test"], outputs["test"])
             write_table(partial / PREDICTIONS_FILE, splits["test"], predicted)
-        title = f"{folder.resolve().name}: {run.config.task}, {next(iter(logs))}"
-        metrics["pictures"] = draw_curves(logs, run.metric, title, partial)
+        title = f"{folder.resolve().name}: {run.config.task}, {attempt.name}"
+        metrics["pictures"] = measures.draw_curves(kept["log"], run.metric, title, partial)
         # Of the test rows, or of the validation rows if the test rows have no labels.
         for name in run.measured()[-1:]:
             if sides := task.sides(splits[name], outputs[name]):
-                metrics["classification_report"] = {name: report_by_class(*sides)}
-                metrics["pictures"] |= draw_confusion(*sides, splits[name].name, partial)
+                metrics["classification_report"] = {name: measures.report_by_class(*sides)}
+                metrics["pictures"] |= measures.draw_confusion(*sides, splits[name].name, partial)
         folders.write_json(partial / card.METRICS_FILE, metrics)
         folders.write_json(partial / card.RUN_FILE, run.record)
         text = card.render_card(partial, folder.resolve().name)
         (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
-    for other in set((folder / WORK_FOLDER).iterdir()) - {folder / WORK_FOLDER / next(iter(logs))}:
+    for other in {*attempt.parent.iterdir()} - {attempt}:
         shutil.rmtree(other / MODEL_FOLDER, ignore_errors=True)
     return results_text(run, metrics)
 
 
-def write_table(
-    path: Path, split: Split, predicted: dict[str, list], suffix: str = ".csv", is_for_excel: bool = False
-) -> None:
+def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_excel: bool = False) -> None:
     """
     Write the rows of a split, and what was predicted for them.
 
     Args:
-        suffix: `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as JSON.
+        path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
+            JSON.
         is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
 
     Raises:
@@ -231,9 +215,9 @@ def write_table(
         for row, *more in zip(split.rows, *predicted.values(), strict=True)
     ]
     as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
-    if suffix == ".jsonl":
+    if path.suffix == ".jsonl":
         path.write_text("".join(f"{as_json(row)}\n" for row in rows), encoding="utf-8")
-    elif suffix == ".parquet":
+    elif path.suffix == ".parquet":
         way_out = "make each column of one kind, or write .jsonl"
         with messages.explained(f"{split.label}: a column has values of several kinds", way_out, pa.ArrowException):
             pq.write_table(pa.Table.from_pylist(rows), path)
@@ -298,7 +282,7 @@ def _know_nothing(run, name, reached):
     prediction, outputs = known
     found = run.task.metrics(split, np.tile(outputs, (len(split.rows), 1)))
     metric = run.metric if run.metric in found else run.task.main_metric
-    sign = -1 if metric in LOWER_IS_BETTER else 1
+    sign = -1 if metric in measures.LOWER_IS_BETTER else 1
     return {
         "prediction": prediction,
         "figures": {name: value for name, value in found.items() if value},  # its correlations are 0
@@ -310,10 +294,9 @@ def results_text(run, metrics: dict) -> str:
     """The table at the end of a run: a line for each seed, mean and standard deviation, and what the folder holds."""
     names, lines = metrics["metrics_shown"], []
     for split in run.measured():
-        rows = {f"seed {result['seed']}": result[split] for result in metrics["seeds"]}
-        if len(rows) > 1:
-            kept = f"seed {metrics['kept_seed']}"
-            rows = {f"{label}{' (kept)' * (label == kept)}": row for label, row in rows.items()}
+        kept = metrics["kept_seed"] if len(metrics["seeds"]) > 1 else None
+        rows = {f"seed {of['seed']}{' (kept)' * (of['seed'] == kept)}": of[split] for of in metrics["seeds"]}
+        if kept is not None:
             rows |= {"mean": metrics["mean"][split], "sd": metrics["sd"][split]}
         table = [["", *names]]
         table += [[label, *(figures.shown_metric(name, row[name]) for name in names)] for label, row in rows.items()]

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from d2l_bert.messages import UserError
+from d2l_bert.messages import refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Task, Window
 
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
@@ -16,9 +15,6 @@ STRIDE = 128
 # The fewest tokens of the context beside a question of full length, which has half of a row. In shorter windows,
 # answers are cut off, and what they answer to is out of sight.
 LEAST_CONTEXT = 10
-
-FORM = '{"text": ["..."], "answer_start": [0]}'
-
 
 # The position of [CLS], whose scores mean that there is no answer.
 NO_ANSWER = 0
@@ -33,7 +29,7 @@ class Span(NamedTuple):
     begin: int | None = None
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(tasks.Task):
     """
     An answer as a span of a context.
 
@@ -79,12 +75,13 @@ class QuestionAnswering(Task):
     def check_tokenizer(self, tokenizer, max_seq_length):
         capacity, stride = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True), self.stride(max_seq_length)
         left = capacity - capacity // 2
-        if left < max(stride + 1, LEAST_CONTEXT):
-            raise UserError(
+        refuse_first(
+            {
                 f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
-                f"answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise max_seq_length, or "
-                f"lower doc_stride"
-            )
+                f"answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise max_seq_length, or lower "
+                f"doc_stride": left < max(stride + 1, LEAST_CONTEXT)
+            }
+        )
 
     def stride(self, max_seq_length: int) -> int:
         """How many tokens two windows of a context share."""
@@ -103,7 +100,7 @@ class QuestionAnswering(Task):
             tokenizer, [short, contexts], max_seq_length, return_overflowing_tokens=True, **options
         ):
             positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
-            window = Window(source, positions, np.array(encoding.offsets)[positions])
+            window = tasks.Window(source, positions, np.array(encoding.offsets)[positions])
             inputs["labels"] = _positions(window, *(split.rows[source].label or [])[:1])
             if inputs["labels"] != [NO_ANSWER] * 2:
                 found.add(source)
@@ -147,8 +144,11 @@ class QuestionAnswering(Task):
         ]
 
     def metrics(self, split, outputs):
-        gold = [[text for text, _ in row.label] for row in split.rows]
-        return metrics.answer_metrics([span.text for span in self.spans(split, outputs)], gold)
+        scores = [
+            metrics.answer_scores(span.text, [text for text, _ in row.label])
+            for span, row in zip(self.spans(split, outputs), split.rows, strict=True)
+        ]
+        return dict(zip(("exact_match", "f1"), np.mean(scores, axis=0).tolist(), strict=True))
 
     def predictions(self, split, outputs):
         spans = self.spans(split, outputs)
@@ -171,7 +171,8 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
             return [(str(text), int(start)) for text, start in zip(value["text"], value["answer_start"], strict=True)]
         return [(str(answer["text"]), int(answer["answer_start"])) for answer in value or []]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {FORM}") from None
+        form = '{"text": ["..."], "answer_start": [0]}'
+        raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {form}") from None
 
 
 def _positions(window, answer=("", 0)):

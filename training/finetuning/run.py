@@ -44,10 +44,6 @@ def finetune(config: FinetuneConfig) -> Path:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
     state = devices.start_processes()
-    with devices.together():
-        config.check()
-        if devices.is_set("ACCELERATE_USE_FSDP"):
-            raise messages.UserError("finetune trains with DDP, not FSDP; launch it without FSDP")
     with devices.restore_host_settings(), conversion.without_log_messages():
         transformers.utils.logging.disable_progress_bar()
         with devices.together():
@@ -78,15 +74,20 @@ class Run:
     """
 
     def __init__(self, config: FinetuneConfig, processes: int):
+        config.check()
+        messages.refuse_first(
+            {
+                "finetune trains with DDP, not FSDP; launch it without FSDP": devices.is_set("ACCELERATE_USE_FSDP"),
+                "fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16": (
+                    config.fp16 and not torch.cuda.is_available()
+                ),
+            }
+        )
         self.config, self.processes = config, processes
         self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
         self.task = task = trainer.CLASSES[config.task_type](config)
         self.seeds = range(config.seed, config.seed + config.num_seeds)
         self.repository = config.hub_model_id or self.folder.resolve().name
-        if config.fp16 and not torch.cuda.is_available():
-            raise messages.UserError(
-                "fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16"
-            )
         log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
@@ -95,11 +96,14 @@ class Run:
         task.check_tokenizer(start.tokenizer, start.max_seq_length)
         self.splits = splits.load_splits(config, task)
         self.metric = task.metric()  # of token classification, the rows decide
-        if config.push_to_hub and start.config.model_type not in ("d2l-bert", "bert"):
-            raise messages.UserError(
+        messages.refuse_first(
+            {
                 f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
-                f"{start.config.model_type} model; leave push_to_hub out"
-            )
+                f"{start.config.model_type} model; leave push_to_hub out": (
+                    config.push_to_hub and start.config.model_type not in ("d2l-bert", "bert")
+                )
+            }
+        )
         if config.push_to_hub:
             devices.on_main(push.check_push, self.repository, config.license, False)
         for name, split in self.splits.items():
@@ -144,11 +148,12 @@ class Run:
         if len(tried) > 1:
             logger.info(f"rate {rate:g} is best on validation rows ({self.metric})")
         seeds = self.stable([(rate, seed) for seed in self.seeds])
-        if not seeds:
-            raise messages.UserError(
+        messages.refuse_first(
+            {
                 f"the training diverged (weights are not finite); give a lower learning_rate than {rate:g}, or more "
-                f"warm-up, and --overwrite_output_dir"
-            )
+                f"warm-up, and --overwrite_output_dir": not seeds
+            }
+        )
         return tried, seeds, self.best(seeds)
 
     def stable(self, places: list[tuple[float, int]]) -> list[dict]:
@@ -176,8 +181,7 @@ class Run:
             return result
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
-        callback = trainer.Checkpoints(before)
-        patience = config.early_stopping_patience
+        callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
         transformers.set_seed(seed)
         model, fresh = trainer.make_model(self.start, task)
         trained = trainer.TaskTrainer(
@@ -210,20 +214,13 @@ class Run:
         model = trained.accelerator.unwrap_model(trained.model, keep_fp32_wrapper=False)
         if all(parameter.isfinite().all() for parameter in model.parameters()):
             for name in self.measured():
-                result[name] = trainer.figures(task, self.splits[name], self.predict(model, name, arguments))
+                predicted = trainer.predict(task, model, arguments, self.start.tokenizer, self.splits[name])
+                result[name] = trainer.figures(task, self.splits[name], predicted)
         else:
             model, result["diverged"] = None, True
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
         devices.on_main(_keep, folder, model, result)
         return json.loads(json.dumps(result))
-
-    def predict(self, model, name: str, arguments: transformers.TrainingArguments):
-        """
-        What `Trainer.predict` gives for a split.
-
-        Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
-        """
-        return trainer.predict(self.task, model, arguments, self.start.tokenizer, self.splits[name])
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
@@ -235,16 +232,16 @@ class Run:
         Returns:
             The report for the user: the table of figures, and what the folder holds.
         """
-        place = kept["learning_rate"], kept["seed"]
+        task, place, outputs = self.task, (kept["learning_rate"], kept["seed"]), {}
         source = self.folder_of(*place) / output.MODEL_FOLDER
-        model = getattr(transformers, self.task.auto_class).from_pretrained(source, trust_remote_code=False)
+        model = getattr(transformers, task.auto_class).from_pretrained(source, trust_remote_code=False)
         # For the table of predictions, and for the report by class.
-        names = sorted({*self.measured()[-1:], *(["test"] if "test" in self.splits else [])})
-        found = {name: self.predict(model, name, self.arguments(*place)).predictions for name in names}
-        outputs = {name: self.task.rescaled(logits) for name, logits in found.items()}
-        logs = {self.folder_of(r["learning_rate"], r["seed"]).name: r["log"] for r in (kept, *tried, *seeds)}
+        for name in sorted({*self.measured()[-1:], *({"test"} & {*self.splits})}):
+            arguments, split = self.arguments(*place), self.splits[name]
+            found = trainer.predict(task, model, arguments, self.start.tokenizer, split)
+            outputs[name] = task.rescaled(found.predictions)
         metrics = output.make_metrics(self, tried, seeds, kept)
-        return devices.on_main(output.write_folder, self, model, outputs, metrics, logs)
+        return devices.on_main(output.write_folder, self, model, outputs, metrics, kept)
 
 
 def _keep(folder, model, result):

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from d2l_bert.folders import base_name, content_hash, short_hash
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
-from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.sources import dataset_errors, is_saved_dataset
-from d2l_bert.training.finetuning import tasks
+from d2l_bert import folders
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
+from d2l_bert.tokenization import sources, tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.tasks import Row, Task
+from d2l_bert.training.finetuning.tasks import Row, Task, names_in
 
 
 logger = logging.getLogger(__name__)
-
-SUFFIXES = (*tables.TABLE_SUFFIXES, ".json", ".conll")
 
 SPLITS = ("train", "validation", "test")
 
@@ -71,7 +67,7 @@ class Split:
 # Files and datasets
 
 
-def read_file(path: str, option: str, separator: str = "auto") -> Split:
+def read_file(path: str, option: str, separator: str = "auto", text_column: str = "text") -> Split:
     """
     Read a whole table, packed or not.
 
@@ -80,45 +76,48 @@ def read_file(path: str, option: str, separator: str = "auto") -> Split:
     - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
       list of objects, also below `data`.
     - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`.
+    - any other text: each line that is not empty is a text.
 
     Args:
         option: the option that names the file, for messages.
         separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
+        text_column: the column of the texts in lines.
 
     Raises:
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
     """
-    file, label = Path(path), f"{option} {base_name(path)}"
-    kind = tables.file_kind(file) if file.is_file() else None
-    if kind not in tables.TABLE_KINDS and (kind is None or tables.suffix_unpacked(file) not in SUFFIXES):
-        raise UserError(f"{option} {path}: no such table; give a file that ends in {', '.join(SUFFIXES)}")
+    file, label = Path(path), f"{option} {folders.base_name(path)}"
+    refuse_first({f"{option} {path}: no such file; give a table, or a text in each line": not file.is_file()})
+    kind = tables.file_kind(file)
     if kind in tables.TABLE_KINDS:
         with explained(label, "", *READ_ERRORS):
             rows = list(tables.table_rows(file, separator=separator))
     else:
         with explained(f"{label}: cannot be read", "repair the file", *READ_ERRORS, TypeError, RecursionError):
-            lines = list(tables.lines_of(file))
-            rows = _json_rows("".join(lines)) if kind == "json" else list(_conll_rows(lines, label))
-    if not rows:
-        raise UserError(f"{label}: has no rows; give a file with rows")
+            lines = [line.rstrip("\r\n") for line in tables.lines_of(file)]
+            if tables.suffix_unpacked(file) == ".conll":
+                rows = list(_conll_rows(lines, label))
+            elif kind == "json":
+                rows = [(f"row {number:,}", row) for number, row in enumerate(_json_rows("\n".join(lines)), 1)]
+            else:
+                texts = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+                rows = [(f"line {number:,}", {text_column: line}) for number, line in texts]
+    refuse_first({f"{label}: has no rows; give a file with rows": not rows})
     rows = list(itertools.starmap(Row, rows))
-    return Split(label=label, name=base_name(path), rows=rows, fingerprint=content_hash(file)[:16])
+    return Split(label=label, name=folders.base_name(path), rows=rows, fingerprint=folders.content_hash(file)[:16])
 
 
-def _json_rows(text) -> list[tuple[str, dict]]:
-    """The rows of a list of objects, or of SQuAD's nested form, with their places."""
+def _json_rows(text) -> Iterator[dict]:
+    """The rows of a list of objects, or of SQuAD's nested form."""
     content = json.loads(text)
-    rows = []
     for entry in content["data"] if isinstance(content, dict) else content:
         if not isinstance(entry, dict):
             raise ValueError(f"{entry!r:.40} is no object; write a list of objects")
-        nested = (
-            {"title": entry.get("title", ""), "context": paragraph["context"], "id": "", **question}
-            for paragraph in entry.get("paragraphs", [])
-            for question in paragraph["qas"]
-        )
-        rows += nested if "paragraphs" in entry else [entry]
-    return [(f"row {number:,}", row) for number, row in enumerate(rows, 1)]
+        if "paragraphs" not in entry:
+            yield entry
+        for paragraph in entry.get("paragraphs", []):
+            shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
+            yield from ({**shared, **question} for question in paragraph["qas"])
 
 
 def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
@@ -128,8 +127,9 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
     which the last one is a tag.
     """
-    numbered = [(number, line.split()) for number, line in enumerate(lines, 1)]
-    words = [fields for _, fields in numbered if fields and not fields[0].startswith(("#", "-DOCSTART-"))]
+    fields_of_lines = ([] if line.startswith("-DOCSTART-") else line.split() for line in lines)
+    numbered = list(enumerate(fields_of_lines, 1))
+    words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
     count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
     if count == 10 and all(fields[0][0].isdigit() for fields in words):
         raise ValueError("ten columns with a number first, as in CoNLL-U; keep word and tag, as cut -f 2,4 does")
@@ -142,12 +142,12 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
         logger.info(
             f"{label}: {counted(comments, 'line that begins', 'lines that begin')} with # left out as comments"
         )
-    for is_text, group in itertools.groupby(kept, lambda line: line[1][:1] not in ([], ["-DOCSTART-"])):
-        places, text = zip(*group, strict=True)
-        for place, fields in zip(places, text, strict=True) if is_text else []:
-            if len(fields) != count:
-                raise ValueError(f"line {place:,}: {len(fields)} fields, and {count} in the first; repair the line")
+    for number, fields in kept:
+        if len(fields) not in (0, count):
+            raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
+    for is_text, group in itertools.groupby(kept, lambda line: bool(line[1])):
         if is_text:
+            places, text = zip(*group, strict=True)
             tagged = {"tags": [fields[-1] for fields in text]} if count > 1 else {}
             yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
 
@@ -167,8 +167,8 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
 
     path, _, part = (name, "", "") if Path(name).exists() else name.partition(":")
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
-    with dataset_errors(path, hint):
-        if is_saved_dataset(path):
+    with sources.dataset_errors(path, hint):
+        if sources.is_saved_dataset(path):
             found = datasets.load_from_disk(path)
         else:
             # Of CSV files pandas would read the words None, NA and null as empty.
@@ -178,28 +178,22 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
     asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}
     for split, of_dataset in asked.items():
-        usual = getattr(config.named(), split) if of_dataset is None and config.named() else split
+        used = of_dataset or config.named.get(split, split)
         # Validation rows are held out where a share is given.
         is_held_out = split == "validation" and config.validation_share is not None
-        if of_dataset is None and (is_held_out or usual not in found):
+        if of_dataset is None and (is_held_out or used not in found or used in asked.values()):
             continue
-        if of_dataset is None and usual in asked.values():
-            logger.info(f"dataset {name}: split {usual!r} has another use already, so there are no {split} rows")
-            continue
-        rows = found.get(of_dataset or usual, [])
-        if not len(rows):
-            raise UserError(
-                f"dataset {name}: no rows in split {of_dataset or usual!r}; it has {', '.join(found)}: name one with "
-                f"--{split}_split"
-            )
+        rows = found.get(used, [])
+        way_out = f"it has {', '.join(found)}: name one with --{split}_split"
+        refuse_first({f"dataset {name}: no rows in split {used!r}; {way_out}": not len(rows)})
         cells = rows.with_format(None).to_list()
         kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
-            label=f"dataset {name}, split {of_dataset or usual}",
-            name=f"{base_name(name) if Path(name).exists() else name}, split {of_dataset or usual}",
+            label=f"dataset {name}, split {used}",
+            name=f"{folders.base_name(name) if Path(name).exists() else name}, split {used}",
             rows=[Row(f"row {number:,}", row) for number, row in enumerate(cells, 1)],
-            fingerprint=short_hash(repr(cells)),
-            class_names={c: tasks.names_in(kind.names, c) for c, kind in kinds.items() if hasattr(kind, "names")},
+            fingerprint=folders.short_hash(repr(cells)),
+            class_names={c: names_in(kind.names, c) for c, kind in kinds.items() if hasattr(kind, "names")},
             is_dataset=True,
         )
     return splits
@@ -219,8 +213,11 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     Raises:
         UserError: a file or dataset cannot be read, or has rows that the task cannot use. Nothing was written.
     """
-    files = {split: getattr(config, f"{split}_file") for split in SPLITS}
-    splits = {split: read_file(file, f"{split}_file", config.separator) for split, file in files.items() if file}
+    splits = {
+        split: read_file(file, f"{split}_file", config.separator)
+        for split in SPLITS
+        if (file := getattr(config, f"{split}_file"))
+    }
     if config.dataset_name() is not None:
         splits |= _read_dataset(config.dataset_name(), config, splits)
     splits = {split: splits[split] for split in SPLITS if split in splits}
@@ -230,13 +227,18 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
         # In the data sets known by name, in a column of `ClassLabel` and where all rows have it, -1 is no label.
         for column in task.columns["label_column"] if split.is_dataset else []:
             missing = [row.cells for row in split.rows if row.cells.get(column) == -1]
-            if config.named() or column in split.class_names or len(missing) == len(split.rows):
+            if config.named or column in split.class_names or len(missing) == len(split.rows):
                 for cells in missing:
                     cells[column] = None
         split.rows = usable(split, task.read)
         split.is_labelled = any(row.label not in (None, []) for row in split.rows)
-        if name != "test" and not split.is_labelled:
-            raise UserError(f"{split.label}: column {task.label!r} is empty; the {name} rows need labels")
+        refuse_first(
+            {
+                f"{split.label}: column {task.label!r} is empty; the {name} rows need labels": (
+                    name != "test" and not split.is_labelled
+                )
+            }
+        )
         if name == "train":
             task.learn(split)
         split.rows = usable(split, task.checked)
@@ -274,8 +276,9 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     if not kept:
         raise UserError(f"{split.label}: no row can be used ({left_out[0]}); give another split")
     if left_out:
-        count = counted(len(left_out), "row is", "rows are")
-        logger.info(f"{split.label}: {count} left out, the first because {left_out[0]}")
+        logger.info(
+            f"{split.label}: {counted(len(left_out), 'row is', 'rows are')} left out, the first because {left_out[0]}"
+        )
     return kept
 
 
@@ -305,12 +308,12 @@ def hold_out(train: Split, task: Task) -> dict[str, Split]:
         number = min(max(least, round(owed)), len(texts) - 1)
         owed -= number
         chosen |= set(texts[:number])
-    if not chosen:
-        raise UserError(
-            f"{train.label}: has too few different texts to hold out some for validation; give --validation_file, "
-            f"or --validation_share 0"
-        )
-
+    refuse_first(
+        {
+            f"{train.label}: has too few different texts to hold out some for validation; give --validation_file, or "
+            f"--validation_share 0": not chosen
+        }
+    )
     validation = replace(
         train,
         rows=[row for row in train.rows if row.texts in chosen],
@@ -318,10 +321,12 @@ def hold_out(train: Split, task: Task) -> dict[str, Split]:
         label=f"{train.label}, rows held out",
         name=f"{train.name} (held out)",
     )
-    train = replace(train, rows=[row for row in train.rows if row.texts not in chosen])
     logger.info(
         f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "
         f"{share:.3g}, drawn by seed {seed}) are held out to choose the checkpoint, and not trained on; "
         f"--validation_share 0 holds out none"
     )
-    return {"train": train, "validation": validation}
+    return {
+        "train": replace(train, rows=[row for row in train.rows if row.texts not in chosen]),
+        "validation": validation,
+    }

@@ -4,14 +4,14 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.messages import UserError, shortened
+from d2l_bert.messages import refuse_first, shortened
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
@@ -79,8 +79,6 @@ class Task:
 
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
-        pipeline_task: the task of `transformers.pipeline` that the finished folder serves; None if Transformers 5 has
-            no pipeline for it.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
         metrics_shown: the metrics in the order of the tables; those in `metrics.LOWER_IS_BETTER` are best when small.
         collator: the class of the function that makes a padded batch of features.
@@ -94,22 +92,18 @@ class Task:
         has_unanswerable: whether training rows have questions without an answer.
     """
 
-    auto_class: ClassVar[str]
-    problem_type: ClassVar[str | None] = None
-    has_unanswerable: bool = False
-    pipeline_task: ClassVar[str | None] = None
-    main_metric: ClassVar[str] = "accuracy"
-    metrics_shown: ClassVar[tuple[str, ...]]
-    collator: ClassVar[Callable] = DataCollatorWithPadding
-    default_length: ClassVar[int] = 128
-    usual_columns: ClassVar[dict[str, tuple[str, ...]]]
+    problem_type = None
+    has_unanswerable = False
+    main_metric = "accuracy"
+    collator = DataCollatorWithPadding
+    default_length = 128
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
         self.columns: dict[str, list[str]] = {}
         self.classes: list[str] = []
         self.settings: dict = {"problem_type": self.problem_type}
-        self.known = config.named().labels if config.named() else ()  # names of classes, by their numbers
+        self.known = config.named.get("labels", ())  # names of classes, by their numbers
 
     def metric(self) -> str:
         """
@@ -118,13 +112,16 @@ class Task:
         Raises:
             UserError: `metric_for_best_model` is not a metric of the task.
         """
-        usual = self.config.named().metric if self.config.named() else self.main_metric
+        usual = self.config.named.get("metric", self.main_metric)
         chosen = (self.config.metric_for_best_model or usual).removeprefix("eval_")
         known = (*self.metrics_shown, "loss")
-        if chosen not in known:
-            raise UserError(
-                f"metric_for_best_model {chosen!r}: --task {self.config.task} has {', '.join(known)}; give one"
-            )
+        refuse_first(
+            {
+                f"metric_for_best_model {chosen!r}: --task {self.config.task} has {', '.join(known)}; give one": (
+                    chosen not in known
+                )
+            }
+        )
         return chosen
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -140,28 +137,29 @@ class Task:
         Raises:
             UserError: there is none of these names, or a column has two uses.
         """
-        of_named = self.config.named().columns if self.config.named() else {}
         for option, usual in self.usual_columns.items():
-            names = [*usual, *([of_named[option]] if option in of_named else [])]
+            names = [*usual, *filter(None, [self.config.named.get(option)])]
             known = self.columns.get(option) or next((name for name in names if name in train.columns), None)
             found = getattr(self.config, option) or known
-            if found or option not in OPTIONAL or option in of_named:
+            if found or option not in OPTIONAL or option in self.config.named:
                 self.columns[option] = found if isinstance(found, list) else [found or names[0]]
         self.check_columns(train, has_labels)
         self.label = self.columns["label_column"][0]
 
     def check_columns(self, split, has_labels: bool = True) -> None:
         """Refuse a split without one of the columns, and a column that has two uses."""
-        for option, columns in self.columns.items():
-            for column in columns if has_labels or option != "label_column" else []:
-                if column not in split.columns:
-                    raise UserError(
-                        f"{split.label}: no column {column!r}; it has {listed(split.columns) or 'none'}: name one "
-                        f"with --{option}"
-                    )
-        used = list(itertools.chain(*self.columns.values()))
-        if len(set(used)) < len(used):
-            raise UserError(f"column {max(used, key=used.count)!r} cannot have two uses; name another column")
+        used, found = list(itertools.chain(*self.columns.values())), listed(split.columns) or "none"
+        cases = {
+            f"{split.label}: no column {column!r}; it has {found}: name one with --{option}": (
+                column not in split.columns and (has_labels or option != "label_column")
+            )
+            for option, columns in self.columns.items()
+            for column in columns
+        }
+        cases[f"column {max(used, key=used.count)!r} cannot have two uses; name another column"] = len(
+            set(used)
+        ) < len(used)
+        refuse_first(cases)
 
     def checked(self, row: Row, split) -> Row:
         """
@@ -199,13 +197,15 @@ class Task:
         are_numbers = all(re.fullmatch(r"[+-]?\d+", name) for name in found)
         by_number = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
         self.classes = [name for name in named if name in found] if named else by_number
-        if len(self.classes) < least:
-            raise UserError(
+        refuse_first(
+            {
                 f"{train.label}: every row has the label {self.classes[0]!r} in column {self.label!r}; there is "
-                f"nothing to tell apart: give rows of two classes at least, or name another column with --label_column"
-            )
-        self.number_of = {name: number for number, name in enumerate(self.classes)}
+                f"nothing to tell apart: give rows of two classes at least, or name another column with "
+                f"--label_column": len(self.classes) < least
+            }
+        )
         names = dict(enumerate(self.classes))
+        self.number_of = {name: number for number, name in names.items()}
         self.settings |= {"num_labels": len(names), "id2label": names, "label2id": dict(self.number_of)}
 
     def text(self, cells: dict, option: str) -> str:

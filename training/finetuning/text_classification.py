@@ -1,18 +1,14 @@
 """The tasks about a text or a pair of texts: one class, several labels, or a number (d2l, section 16.6)."""
 
-import logging
 import math
 import re
 
 import numpy as np
 import torch
 
-from d2l_bert.messages import UserError
+from d2l_bert.messages import refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Task
 
-
-logger = logging.getLogger(__name__)
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
 NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNORECASE)
@@ -25,11 +21,10 @@ LARGEST_NUMBER = float(np.finfo(np.float32).max)
 LEAST_STEPS = 10
 
 
-class TextTask(Task):
+class TextTask(tasks.Task):
     """What the tasks of this file share: columns, features, the head on [CLS]."""
 
     auto_class = "AutoModelForSequenceClassification"
-    pipeline_task = "text-classification"
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
 
     def read(self, row, split):
@@ -71,15 +66,12 @@ class TextClassification(TextTask):
         found = {row.label for row in train.rows} - {None}
         known = self.known if found <= set(self.known) else None
         self.learn_classes(train, found, train.class_names.get(self.label) or known)
-        if len(self.classes) == len(train.rows) > 2:
-            raise UserError(
+        refuse_first(
+            {
                 f"{train.label}: every row has a label of its own in column {self.label!r}; name the column of "
-                f"classes with --label_column"
-            )
-        if len(self.classes) == 2:
-            logger.info(
-                f"F1 is that of the class {self.classes[1]!r}; metrics.json has that of {self.classes[0]!r}, too"
-            )
+                f"classes with --label_column": len(self.classes) == len(train.rows) > 2
+            }
+        )
 
     def know_nothing(self, train, split):
         return "always the most frequent class", np.bincount(self.targets(split), minlength=len(self.classes))
@@ -121,12 +113,14 @@ class MultiLabelClassification(TextTask):
     def learn(self, train):
         labels, columns = [row.label for row in train.rows], self.columns["label_column"]
         found = {name for names in labels for name in names}
-        if not found or all(set(names) == found for names in labels):
-            raise UserError(
-                f"{train.label}: every row has the labels {tasks.listed(sorted(found))} in column "
-                f"{self.label!r}; name another column with --label_column, or what separates labels with "
-                f"--label_separator"
-            )
+        refuse_first(
+            {
+                f"{train.label}: every row has the labels {tasks.listed(sorted(found))} in column {self.label!r}; "
+                f"name another column with --label_column, or what separates labels with --label_separator": (
+                    all(set(names) == found for names in labels)
+                )
+            }
+        )
         if len(columns) > 1:  # a label for each column, also for one without a 1
             self.learn_classes(train, set(columns), columns)
         else:
@@ -190,12 +184,15 @@ class Regression(TextTask):
         numbers = np.array([row.label for row in train.rows], dtype=float)
         self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
         self.settings["num_labels"] = 1
-        if self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean))):
-            raise UserError(
+        refuse_first(
+            {
                 f"{train.label}: the numbers in column {self.label!r} differ by {self.deviation:.3g} around "
                 f"{self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
-                f"subtract a constant from them, or name another column with --label_column"
-            )
+                f"subtract a constant from them, or name another column with --label_column": (
+                    self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean)))
+                )
+            }
+        )
 
     def targets(self, split):
         return (np.array([row.label for row in split.rows], dtype=float) - self.mean) / self.deviation

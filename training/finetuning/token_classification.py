@@ -7,15 +7,14 @@ from collections import Counter
 import numpy as np
 from transformers import DataCollatorForTokenClassification
 
-from d2l_bert.messages import UserError, counted
+from d2l_bert.messages import counted, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
-from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
 
-class TokenClassification(Task):
+class TokenClassification(tasks.Task):
     """
     A tag for each word.
 
@@ -25,7 +24,6 @@ class TokenClassification(Task):
     """
 
     auto_class = "AutoModelForTokenClassification"
-    pipeline_task = "token-classification"
     main_metric = "f1"
     metrics_shown = ("f1", "precision", "recall", "strict_f1", "accuracy")
     collator = DataCollatorForTokenClassification
@@ -63,11 +61,14 @@ class TokenClassification(Task):
         )
 
     def check_tokenizer(self, tokenizer, max_seq_length):
-        if "ByteLevel(add_prefix_space=False" in repr(tokenizer.backend_tokenizer.pre_tokenizer):
-            raise UserError(
+        refuse_first(
+            {
                 f"{self.config.model}: its tokenizer gives a word of a list other tokens than the same word behind a "
-                f"space; give a model whose tokenizer has add_prefix_space"
-            )
+                f"space; give a model whose tokenizer has add_prefix_space": (
+                    "ByteLevel(add_prefix_space=False" in repr(tokenizer.backend_tokenizer.pre_tokenizer)
+                )
+            }
+        )
 
     def features(self, split, tokenizer, max_seq_length):
         texts, seen = [row.texts for row in split.rows], set()

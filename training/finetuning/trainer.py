@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from transformers.utils import hub
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, reading_model
+from d2l_bert.messages import reading_model, refuse_first
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.training.checkpoint import checkpoints
@@ -57,7 +57,6 @@ AS_GIVEN = (
     "max_grad_norm",
     "bf16",
     "fp16",
-    "dataloader_num_workers",
     "report_to",
     "eval_steps",
 )
@@ -101,11 +100,11 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
     dropout = {}
     for option, names in DROPOUT_FIELDS.items():
         field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
+        no_field = f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out"
+        refuse_first({no_field: field is None and given is not None})
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
-        elif given is not None:
-            raise UserError(f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out")
     is_folder = Path(config.model).exists()
     start = Start(
         config=model_config,
@@ -116,8 +115,8 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
     )
     model, _ = make_model(start, task)
     wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer) or math.inf
-    if config.max_seq_length and wanted > most:
-        raise UserError(f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it")
+    beyond = f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it"
+    refuse_first({beyond: config.max_seq_length and wanted > most})
     start.max_seq_length = min(wanted, most)
     return start
 
@@ -153,11 +152,13 @@ def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, 
         missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
         encoder = f"{model.base_model_prefix}."
         needed = mismatched | {name for name in missing if "pooler." not in name}
-        if unfit := {name for name in needed if name.startswith(encoder)}:
-            raise UserError(
-                f"it has no weights for {min(unfit)}, or not in the shape that config.json gives; give a pretrained "
-                f"encoder with its config.json"
-            )
+        refuse_first(
+            {
+                f"it has no weights for {name}, or not in the shape that config.json gives; give a pretrained encoder "
+                f"with its config.json": name.startswith(encoder)
+                for name in sorted(needed)
+            }
+        )
         head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
         if not head <= missing | mismatched:  # the saved model has a head of another task: it is drawn anew
             for path, module in model.named_modules():
@@ -208,7 +209,7 @@ def make_arguments(
         seed=seed,
         data_seed=seed,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
-        logging_steps=config.logging_steps or 1 / 50,
+        logging_steps=1 / 50,  # of the run: points of the curves
         # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
         eval_strategy=config.eval_strategy if config.validates() else "no",
         save_strategy=config.eval_strategy,
@@ -239,8 +240,7 @@ class TaskTrainer(transformers.Trainer):
     loss_is_scaled_for_ga = True
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
-        collator = task.collator(tokenizer, pad_to_multiple_of=8)
-        super().__init__(model, arguments, data_collator=collator, **options)
+        super().__init__(model, arguments, data_collator=task.collator(tokenizer, pad_to_multiple_of=8), **options)
         self.task = task
         self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
 
@@ -265,12 +265,14 @@ class TaskTrainer(transformers.Trainer):
 
 
 def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
-    """What `Trainer.predict` gives for the features of a split, computed in float32."""
+    """
+    What `Trainer.predict` gives for the features of a split.
+
+    Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
+    """
     AcceleratorState._reset_state()  # the training may have had another precision
-    arguments.mixed_precision = "no"
-    arguments.report_to = []  # a tracker would begin a run of its own
-    predicting = TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[])
-    return predicting.predict(split.features)
+    arguments.mixed_precision, arguments.report_to = "no", []  # a tracker would begin a run of its own
+    return TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[]).predict(split.features)
 
 
 def figures(task: Task, split, output) -> dict[str, float]:
@@ -317,9 +319,11 @@ class Checkpoints(transformers.TrainerCallback):
         if value == state.best_metric and loss < losses[state.best_global_step]:
             state.best_metric = None  # Trainer compares after this, and takes the first value for the best
         if state.is_world_process_zero:
-            step = f"epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}"
             chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
-            logger.info(f"{args.run_name}: {step}: validation loss {loss:.4f}{chooses}")
+            logger.info(
+                f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
+                f"validation loss {loss:.4f}{chooses}"
+            )
 
     def on_save(self, args, state, control, **kwargs):
         if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint

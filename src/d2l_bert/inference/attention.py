@@ -26,15 +26,14 @@ UNSEEN = chr(0xFFFD)
 
 def draw_attention(name: str, first: str, second: str | None, config: AttentionConfig) -> str:
     """
-    Write the picture of `attention_figure` into a new PNG file.
+    Write the picture of `attention_figure` into a new PNG file, with checked options.
 
     Returns:
         A message: where the picture is, and what it does not show.
 
     Raises:
-        UserError: an option or the output is refused, or as in `attention_figure`.
+        UserError: the output is refused, or as in `attention_figure`.
     """
-    config.check()
     figure, said = attention_figure(name, first, second, config.layer, config.head)
     with folders.new_file(Path(config.output)) as partial:
         figure.savefig(partial, format="png")
@@ -52,8 +51,8 @@ def attention_figure(
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers whose attention can be read.
-        first, second: the text of segment A and, for a pair, that of segment B.
-        layer, head: the only layer and the only head to draw, counted from 1; None for all.
+        first, second: the text of segment A and, for a pair, that of segment B; "" or None for a text alone.
+        layer, head: the only layer and the only head to draw, counted from 1; None or 0 for all.
 
     Returns:
         A `matplotlib.figure.Figure`; and a message: what it shows, and what not, which is tokens that are too many to
@@ -70,12 +69,12 @@ def attention_figure(
     messages.refuse_first(
         {
             f"{what} {number}: {name} has {messages.counted(count, what)}; give one from 1 to {count}": (
-                number is not None and number > count
+                number and number > count
             )
             for what, number, count in asked_for
         }
     )
-    layers, heads = (range(count) if number is None else [number - 1] for _, number, count in asked_for)
+    layers, heads = ([number - 1] if number else range(count) for _, number, count in asked_for)
     # A panel for each head in a row; of one layer or one head alone as many as make a compact picture.
     panels = len(layers) * len(heads)
     columns = len(heads) if min(len(layers), len(heads)) > 1 else math.ceil(math.sqrt(panels))
@@ -133,7 +132,7 @@ def attention_of(
     Raises:
         UserError: too many tokens for the model, or the model gives no attention weights.
     """
-    encoded = _encoded(name, model, tokenizer, first, second)
+    encoded = encoded_text(name, model, tokenizer, first, second)
     with torch.inference_mode():
         outputs = model(**encoded, output_attentions=True)
     weights = [layer for layer in outputs.get("attentions") or () if layer is not None]
@@ -148,9 +147,14 @@ def attention_of(
     return tokens, next(of_second, 0), torch.cat(weights).numpy()
 
 
-def _encoded(name, model, tokenizer, first, second=None):
-    """The model's arguments (1, T) for a text or a pair; a `UserError` if they are too long for it."""
-    encoded = tokenizer(first, second, return_tensors="pt", verbose=False)  # the tokenizer would warn of a long text
+def encoded_text(name: str, model, tokenizer, first: str, second: str | None = None):
+    """
+    The model's arguments (1, T) for a text, or for a pair.
+
+    Raises:
+        UserError: they are too long for the model.
+    """
+    encoded = tokenizer(first, second or None, return_tensors="pt", verbose=False)  # it would warn of a long text
     count, limit = encoded["input_ids"].shape[1], conversion.longest_input(model, tokenizer)
     if limit is not None and count > limit:
         raise messages.UserError(
@@ -196,7 +200,7 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
                 f"there": found is None
             }
         )
-        encoded = _encoded(name, model, tokenizer, text)
+        encoded = encoded_text(name, model, tokenizer, text)
         places = sorted({encoded.char_to_token(place) for place in range(*found.span())} - {None})
         messages.refuse_first(
             {f"word {word!r}: the tokenizer of {name} makes no token of it; give another word": not places}

@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePredictio
 
 from d2l_bert import messages, pair_tasks
 from d2l_bert.inference import attention
-from d2l_bert.modeling import conversion, loading
+from d2l_bert.modeling import loading
 
 
 load = functools.lru_cache(maxsize=8)(loading.load_pretrained)
@@ -17,16 +17,9 @@ load = functools.lru_cache(maxsize=8)(loading.load_pretrained)
 def filled_masks(model: str, text: str, top_k: int = 5) -> str:
     """The likeliest tokens for each [MASK] of a text, with their probabilities, a line each."""
     loaded, tokenizer, _ = load(AutoModelForMaskedLM, model)
-    mask, length = tokenizer.mask_token, len(tokenizer(text)["input_ids"])
-    limit = conversion.longest_input(loaded, tokenizer)
-    messages.refuse_first(
-        {
-            f"{text[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten the text": (
-                limit is not None and length > limit
-            ),
-            f"no {mask} in {text!r}: write {mask} in the place of the word to predict": mask not in text,
-        }
-    )
+    attention.encoded_text(model, loaded, tokenizer, text)  # refuses a text that is too long
+    mask = tokenizer.mask_token
+    messages.refuse_first({f"no {mask} in {text!r}; write {mask} in place of the word to predict": mask not in text})
     found = pipeline("fill-mask", model=loaded, tokenizer=tokenizer)(text, top_k=min(top_k, len(tokenizer)))
     masks = found if isinstance(found[0], list) else [found]
     titles = [f"  mask {number}\n" if len(masks) > 1 else "" for number in range(1, len(masks) + 1)]
@@ -63,11 +56,6 @@ def bars(shares: list[tuple[str, float]]) -> str:
 # The page
 
 
-def picture(model: str, first: str, second: str, layer: int, head: int):
-    """The picture of `d2l-bert attention`; a layer or a head of 0 stands for all."""
-    return attention.attention_figure(model, first, second or None, layer or None, head or None)[0]
-
-
 def make_demo(models: list[str]):
     """
     The page: a `gradio.Blocks`, to be launched.
@@ -86,10 +74,10 @@ def make_demo(models: list[str]):
 
     def answer(show, *inputs):
         try:
-            shown = show(*inputs)
+            shown = show(*inputs)  # a figure with its message, or a text
         except messages.UserError as error:
             raise gradio.Error(html.escape(str(error)), duration=None, print_exception=False) from None
-        return shown if show is picture else f'<pre style="overflow-x: auto">{html.escape(shown)}</pre>'
+        return shown[0] if isinstance(shown, tuple) else f'<pre style="overflow-x: auto">{html.escape(shown)}</pre>'
 
     first, second = ("A crane is flying.", "It spreads its wings.")
     tabs = {
@@ -99,7 +87,7 @@ def make_demo(models: list[str]):
         ),
         "Two texts": (next_sentence, gradio.Textbox(first, label="A"), gradio.Textbox(second, label="B")),
         "Attention": (
-            picture,
+            attention.attention_figure,
             gradio.Textbox(first, label="Text"),
             gradio.Textbox("", label="Second text, if any"),
             gradio.Number(0, label="Layer, 0 for all", minimum=0, precision=0),
@@ -116,7 +104,7 @@ def make_demo(models: list[str]):
         gradio.Interface(
             functools.partial(answer, show),
             [gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1), *fields],
-            gradio.Plot(show_label=False) if show is picture else gradio.HTML(),
+            gradio.Plot(show_label=False) if show is attention.attention_figure else gradio.HTML(),
             api_name=show.__name__,
             submit_btn="Show",
             clear_btn=None,

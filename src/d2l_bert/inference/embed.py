@@ -27,8 +27,6 @@ GROUP_CHARACTERS = 2**22
 
 VECTOR = "vector"  # the column of vectors in Parquet
 
-MIXED = "make each column of one kind, or give --output a name that ends in .npy"
-
 # From this many lines on, `evened` compares better than plain cosines do (docs/embed.md).
 FEWEST_LINES = 100
 
@@ -77,25 +75,26 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         for rows in messages.with_progress(groups(all_rows), f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
             encodings = backend.encode_batch_fast(lines)
-            is_saved = isinstance(cells[0].get(VECTOR), list)
-            if is_saved:
-                vectors = saved_vectors(cells, size, source, config)
-                again = vectors_of(encodings[:1], model, tokenizer, config)
+            has_vectors = VECTOR in cells[0]
+            vectors = vectors_of(encodings[:1] if has_vectors else encodings, model, tokenizer, config)
+            if has_vectors:
+                first, what = vectors, f"{source}: the column {VECTOR!r} holds no vectors of one size"
+                with messages.explained(what, "rename the column", ValueError, TypeError):
+                    vectors = torch.tensor([row[VECTOR] for row in cells], dtype=torch.float32)
+                is_same = vectors.shape[1:] == first.shape[1:] and torch.allclose(vectors[:1], first, 1e-2, 1e-3)
                 messages.refuse_first(
                     {
+                        f"{source}: has vectors already; leave output out": config.output,
                         f"{source}: its vectors are of another model, or of other options than these; give those that "
-                        f"made them": not torch.allclose(vectors[:1], again, rtol=1e-2, atol=1e-3)
+                        f"made them": not is_same,
                     }
                 )
-            else:
-                vectors = vectors_of(encodings, model, tokenizer, config)
             if config.output:
                 append(cells, vectors.numpy())
-            if config.nearest:
-                even = even or evened(vectors[[bool(line.strip()) for line in lines]])
-                vectors = even(vectors)
-            for found, query in zip(nearest, even(wanted) if even else [], strict=True):
-                negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
+            even = even or evened(vectors[[bool(line.strip()) for line in lines]])
+            comparable = even(vectors)
+            for found, query in zip(nearest, even(wanted), strict=True):
+                negative = (-torch.cosine_similarity(comparable, query)).tolist()  # the largest cosine comes first
                 new = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
                 found[:] = sorted([*found, *(each for each in new if each[2].strip())])[: config.top_k]
             has_unknown = any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
@@ -122,8 +121,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     }
     for line in filter(lost.get, lost):
         logger.warning(line)
-    said = [f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"]
-    said = said if config.output else []
+    written = f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"
+    said = [written] if config.output else []
     for text, found in zip(config.nearest, nearest, strict=True):
         said += [f"nearest to {messages.shortened(text, 160)}:"] if len(nearest) > 1 else []
         said += [f"  {-cos:7.4f}  line {number:,}  {messages.shortened(line, 160)}" for cos, number, line in found]
@@ -145,24 +144,6 @@ def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     variances, directions = torch.linalg.eigh(torch.cov((vectors - mean).T))
     scaled = directions / variances.clamp_min(max(1e-12, LEAST_VARIANCE * float(variances[-1]))) ** 0.25
     return lambda given: (given - mean) @ scaled
-
-
-def saved_vectors(cells: list[dict], size: int, source: str, config: EmbedConfig) -> torch.Tensor:
-    """
-    The vectors (n, H) in the rows of a file that `embed` has written.
-
-    Raises:
-        UserError: they have another size than the model's, or are to be written again.
-    """
-    vectors = [row[VECTOR] for row in cells]
-    messages.refuse_first(
-        {
-            f"{source}: has vectors already; leave output out": config.output,
-            f"{source}: column {VECTOR!r} holds no vectors of {size} numbers, as this model's are; give the model "
-            f"that made them": any(not isinstance(row, list) or len(row) != size for row in vectors),
-        }
-    )
-    return torch.tensor(vectors, dtype=torch.float32)
 
 
 def groups(rows: Iterable[tuple[str, dict]]) -> Iterator[list[tuple[str, dict]]]:
@@ -232,13 +213,11 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
 
             def append(cells, vectors):
                 nonlocal writer, schema
-                names = list(dict.fromkeys(name for row in cells for name in row))
-                messages.refuse_first(
-                    {f"{output}: the rows have a column {VECTOR!r} already; rename it": VECTOR in names}
-                )
-                rows = [{name: row.get(name) for name in names} for row in cells]
-                with messages.explained(f"{output}: a column holds values of several kinds", MIXED, pa.ArrowException):
-                    table = pa.Table.from_pylist(rows, schema=schema)
+                names = schema.names if schema else list(dict.fromkeys(name for row in cells for name in row))
+                columns = {name: [row.get(name) for row in cells] for name in names}
+                what = f"{output}: a column holds values of several kinds"
+                with messages.explained(what, "make them one kind, or give --output FILE.npy", pa.ArrowException):
+                    table = pa.table(columns, schema=schema)
                 if writer is None:
                     schema = table.schema
                     with_vectors = schema.append(pa.field(VECTOR, pa.list_(pa.float32(), size)))
