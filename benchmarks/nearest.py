@@ -43,12 +43,12 @@ def log_lines(files: list[Path]) -> tuple[list[str], list[str]]:
 
 
 def book_sentences(folder: Path) -> tuple[list[str], list[str]]:
-    """700 sentences of 7 to 39 words from each book, and the book of each."""
+    """700 sentences of 7 to 39 words from each book, or all, and the book of each."""
     lines, books = [], []
     for file in sorted(folder.iterdir()):
         sentences = re.split(r"(?<=[.!?])\s+", file.read_text())
         sentences = [" ".join(sentence.split()) for sentence in sentences if 6 < len(sentence.split()) < 40]
-        chosen = random.Random(0).sample(sentences, 700)
+        chosen = random.Random(0).sample(sentences, min(700, len(sentences)))
         lines += chosen
         books += [file.name] * len(chosen)
     return lines, books
