@@ -167,8 +167,7 @@ def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
     first.start()
     wait_for(lambda: any(cache.glob(".text-*.part")))
     second.start()
-    wait_for(lambda: said[1].exists())
-    time.sleep(1)  # until it waits
+    wait_for(lambda: said[1].exists() and "waiting for another process" in said[1].read_text())
     first.kill()
     second.join(60)
     assert second.exitcode == 0 and said[0].read_text() == ""

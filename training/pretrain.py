@@ -76,7 +76,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")
             logger.info("mixed_precision no: on this GPU products are computed in TF32, with 10 bits of mantissa")
-        if not run.dry_run:  # which writes nothing
+        if not run.dry_run:  # a dry run writes nothing
             on_main(stack.enter_context, folders.locked_folder(folder))
         on_main(run_folder.check_output_folder, run, folder, run.init_from)
         resumed = None if run.dry_run else on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)

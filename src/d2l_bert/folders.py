@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import unicodedata
@@ -14,6 +15,9 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, writing
+
+
+logger = logging.getLogger(__name__)
 
 
 def short_hash(*values) -> str:
@@ -255,7 +259,13 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
         return
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")):
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            held = lock.acquire(timeout=1.0)
+        except Timeout:
+            logger.info(f"waiting for another process, which writes the same text into the cache {path.parent}")
+            held = lock.acquire()
+        with held:
             if not path.exists():  # else another process wrote the folder while this one waited for the lock
                 with atomic_folder(path, ANOTHER_CACHE) as partial:
                     write(partial)

@@ -136,13 +136,11 @@ def _encode_pairs(model, pairs, config):
     sentences = minimal_pairs.sentences_of(pairs)
     encoded = pseudo_likelihood.encode(model, sentences, config.score)
     unfit = np.flatnonzero((encoded.lengths > model.most_positions) | (encoded.scored_tokens == 0))
-    messages.refuse_first(
-        {
-            f"{model.name} has {model.most_positions} positions, and {encoded.lengths[number]} tokens, or none "
-            f"beside special ones and [UNK], in the sentence {sentences[number]!r:.60}; take the sentence out": True
-            for number in unfit[:1]
-        }
-    )
+    if len(unfit):
+        raise messages.UserError(
+            f"{model.name} has {model.most_positions} positions, and {encoded.lengths[unfit[0]]} tokens, or none "
+            f"beside special ones and [UNK], in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
+        )
     return encoded
 
 

@@ -137,7 +137,7 @@ def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]
     Returns:
         For each entity its type, the number of its first word, and the number after that of its last word.
     """
-    found, goes_on = [], None  # the type of the entity that the tag before leaves open
+    found, goes_on = [], None  # `goes_on`: the type of the last entity, if the next tag may belong to it
     for number, tag in enumerate(tags):
         prefix, _, kind = tag.partition("-")
         if prefix in ("I", "E", "L") and kind == goes_on:

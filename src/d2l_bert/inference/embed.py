@@ -91,10 +91,11 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                 )
             if config.output:
                 append(cells, vectors.numpy())
-            even = even or evened(vectors[[bool(line.strip()) for line in lines]])
-            comparable = even(vectors)
-            for found, query in zip(nearest, even(wanted), strict=True):
-                negative = (-torch.cosine_similarity(comparable, query)).tolist()  # the largest cosine comes first
+            if config.nearest:
+                even = even or evened(vectors[[bool(line.strip()) for line in lines]])
+                vectors = even(vectors)
+            for found, query in zip(nearest, even(wanted) if even else [], strict=True):
+                negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
                 new = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
                 found[:] = sorted([*found, *(each for each in new if each[2].strip())])[: config.top_k]
             has_unknown = any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
