@@ -1,15 +1,17 @@
 """
-Text and labelled rows of two domains that are not English prose: Icelandic of nine centuries, and molecules.
+Text and labelled rows of domains: Icelandic of nine centuries, and molecules; and text of biomedical abstracts.
 
     git clone https://github.com/UniversalDependencies/UD_Icelandic-IcePaHC
     git clone https://github.com/GLambard/Molecules_Dataset_Collection
+    git clone https://github.com/cambridgeltl/MTL-Bioinformatics-2016
     python -m benchmarks.domains --icelandic UD_Icelandic-IcePaHC --molecules Molecules_Dataset_Collection \\
-        --output_dir DIR
+        --biomedical MTL-Bioinformatics-2016 --output_dir DIR
 
 DIR/text then has the folders `icelandic` (61 texts without the twelve that rows to validate and to test are of, a
 sentence a line) and `molecules` (SMILES, a molecule a line), and DIR/rows the rows for `benchmarks.few_labels`: parts
 of speech, and whether a molecule passes the blood-brain barrier (BBBP). No molecule with a label is in the text.
-docs/domains.md has the commands that follow, and what they measured.
+docs/domains.md has the commands that follow, and what they measured. DIR/text/biomedical has the folders `train` and
+`valid` (sentences of abstracts that name chemicals and diseases) for `benchmarks.going_on`.
 """
 
 import argparse
@@ -24,6 +26,9 @@ import numpy as np
 HELD_OUT = 5
 
 MOST_ROWS = 1000  # to validate and to test, drawn from all that are held out
+
+# Of the corpora of biomedical text, each in files of a word a line.
+BIOMEDICAL_VALID = "BC5CDR-IOB/devel.tsv"
 
 LABELLED, UNLABELLED = "BBBP.csv", ("HIV.csv", "tox21.csv", "Lipophilicity.csv", "sider.csv", "clintox.csv")
 
@@ -83,16 +88,33 @@ def molecules(clone: Path, place: Path) -> None:
     write_text(place / "text" / "molecules", {"smiles": [smiles for smiles in found if smiles not in labels]})
 
 
+def biomedical(clone: Path, place: Path) -> None:
+    def read(file):
+        blocks = file.read_text(encoding="utf-8").strip().split("\n\n")
+        return [" ".join(line.split("\t")[0] for line in block.splitlines()) for block in blocks]
+
+    # The corpora share abstracts, and divide them into words in several ways.
+    valid = {sentence.replace(" ", ""): sentence for sentence in read(clone / "data" / BIOMEDICAL_VALID)}
+    train = {}
+    for file in sorted((clone / "data").glob("*-IOB/*.tsv")):
+        train |= {key: sentence for sentence in read(file) if (key := sentence.replace(" ", "")) not in valid}
+    write_text(place / "text" / "biomedical" / "train", {"sentences": list(train.values())})
+    write_text(place / "text" / "biomedical" / "valid", {"sentences": list(valid.values())})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--icelandic", type=Path, metavar="CLONE")
     parser.add_argument("--molecules", type=Path, metavar="CLONE")
+    parser.add_argument("--biomedical", type=Path, metavar="CLONE")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR")
     given = parser.parse_args()
     if given.icelandic:
         icelandic(given.icelandic, given.output_dir)
     if given.molecules:
         molecules(given.molecules, given.output_dir)
+    if given.biomedical:
+        biomedical(given.biomedical, given.output_dir)
 
 
 if __name__ == "__main__":
