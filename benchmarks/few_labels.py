@@ -126,12 +126,8 @@ def finetune(given, name, task, side, count, seed, files) -> dict:
     if not (folder / "metrics.json").exists():
         resume = ["--resume_from_checkpoint", "latest"] if (folder / "run_config.json").exists() else []
         print(shlex.join(["d2l-bert", *words]), flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "d2l_bert", *words, *resume],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with folder.with_suffix(".log").open("w") as log:
+            subprocess.run([sys.executable, "-m", "d2l_bert", *words, *resume], check=True, stdout=log, stderr=log)
     return json.loads((folder / "metrics.json").read_text())
 
 
