@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
+from promises.driving import PEOPLE, PLACES, THINGS  # noqa: E402
 
 from d2l_bert.__main__ import main  # noqa: E402
 from d2l_bert.model_cards import pictures  # noqa: E402
@@ -60,7 +61,7 @@ def draw_once(rows, path):
 pictures.plot_curves = draw_once
 
 # A failed assert in these modules shows its values, as one in a test does.
-pytest.register_assert_rewrite("pair_corpora", "publishing", "runs", "small_models")
+pytest.register_assert_rewrite("publishing", "runs", "small_models")
 
 # The property tests try the same examples on every machine; `make fuzz` draws new ones.
 settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=50)
@@ -126,12 +127,9 @@ def pytest_collection_finish():
 def write_books(folder, count=24, seed=0):
     """Write text that a model can learn: each book repeats its own hero, place and thing in many sentences."""
     rng = random.Random(seed)
-    names = ["anna", "boris", "clara", "daniel", "emma", "felix", "greta", "hugo"]
-    places = ["garden", "kitchen", "harbour", "library", "market", "station", "tower", "valley"]
-    things = ["apple", "basket", "candle", "drum", "engine", "feather", "glove", "hammer"]
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        name, place, thing = rng.choice(names), rng.choice(places), rng.choice(things)
+        name, place, thing = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(THINGS)
         paragraphs = []
         for _ in range(10):
             sentences = [
@@ -183,25 +181,23 @@ def shown():
 
 
 @pytest.fixture
-def hub():
-    """A local Hub for this test alone. A process reaches it with the environment of `local_hub.environment`."""
-    with LocalHub({TOKEN: "someone", "hf_made_up_for_another": "another"}) as hub:
+def here(monkeypatch):
+    """
+    A local Hub for this test alone, set as the Hub of this very process, which has the token of the user `someone`.
+
+    Another process reaches it with the environment of `local_hub.environment`.
+    """
+    with LocalHub({TOKEN: "someone"}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        address = "{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.endpoint}/{address}")
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # keeps the address of an earlier test's Hub
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        no_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # no wait before a retry
+        monkeypatch.setattr("huggingface_hub.utils._http.time", no_waiting)
         yield hub
-
-
-@pytest.fixture
-def here(hub, monkeypatch):
-    """The local Hub, set as the Hub of this very process, which has the token of the user `someone`."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    address = "{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.endpoint}/{address}")
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # keeps the address of an earlier test's Hub
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    no_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # no wait before a retry
-    monkeypatch.setattr("huggingface_hub.utils._http.time", no_waiting)
-    return hub
 
 
 @pytest.fixture
@@ -220,16 +216,6 @@ def fails(capsys):
         return lines[0]
 
     return run
-
-
-@pytest.fixture(scope="module")
-def command(books):
-    """A function that gives the arguments of a run with a certain output folder."""
-
-    def arguments(folder, *options):
-        return ["pretrain", f"--corpus={books}", f"--output_dir={folder}", *options]
-
-    return arguments
 
 
 @pytest.fixture

@@ -6,14 +6,86 @@ import random
 
 import datasets
 import pytest
-from small_tasks import answer_rows, choice_rows, tag_rows, write_rows
+from promises.driving import PEOPLE, PLACES, THINGS
+from text_sources import write_table
 
 from d2l_bert.__main__ import main
 
 
-NAMES = ["anna", "boris", "clara", "daniel"]
-THINGS = ["apple", "basket", "candle", "drum"]
-PLACES = ["garden", "kitchen", "harbour", "library"]
+WORDS = {"who": PEOPLE, "where": PLACES, "what": THINGS}
+
+
+def tag_rows(count, seed):
+    """Sentences with BIO tags: a person, a place of one or two words, and a thing."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        who, where, what = (rng.choice(words) for words in WORDS.values())
+        place = ["old", where][rng.randrange(2) :]
+        tokens, tags = (
+            [who, "walked", "to", "the", *place],
+            ["B-PER", "O", "O", "O", "B-LOC", "I-LOC"][: 4 + len(place)],
+        )
+        rows.append({"tokens": [*tokens, "with", "a", what], "ner_tags": [*tags, "O", "O", "B-OBJ"]})
+    return rows
+
+
+def answer_rows(count, seed, unanswerable=0.0):
+    """Questions who, where and what about a sentence; some ask for what the sentence does not say."""
+    rng, rows = random.Random(seed), []
+    for number in range(count):
+        asked, is_said = rng.choice(list(WORDS)), rng.random() >= unanswerable
+        said = {kind: rng.choice(WORDS[kind]) for kind in rng.sample(list(WORDS), 3) if is_said or kind != asked}
+        context = f"then {', '.join(f'the {word}' for word in said.values())} and nobody"
+        found = [said[asked]] if is_said else []
+        answers = {"text": found, "answer_start": [context.index(word) for word in found]}
+        rows.append({"id": str(number), "context": context, "question": f"{asked} was there?", "answers": answers})
+    return rows
+
+
+def choice_rows(count, seed):
+    """A question who, where or what, with a person, a place and a thing to choose from."""
+    rng, rows = random.Random(seed), []
+    for _ in range(count):
+        asked, kinds = rng.choice(list(WORDS)), rng.sample(list(WORDS), 3)
+        choices = [f"the {rng.choice(WORDS[kind])}" for kind in kinds]
+        rows.append({"context": f"{asked} was there?", "choices": choices, "label": kinds.index(asked)})
+    return rows
+
+
+def swag_rows(rows):
+    """The rows of `choice_rows` with SWAG's columns."""
+    return [
+        {
+            "sent1": row["context"],
+            "sent2": "then",
+            **{f"ending{number}": choice for number, choice in enumerate(row["choices"])},
+            "label": row["label"],
+        }
+        for row in rows
+    ]
+
+
+def squad_json(rows):
+    """The rows of `answer_rows` in SQuAD's nested form."""
+    paragraphs = [
+        {
+            "context": row["context"],
+            "qas": [
+                {
+                    "id": row["id"],
+                    "question": row["question"],
+                    "answers": [
+                        {"text": text, "answer_start": start}
+                        for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+                    ],
+                    "is_impossible": not row["answers"]["text"],
+                }
+            ],
+        }
+        for row in rows
+    ]
+    return {"version": "v2.0", "data": [{"title": "books", "paragraphs": paragraphs}]}
+
 
 # A rate and a length with which the model of the fixture `trained` learns the tables below.
 FAST = ["--learning_rate=3e-3", "--num_train_epochs=6", "--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0"]
@@ -24,8 +96,8 @@ def rows_of(count, seed, classes=2):
     rng = random.Random(seed)
     for number in range(count):
         hero, thing, place = rng.randrange(classes), rng.choice(THINGS), rng.choice(PLACES)
-        text = f"Then {NAMES[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
-        yield {"text": text, "label": NAMES[hero]}
+        text = f"Then {PEOPLE[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
+        yield {"text": text, "label": PEOPLE[hero]}
 
 
 # By task, a function of a count and a seed that makes rows.
@@ -39,15 +111,6 @@ ROWS = {
 }
 
 
-def write_csv(path, rows):
-    rows = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
 def read_csv(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -55,14 +118,15 @@ def read_csv(path):
 
 def file_options(folder, **splits):
     """Write the rows of each split to a file of JSON Lines; returns the options."""
-    return [f"--{split}_file={write_rows(folder / f'{split}.jsonl', rows)}" for split, rows in splits.items()]
+    return [f"--{split}_file={write_table(folder / f'{split}.jsonl', rows)}" for split, rows in splits.items()]
 
 
 def write_splits(folder, sizes=(160, 40, 40)):
     """Files train.csv, validation.csv and test.csv in a folder; returns their options."""
     splits = zip(("train", "validation", "test"), sizes, range(3), strict=True)
     return [
-        f"--{split}_file={write_csv(folder / f'{split}.csv', rows_of(size, number))}" for split, size, number in splits
+        f"--{split}_file={write_table(folder / f'{split}.csv', rows_of(size, number))}"
+        for split, size, number in splits
     ]
 
 

@@ -3,7 +3,8 @@
 import json
 import random
 
-import torch
+from promises.driving import PEOPLE, PLACES, THINGS
+from small_models import spread
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AlbertConfig,
@@ -45,16 +46,6 @@ def save_models(trained, books, folder):
     return {"ours": trained, **{name: folder / name for name in made}}
 
 
-def spread(model, seed=0):
-    """Give all parameters random values that matter: fresh ones make nearly equal scores."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            parameter.normal_(0, 0.3, generator=generator)
-            if "norm" in name.lower() and name.endswith("weight"):
-                parameter.add_(1)
-
-
 def byte_tokenizer(books):
     """A tokenizer of bytes as RoBERTa's: its mask token has the last id, and a word begins with a space."""
     tokenizer = Tokenizer(models.BPE())
@@ -76,14 +67,11 @@ def byte_tokenizer(books):
 def write_pairs(folder, paradigms=3, pairs=12, seed=0):
     """Write files as BLiMP's: pairs of sentences with two words swapped, or one word replaced; returns the folder."""
     rng = random.Random(seed)
-    names = ["Anna", "Boris", "Clara", "Daniel", "Emma", "Felix"]
-    things = ["apple", "basket", "candle", "drum", "engine", "umbrella"]
-    places = ["garden", "kitchen", "harbour", "library"]
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(paradigms):
         rows = []
         for _ in range(pairs + number):
-            name, thing, place = rng.choice(names), rng.choice(things), rng.choice(places)
+            name, thing, place = rng.choice(PEOPLE).title(), rng.choice(THINGS), rng.choice(PLACES)
             good = f"{name} walked to the {place} with a {thing}."
             bad = rng.choice([f"{name} walked to a {place} with the {thing}.", good.replace("walked", "walk")])
             rows.append({"sentence_good": good, "sentence_bad": bad, "UID": f"made_up_{number}"})

@@ -166,13 +166,12 @@ class Refusal(Exception):
 
 @dataclass
 class Request:
-    """One request: its path with query, the user whose token it carried, its body, and the status of the answer."""
+    """One request: its path with query, the user whose token it carried, and its body."""
 
     method: str
     path: str
     user: str | None = None
     body: bytes = b""
-    status: int | None = None
 
     def json(self) -> dict:
         return json.loads(self.body or b"{}")
@@ -204,15 +203,15 @@ class _Handler(BaseHTTPRequestHandler):
                     raise Refusal(status, "This request was made to fail.")
                 if token and not request.user:
                     raise Refusal(401, "Invalid credentials in Authorization header")
-                request.status, body = 200, answer(hub, request, headers)
+                status, body = 200, answer(hub, request, headers)
         except Refusal as refusal:
-            request.status, body = refusal.status, refusal.body
+            status, body = refusal.status, refusal.body
             headers |= refusal.headers
         except Exception:
             traceback.print_exc()
-            request.status, body = 501, {}
+            status, body = 501, {}
         body = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-        self.send_response(request.status)
+        self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()

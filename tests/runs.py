@@ -1,4 +1,4 @@
-"""Runs of a few steps: their options, a signal at a certain step, and the logs that they leave."""
+"""Runs of a few steps, a signal at a certain step, and the logs that they leave."""
 
 import contextlib
 import json
@@ -10,10 +10,6 @@ from conftest import SMALL
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from d2l_bert.__main__ import main
-
-
-OPTIONS = ("--mixed_precision=no", "--hidden_dropout_prob=0.1", "--logging_steps=1", "--save_total_limit=9", *SMALL)
-SHORT = (*OPTIONS, "--max_steps=6", "--save_steps=3", "--eval_steps=6")
 
 
 def run(books, folder, *options):

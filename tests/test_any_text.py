@@ -264,7 +264,7 @@ def test_a_tokenizer_that_was_given_is_named_as_the_cause():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The trained vocabulary: exact and reproducible, in files that every BERT tokenizer can read
+# The trained vocabulary: exact and reproducible
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -310,15 +310,6 @@ def test_an_iterator_gives_the_same_tokenizer_and_its_texts_are_never_held_in_me
     train_wordpiece((f"{'ab cd ' * 100}{number % 10}" for number in range(2500)), vocab_size=40)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000  # the text has 1.5 million characters
     tracemalloc.stop()
-
-
-def test_vocab_txt_alone_makes_the_same_tokenizer(tmp_path):
-    tokenizer = train_wordpiece(make_texts(), vocab_size=400)
-    save_tokenizer(tokenizer, tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    loaded, texts = BertTokenizer.from_pretrained(tmp_path), make_texts(seed=1, sentences=20)
-    assert loaded(texts)["input_ids"] == tokenizer(texts)["input_ids"]
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))

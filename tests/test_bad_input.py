@@ -64,6 +64,7 @@ def make_texts(folder):
         "cut.txt.gz": b"abc",
         "broken.params": b"PK nonsense",
         "blank.txt": b" \n",
+        "private.txt": "\ue000\ue001 \ue000\n".encode(),
         "pairs/pairs.jsonl": f"{line}\n".encode(),
         "halves/pairs.jsonl": (line + "\n" + json.dumps({**pair, "sentence_bad": 1}) + "\n").encode(),
         "torn-pairs/pairs.jsonl": f"{line[:-1]}\n".encode(),

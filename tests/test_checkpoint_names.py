@@ -1,20 +1,34 @@
-"""Checkpoints: which are kept and deleted; the step of one is what its JSON says, whatever its folder is called."""
+"""Checkpoints and models by words seen: which are kept, what a renamed one is, what a signal leaves."""
 
+import itertools
+import json
 import os
 import re
 import shutil
 import signal
+import time
 
+import numpy as np
 import pytest
 from conftest import SMALL
-from promises.driving import command, read_json, weights_of
+from promises.driving import command, end, read_json, start, wait_for, weights_of
 from runs import log_rows, run, steps_counted
 
+from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import checkpoint
+from d2l_bert.training.checkpoint import folder_name, word_marks
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import words_in
+from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.pretrain import StopSignals
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 RUN = [*SMALL, "--mixed_precision=no", "--max_steps=10", "--save_total_limit=9", "--license=mit", "--eval_steps=4"]
 
@@ -97,3 +111,108 @@ def test_a_checkpoint_being_deleted_no_longer_has_its_name(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path: None)  # as if killed before the files are deleted
     checkpoint.delete(tmp_path / "checkpoint-3")
     assert not checkpoint.checkpoints(tmp_path) and checkpoint.checkpoints(tmp_path, unfinished=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals: a run ends after its step with a checkpoint, or at once at a second Ctrl-C
+
+
+LONG = (*SMALL, "--mixed_precision=no", "--logging_steps=1", "--max_steps=40", "--save_steps=10", "--eval_steps=40")
+
+
+@pytest.mark.parametrize("question", (3, 4, 7, 11))
+def test_whenever_a_signal_comes_the_last_step_taken_is_saved(books, monkeypatch, tmp_path, question):
+    """The signal comes right before the loop asks for the n-th time whether a signal has come."""
+    asked = itertools.count(1)
+
+    def wanted(stop):
+        if next(asked) >= question:
+            stop.agreed_signal = signal.SIGTERM
+        return bool(stop.agreed_signal)
+
+    monkeypatch.setattr(StopSignals, "should_stop", wanted)
+    with pytest.raises(SystemExit, match="143"):
+        main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path}", *LONG])
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert saved.name == f"checkpoint-{log_rows(tmp_path)[-1]['step']}"
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_does_not_wait_for_the_step(books, tmp_path):
+    """Each step takes ten seconds more; a Ctrl-C between two of them would end the run at once."""
+    said, slow = tmp_path / "said.txt", {"PROMISES_STEP_SECONDS": "10"}
+    words = ["pretrain", "--corpus", books, "--output_dir", tmp_path / "model", *LONG]
+    (run,) = start(words, script="faulty.py", environment=slow, said=said)
+    for words in ("step  1/40", "a second Ctrl-C"):
+        wait_for(lambda words=words: words in said.read_text(), [run])
+        time.sleep(1)  # until the run is within its second step
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+    # By `sys.exit`, or by the signal, which a shell also shows as 130.
+    assert end([run], 4)[0] in (130, -signal.SIGINT)
+    assert not list((tmp_path / "model").glob("*checkpoint*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `--save_words`: how words are counted, and which weights are saved
+
+
+OPTIONS = ("--max_steps=12", "--save_steps=5", "--save_total_limit=1", "--mixed_precision=no")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_numbers_of_words_are_read_and_named_as_babylm_names_them():
+    assert word_marks(["500", "10k", "1_500_000", "2m", "1000M"]) == [500, 10**4, 1_500_000, 2 * 10**6, 10**9]
+    names = {500: "chck_500", 10**4: "chck_10k", 10**6: "chck_1M", 1_500_000: "chck_1500k", 10**9: "chck_1000M"}
+    for words, name in names.items():
+        assert folder_name(words) == name and word_marks([name.removeprefix("chck_")]) == [words]
+
+
+@pytest.mark.parametrize("entries", [["2M", "1M"], ["1M", "1_000_000"], ["1k", "1K"]])
+def test_numbers_that_do_not_increase_are_refused(entries):
+    with pytest.raises(UserError, match=f"save_words: {entries[1]} must be more than the {entries[0]} before it"):
+        word_marks(entries)
+
+
+def test_words_are_counted_by_each_documents_words_a_token(tmp_path):
+    """Twenty texts of 160 words, of which each has words of another length, so that tokens a word differ."""
+    (tmp_path / "text").mkdir()
+    for number, letter in enumerate("abcdefghijklmnopqrst"):
+        words = " ".join(letter * (1 + number) + " of the book." for _ in range(40))
+        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    text = prepare(TextConfig(corpus=[str(tmp_path / "text")], vocab_size=60, preprocessing_num_workers=1))
+    corpus = text.train
+    pairs = EpochPairs(corpus, PretrainConfig(objective="nsp"), 32).window(0, 0)
+    sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
+    words_of_tokens = np.repeat(160 / sizes, sizes)
+    expected = sum(
+        words_of_tokens[pair[f"{side}_start"] : pair[f"{side}_end"]].sum() for pair in pairs for side in "ab"
+    )
+    assert (np.diff(corpus.words_before) == 160).all() and len(corpus.ids) > 1.1 * corpus.words_before[-1]
+    assert words_in(corpus, pairs) == pytest.approx(expected, rel=1e-9) and expected > 500
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_path):
+    """Of a run that saves after 600, 1,000 and 1,001 words; 99M are more than it sees. And of one that is stopped."""
+    whole, again, stopped = (tmp_path / name for name in ("whole", "run", "stopped"))
+    options = (*OPTIONS, "--save_words", "600", "1k", "1_001", "99M")
+    run(books, whole, *options)
+    step = json.loads((whole / "chck_600" / "words_seen.json").read_text())["step"]
+    run(books, again, *OPTIONS, f"--save_steps={step}", "--save_total_limit=99")
+    weights = (again / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+    assert (whole / "chck_600" / "model.safetensors").read_bytes() == weights
+    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in whole.glob("chck_*")) == ["chck_1001", "chck_1k", "chck_600"]
+    assert not list(again.glob("chck_*"))
+    with steps_counted(sigterm_at=step - 1):
+        assert command("pretrain", "--corpus", books, "--output_dir", stopped, *SMALL, *options) == 143
+    run(books, stopped, *options, "--resume_from_checkpoint=latest")
+    for seen in whole.glob("chck_*/words_seen.json"):
+        assert (stopped / seen.relative_to(whole)).read_text() == seen.read_text()

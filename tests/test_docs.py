@@ -1,4 +1,4 @@
-"""The code and commands in the documentation run, and the names in it exist."""
+"""The code and commands in the documentation run, the names in it exist, and it builds as a site."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +15,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from small_tasks import answer_rows, choice_rows, squad_json, write_rows
+from finetuning import answer_rows, choice_rows, squad_json
+from text_sources import write_table
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 
@@ -34,7 +36,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "the test runs in an environment of its own",
     "pip install": "the same",
     ".venv/bin/python -m pip install": "the same",
-    "accelerate launch": "the launchers' own parsers read these below, and tests/test_distributed.py launches",
+    "accelerate launch": "the launchers' own parsers read these below, and tests/test_ranks.py launches",
     "torchrun": "the same",
     "sbatch": "needs SLURM; tried below with stand-ins",
     "d2l-bert prepare --check parts/*": "wants the parts that sbatch makes; docs/data.md makes some",
@@ -43,7 +45,7 @@ NOT_RUN = {
     "cat": "the same",
     "cut": "the same",
     "grep": "the same",
-    "d2l-bert evaluate my-bert --line_scores": "a pipe; tests/test_line_scores.py reads lines",
+    "d2l-bert evaluate my-bert --line_scores": "a pipe; tests/test_evaluation.py reads lines",
     "d2l-bert evaluate log-bert --line_scores": "the same",
     "python -m benchmarks": "trains for minutes",
     "python -m http.server": "serves until it is stopped",
@@ -108,15 +110,15 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
         tables[f"{name}-v2.0.json"] = [json.dumps(squad_json(answer_rows(8, seed=1)))]
     for name, lines in tables.items():
         Path(name).write_text("\n".join(lines) + "\n")
-    write_rows(Path("more.jsonl"), [{"text": (books / "book-00.txt").read_text()}] * 3)
-    write_rows(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
+    write_table(Path("more.jsonl"), [{"text": (books / "book-00.txt").read_text()}] * 3)
+    write_table(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
     for name in ("lines.log", "hour.log"):
         lines = (f"INFO worker order {7919 * n % 10_000} packed by station {n % 8}\n" for n in range(400))
         Path(name).write_text("".join(lines))
     for name in ("vi.txt", "uk.txt"):
         shutil.copy(books / "book-00.txt", name)
     for name in ("choices", "choices-val"):
-        write_rows(Path(f"{name}.jsonl"), choice_rows(8, seed=1))
+        write_table(Path(f"{name}.jsonl"), choice_rows(8, seed=1))
     pyarrow.parquet.write_table(pyarrow.table({"abstract": ["Anna found a hammer."]}), "texts.parquet")
     tokenizer = AutoTokenizer.from_pretrained("my-bert")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -248,3 +250,18 @@ def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_ti
     end = "node7:24567 /shared/hf pretrain|--resume_from_checkpoint|latest|--corpus|my books|--max_steps=3"
     assert tasks[:2] == [f"0/2 0 {end}", f"1/2 1 {end}"]
     assert tasks[2:] == (["scontrol requeue 1234567"] if code == 143 else [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The documentation as a site: it builds without a warning, so no link between its pages leads to nothing
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Sphinx warns of a link to a page, a file or a heading that is not there."""
+    pytest.importorskip("sphinx", reason="sphinx is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", tmp_path / "site"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pages = {page.name for page in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "search.html", "api.html", "3-pretraining.html"} <= pages

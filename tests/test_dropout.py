@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from fast_models import assert_same, loss_and_gradients, make_batch, make_model
+from small_models import assert_same, in_training, loss_and_gradients, make_batch
 from torch.testing import assert_close
 
 from d2l_bert.modeling import modeling_d2l_bert as modeling
@@ -61,7 +61,7 @@ def test_a_compiled_program_draws_a_mask_for_each_dropout():
 # Transformers 5.17 has no newer name for this method.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(attention):
-    model, calls, found = make_model(dropout=0.1), [], []
+    model, calls, found = in_training(dropout=0.1), [], []
     model.set_attn_implementation(attention)
     for block in model.bert.encoder.layer:
         block.attention.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -1,20 +1,67 @@
-"""`d2l-bert embed`: the vectors of lines, the files that hold them, and the lines nearest to a text."""
+"""`d2l-bert embed` and `attention`: vectors of lines and of words, their files, the nearest lines, the picture."""
 
-import gzip
 import random
+import re
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from encoders import WORDS, write_encoders
+from conftest import SIZES
+from matplotlib import font_manager
 from numpy.testing import assert_allclose
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
+from d2l_bert import D2lBertConfig, D2lBertForPreTraining, train_wordpiece
+from d2l_bert.__main__ import main
+from d2l_bert.inference import attention
 from d2l_bert.inference import embed as module
 from d2l_bert.inference.config import EmbedConfig
-from d2l_bert.inference.embed import embed, evened
+from d2l_bert.inference.embed import embed
 from d2l_bert.messages import UserError
-from d2l_bert.tokenization.sources import lines_and_cells
+from d2l_bert.modeling.conversion import save_model
+from d2l_bert.modeling.loading import load_encoder
+from d2l_bert.tokenization.wordpiece import save_tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small encoders on disk, ours and stock ones, with a tokenizer
+
+
+WORDS = "the a crane is flying over an old tower while driver came home and left it near water again".split()
+POSITIONS = 32
+
+
+def write_encoders(folder):
+    """Folders `ours`, `stock` and `roberta` with random weights that are large enough to make a difference."""
+    tokenizer = train_wordpiece([" ".join(WORDS)] * 3, min_frequency=1)
+    tokenizer.model_max_length = POSITIONS
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
+    sizes.pop("intermediate_size")
+    torch.manual_seed(0)
+    models = {
+        "ours": D2lBertForPreTraining(D2lBertConfig(**sizes, intermediate_size=20, initializer_range=0.3)),
+        "stock": BertModel(BertConfig(**sizes, intermediate_size=20, initializer_range=0.3)),
+        # RoBERTa counts positions from the padding token's id + 1.
+        "roberta": RobertaModel(
+            RobertaConfig(
+                **{**sizes, "max_position_embeddings": POSITIONS + 1 + tokenizer.pad_token_id},
+                pad_token_id=tokenizer.pad_token_id,
+                type_vocab_size=1,
+                intermediate_size=20,
+                initializer_range=0.3,
+            )
+        ),
+    }
+    for name, model in models.items():
+        (folder / name).mkdir(parents=True)
+        save_model(model, folder / name) if name == "ours" else model.save_pretrained(folder / name)
+        save_tokenizer(tokenizer, folder / name)
+    return folder
+
+
+def load(folder, **options):
+    return AutoModel.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,21 +98,6 @@ def test_a_parquet_file_holds_each_text_beside_its_vector(encoders, texts, tmp_p
     embed(str(encoders / "ours"), str(texts), EmbedConfig(output=str(tmp_path / "vectors.npy")))
     assert_allclose(np.array(table["vector"].to_pylist()), np.load(tmp_path / "vectors.npy"), atol=1e-5)
     assert table.schema.field("vector").type.list_size == 24
-
-
-READ_AS = {
-    "plain.txt": b"one\ntwo\n\nfour",
-    "windows.txt": b"one\r\ntwo\r\n\r\nfour\r\n",
-    "packed.txt.gz": gzip.compress(b"one\ntwo\n\nfour\n"),
-    "rows.jsonl": b'{"text": "one"}\n{"text": "two"}\n{"text": null}\n{"text": "four"}\n',
-    "rows.csv": b'text,x\none,1\ntwo,2\n"",3\nfour,4\n',
-}
-
-
-@pytest.mark.parametrize("name", READ_AS)
-def test_a_line_is_a_line_in_every_kind_of_file(tmp_path, name):
-    (tmp_path / name).write_bytes(READ_AS[name])
-    assert [line for line, _ in lines_and_cells(str(tmp_path / name))] == ["one", "two", "", "four"]
 
 
 def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails):
@@ -143,11 +175,6 @@ def test_equal_lines_are_equally_near(encoders, tmp_path):
     assert len({cosine for cosine, _ in found}) == 1 and not np.isnan(found[0][0])
 
 
-def test_few_lines_are_compared_as_they_are():
-    vectors = torch.randn(99, 8)
-    assert evened(vectors)(vectors) is vectors
-
-
 def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_CHARACTERS", 500 * 256)
     (tmp_path / "late.txt").write_bytes(b"the crane\n" * 2000 + "Zürich".encode("latin-1"))
@@ -157,3 +184,57 @@ def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
         with pytest.raises(UserError, match="late.txt: line 2,001: .*0xfc"):
             embed(str(encoders / "ours"), str(tmp_path / "late.txt"), EmbedConfig(output=str(out / name)))
     assert list(out.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `attention`: the picture of all heads, and the distance of a word's vectors in two texts
+
+
+FIRST, SECOND = "a crane is flying", "a crane driver came"
+
+
+@pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
+def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encoders, name):
+    model, tokenizer = load_encoder(str(encoders / name), attn_implementation="eager")
+    tokens, border, weights = attention.attention_of(name, model, tokenizer, FIRST, SECOND)
+    assert tokens == ["[CLS]", *FIRST.split(), "[SEP]", *SECOND.split(), "[SEP]"] and border == 6
+    assert weights.shape == (2, 3, 11, 11)
+    assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    assert weights.std() > 0.01
+    assert attention.attention_of(name, model, tokenizer, FIRST)[1] == 0
+
+
+def test_a_token_is_drawn_in_a_font_that_has_it_and_dollars_are_text(encoders, tmp_path, monkeypatch, recwarn):
+    """What no font has is said, and another character drawn; as a formula `$x_y$` is an error."""
+    fonts, installed = font_manager.fontManager, font_manager.fontManager.ttflist
+    stix, dejavu = (font_manager.get_font(fonts.findfont(name)) for name in ("STIXGeneral", "DejaVu Sans"))
+    rare = next(c for c in map(chr, stix.get_charmap()) if not dejavu.get_char_index(ord(c)) and c.isprintable())
+    monkeypatch.setattr(attention, "attention_of", lambda *_: (["$x_y$", rare], 0, np.ones((1, 1, 2, 2))))
+    others = [font for font in installed if not font.name.startswith("STIX") and "matplotlib" in str(font.fname)]
+    for drawn, known in (("\N{REPLACEMENT CHARACTER}", others), (rare, installed)):
+        monkeypatch.setattr(fonts, "ttflist", known)
+        figure, said = attention.attention_figure(str(encoders / "stock"), "a crane")
+        figure.savefig(tmp_path / "figure.png")
+        assert (rare in said) == (rare != drawn)
+        assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["$x_y$", drawn]
+    assert not [each for each in recwarn if "Glyph" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
+def test_a_words_vectors_are_compared_layer_by_layer(encoders, capsys, name):
+    texts = ["The Crane is flying over the crane", "a crane driver"]
+    assert main(["attention", str(encoders / name), *texts, "--word", "crane"]) == 0
+    printed = capsys.readouterr().out
+    assert "[Crane]" in printed and "a [crane] driver" in printed and "tokens: crane" in printed
+    model, tokenizer = load(encoders / name)
+    vectors = []
+    for text in texts:
+        with torch.no_grad():
+            hidden = model(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states
+        vectors.append([layer[0, 2] for layer in hidden])  # [CLS], the or a, crane
+    rows = re.findall(r"^  (embeddings|layer \d) +(-?\d\.\d+) +(-?\d\.\d+)$", printed, re.MULTILINE)
+    assert [row for row, *_ in rows] == ["embeddings", "layer 1", "layer 2"]
+    for (_, cosine, distance), first, second in zip(rows, *vectors, strict=True):
+        expected = float(torch.cosine_similarity(first, second, dim=0))
+        assert float(cosine) == pytest.approx(expected, abs=6e-4)
+        assert float(distance) == pytest.approx(1 - expected, abs=6e-4)

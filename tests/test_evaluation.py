@@ -1,11 +1,16 @@
-"""`d2l-bert evaluate`: two processes give the figures of one, and a run's held-out text its own figures."""
+"""`d2l-bert evaluate`: one process or two, the held-out text of a run, scores of lines, the table of runs."""
 
+import csv
 import json
+import math
 import re
 import shutil
+import statistics
+from types import SimpleNamespace
 
 import pytest
-from conftest import write_books
+import torch
+from conftest import SMALL, write_books
 from judged_models import save_models, write_pairs
 from promises.driving import end, start
 from runs import run
@@ -81,7 +86,7 @@ def lines(tmp_path_factory):
 TEXT_OPTIONS = ["--documents=line", "--language=de", "--validation_fraction=0.2"]
 TEXT_OPTIONS += ["--max_validation_characters=1000"]  # a fifth of the lines has more
 ROW_OPTIONS = [
-    ["--objective=nsp", "--max_eval_pairs=30"],
+    ["--objective=nsp", "--max_eval_pairs=30", "--ema_decay=0.5"],  # the average is evaluated and published
     ["--pairing=sentences", "--objective=sop", "--mlm_probability=0.30->0.25"],
     ["--objective=none", "--masking=whole_word", "--max_seq_length=24"],
 ]
@@ -121,13 +126,6 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
         assert f"error: {model}: " in said and words in said
 
 
-def test_a_text_without_a_token_is_named(trained, tmp_path, capsys):
-    (tmp_path / "private.txt").write_text("\ue000\ue001 \ue000\n")
-    assert main(["evaluate", str(trained), f"--corpus={tmp_path / 'private.txt'}", "--pppl_sentences=0"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "private.txt" in said and "cache" not in said
-
-
 @pytest.mark.parametrize(
     ("auto_class", "command", "others"),
     [
@@ -165,3 +163,105 @@ def test_a_sentence_that_a_model_cannot_read_or_has_no_known_word_is_not_in_the_
     figures = evaluate(trained, *options, "--pppl_sentences=9")["models"][0]["text"]
     assert (figures["pppl_sentences"], figures["pppl_words"]) == (3, len(" ".join(known).split()))
     assert evaluate(trained, *options, "--pppl_sentences=2")["models"][0]["text"]["pppl_sentences"] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `--line_scores`: each line's pseudo-log-likelihood, as Transformers' models give it, line by line
+
+
+LINES = [
+    "Then Anna sold the apple in the garden, and nobody knew.",
+    "apple apple garden Boris",
+    "",
+    "The valley was old.",
+    "☃ ☃",
+    "Boris found ☃ in the library of the old harbour, and Clara walked to the market with a drum.",
+]
+
+
+@pytest.fixture(scope="module")
+def reader(trained):
+    tokenizer, model = AutoTokenizer.from_pretrained(trained), AutoModelForMaskedLM.from_pretrained(trained)
+    return SimpleNamespace(tokenizer=tokenizer, model=model.eval(), folder=trained)
+
+
+@torch.no_grad()
+def expected(reader, line, apart):
+    """Score, tokens scored and `[UNK]`, in a loop over groups of tokens; `apart` 0 is each token alone."""
+    limit = reader.model.config.max_position_embeddings
+    ids = reader.tokenizer(line, truncation=True, max_length=limit, return_tensors="pt")["input_ids"][0]
+    special = {reader.tokenizer.cls_token_id, reader.tokenizer.sep_token_id, reader.tokenizer.unk_token_id}
+    places = [place for place, number in enumerate(ids.tolist()) if number not in special]
+    total = 0.0
+    for first in range(min(apart or len(places), len(places))):
+        group = places[first :: apart or len(places)]
+        masked = ids.clone()
+        masked[group] = reader.tokenizer.mask_token_id
+        chances = reader.model(masked[None]).logits[0].log_softmax(-1)
+        total += sum(float(chances[place, ids[place]]) for place in group)
+    return total, len(places), int((ids == reader.tokenizer.unk_token_id).sum())
+
+
+@pytest.mark.parametrize("apart", [7, 3, 0])
+def test_scores_are_those_of_a_loop_over_each_line(reader, tmp_path, capsys, apart):
+    lines = [*LINES, " ".join([LINES[0]] * 9)]  # the last has more tokens than the model has positions
+    (tmp_path / "lines.log").write_text("\n".join(lines) + "\n")
+    options = [f"--line_scores={tmp_path / 'lines.log'}", f"--line_masks={apart}"]
+    assert main(["evaluate", str(reader.folder), *options]) == 0
+    shown = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line for *_, line in shown] == lines
+    assert [int(row[4]) for row in shown] == list(range(1, len(lines) + 1))
+    for row, line in zip(shown, lines, strict=True):
+        of_token, total, of_word, unknown = map(float, row[:4])
+        score, tokens, of_unknown = expected(reader, line, apart)
+        if tokens:
+            assert total == pytest.approx(score, abs=2e-3)
+            assert of_token == pytest.approx(score / tokens, abs=2e-3)
+            limit = reader.model.config.max_position_embeddings
+            read = reader.tokenizer(line, truncation=True, max_length=limit, return_offsets_mapping=True)
+            words = line[: max(end for _, end in read["offset_mapping"])].split()
+            assert of_word == pytest.approx(score / len(words), abs=2e-3)
+        else:
+            assert {of_token, total, of_word} == {-math.inf}
+        assert unknown == pytest.approx(of_unknown / max(1, tokens + of_unknown), abs=1e-4)
+
+
+def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, tmp_path, capsys, fails):
+    (tmp_path / "rows.csv").write_text("message,id\nThe valley was old.,1\n,2\n")
+    options = [f"--line_scores={tmp_path / 'rows.csv'}", "--text_column=message"]
+    assert main(["evaluate", str(reader.folder), *options]) == 0
+    assert [line.split("\t")[5] for line in capsys.readouterr().out.splitlines()] == ["The valley was old.", ""]
+    assert "one model" in fails("evaluate", reader.folder, reader.folder, *options)
+    for more in (f"--output={tmp_path / 'figures.json'}", "--score=within_word_l2r"):
+        assert "alone" in fails("evaluate", reader.folder, *options, more)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table of runs: those that differ in their seed alone are one row
+
+
+def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("nsp-1", "nsp-2", "nsp-3", "mlm")]
+    for folder in folders:
+        kind, _, seed = folder.name.partition("-")
+        options = [f"--output_dir={folder}", f"--seed={seed or 1}", "--max_steps=4", "--license=mit"]
+        options += ["--objective=none"] if kind == "mlm" else []
+        assert main(["pretrain", f"--corpus={books}", *SMALL, *options]) == 0
+    words = ["evaluate", *map(str, folders), f"--corpus={books}", "--held_out", "--pppl_sentences=0"]
+    capsys.readouterr()
+    for name in ("all.json", "runs.csv", "runs.md"):
+        assert main([*words, f"--output={tmp_path / name}"]) == 0
+    table = (tmp_path / "runs.md").read_text()
+    assert table in capsys.readouterr().out
+    first, second = csv.DictReader((tmp_path / "runs.csv").open(newline=""))
+    assert (first["runs"], first["seeds"], second["runs"], second["seeds"]) == ("nsp", "3", "mlm", "1")
+    models = json.loads((tmp_path / "all.json").read_text())["models"]
+    for column, name in {"MLM loss": "mlm_loss", "NSP accuracy": "nsp_accuracy"}.items():
+        values = [model["text"][name] for model in models[:3]]
+        assert float(first[column]) == pytest.approx(statistics.fmean(values))
+        assert float(first[f"{column}, standard deviation"]) == pytest.approx(statistics.stdev(values))
+    assert second["NSP accuracy"] == second["MLM loss, standard deviation"] == ""
+    seconds = [json.loads((folder / "metrics.json").read_text())["train_seconds"] for folder in folders[:3]]
+    assert float(first["minutes"]) == pytest.approx(statistics.fmean(seconds) / 60)
+    header, _, *rows = table.splitlines()
+    assert header.count("|") == rows[0].count("|") == rows[1].count("|") and "(" in rows[0] and "(" not in rows[1]

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_export import NODE_MODULES, export, in_node, needs_node
+from test_export import NODE_MODULES, needs_node
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.modeling.loading import hash_of_model, load_tokenizer
 from d2l_bert.tokenization.encoding import SentenceEncoder
 from d2l_bert.tokenization.rules import count_words
@@ -173,22 +172,6 @@ def test_transformers_js_gives_the_same_ids(saved, tmp_path):
     for name, ids in json.loads(done.stdout.splitlines()[-1]).items():
         different = [text for text, one, other in zip(TEXTS, ids, expected[name][0], strict=True) if one != other]
         assert not different, name
-
-
-@needs_node
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_an_exported_model_with_rules_of_its_own_predicts_in_transformers_js_as_in_python(books, tmp_path):
-    tokenizer, text = KINDS["digits"](), "Anna\u200bwalked 27 [MASK]."
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = D2lBertForMaskedLM(D2lBertConfig(vocab_size=len(tokenizer), embedding_layer_norm=True, **sizes))
-    model.save_pretrained(tmp_path / "model")
-    save_tokenizer(tokenizer, tmp_path / "model")
-    folder = export(tmp_path / "model", tmp_path / "stock", f"--corpus={books}")
-    fill = pipeline("fill-mask", model=str(folder))
-    assert fill.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
-    found = in_node(tmp_path, "stock", "fill-mask", text, tmp_path)
-    assert [guess["token_str"] for guess in found] == [guess["token_str"] for guess in fill(text)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from head_models import ours
-from publishing import published, run
+from local_hub import environment
+from promises.driving import python
+from publishing import published
+from small_models import of_head
 from transformers import AutoTokenizer, pipeline
 
 import d2l_bert
@@ -50,7 +52,7 @@ def export(source, target, *options):
 def saved(head, trained, folder, **options):
     """A model folder with the tokenizer of a run; the model, and the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    model = ours(head, vocab_size=len(tokenizer), **options)
+    model = of_head(head, vocab_size=len(tokenizer), **options)
     for each in (model, tokenizer):
         each.save_pretrained(folder / "model")
     return folder / "model", model, tokenizer
@@ -208,7 +210,7 @@ def test_a_published_export_is_loaded_by_stock_transformers_alone_and_by_transfo
     files = published(here, "someone/stock")
     assert {FLOAT, INT8, "model.safetensors"} <= files.keys()
     assert 'await pipeline("fill-mask", "someone/stock"' in files["README.md"].decode()
-    done = run(LOAD, here, tmp_path / "home")
+    done = python(LOAD, environment(here, tmp_path / "home", None))
     assert done.returncode == 0, done.stderr
     module, of_stock = json.loads(done.stdout.splitlines()[-1])
     assert module == "transformers.models.bert.modeling_bert"

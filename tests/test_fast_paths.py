@@ -1,22 +1,29 @@
-"""The fast variants compute the same: a last block and labels of every position, at the positions read."""
+"""The fast variants compute the same: a last block and losses at the positions read, a loss without its logits."""
 
+import copy
 import math
 
+import conftest
 import pytest
 import torch
-from fast_models import (
+from small_models import (
     LENGTH,
     ROWS,
-    SLOTS,
     assert_same,
     compute_as_on,
     every_device,
+    in_training,
     loss_and_gradients,
     make_batch,
-    make_model,
+    make_sequences,
+    packed,
+    padded,
 )
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.modeling import modeling_d2l_bert as modeling
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,56 +40,45 @@ def rows_through(module):
     return shapes
 
 
-def packed(batch):
-    """The batch with two sequences of unequal length in each row, and a pair label for each sequence."""
-    first = torch.arange(ROWS)[:, None] % 3 + 5
-    place = torch.arange(LENGTH)[None]
-    batch["sequence_ids"] = torch.where(place < first, 1, 2) * batch.pop("attention_mask")
-    batch["position_ids"] = torch.where(place < first, place, place - first)
-    batch["cls_positions"] = torch.cat([torch.zeros_like(first), first], 1)
-    return batch | {"next_sentence_label": torch.stack([batch["next_sentence_label"]] * 2, 1)}
+SEQUENCES = make_sequences()
+PADDED = padded(SEQUENCES)
+MASK = torch.zeros(ROWS, 1, 1, LENGTH, dtype=torch.double)
+BATCHES = {
+    "padded": PADDED,
+    "packed": packed(SEQUENCES, [[1, 4, 6], [0, 3], [7, 2, 5]]),
+    "a sequence a row, as packing makes it": packed(SEQUENCES, [[number] for number in range(ROWS)]),
+    "without a mask": {name: tensor for name, tensor in PADDED.items() if name != "attention_mask"},
+    # Of four dimensions: Transformers passes it on unchanged.
+    "a mask for all queries": {
+        **PADDED,
+        "attention_mask": MASK.masked_fill(PADDED["attention_mask"][:, None, None] == 0, -1e9),
+    },
+}
 
 
-def one_sequence_a_row(batch):
-    """The batch as packing makes it if each sequence fills its row."""
-    batch["sequence_ids"] = batch.pop("attention_mask")
-    batch["cls_positions"] = torch.zeros((ROWS, 1), dtype=torch.long)
-    return batch | {"next_sentence_label": batch["next_sentence_label"][:, None]}
-
-
-def without_padding(batch):
-    return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-
-
-def mask_for_all_queries(batch):
-    """The batch with a mask of four dimensions, which Transformers passes on unchanged."""
-    mask = torch.zeros(ROWS, 1, 1, LENGTH, dtype=torch.double)
-    return batch | {"attention_mask": mask.masked_fill(batch["attention_mask"][:, None, None] == 0, -1e9)}
-
-
-@pytest.mark.parametrize(
-    ("change", "sequences"),
-    [(dict, 1), (packed, 2), (one_sequence_a_row, 1), (without_padding, 1), (mask_for_all_queries, 1)],
-)
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_last_block_at_the_positions_read_gives_the_same_losses_and_gradients(attention, change, sequences):
-    model = make_model(num_hidden_layers=2).double()
+def test_a_last_block_at_the_positions_read_gives_the_same_losses_and_gradients(attention, kind):
+    model = in_training(num_hidden_layers=2).double()
     model.set_attn_implementation(attention)
-    batch = change(make_batch(model))
+    batch = dict(BATCHES[kind])
     expected = loss_and_gradients(model, **batch, output_hidden_states=True)
     through = [rows_through(block.ffn) for block in model.bert.encoder.layer]
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
-    assert through == [[(ROWS, LENGTH)], [(ROWS, SLOTS + sequences)]]
+    sequences = 3 if kind == "packed" else 1
+    rows, slots = batch["labels"].shape
+    assert through == [[batch["input_ids"].shape], [(rows, slots + sequences)]]
     batch["masked_positions"] = batch["masked_positions"].int()
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_requested_hidden_states_and_attentions_are_of_all_positions(attention):
-    model = make_model(num_hidden_layers=2)
+    model = in_training(num_hidden_layers=2)
     model.set_attn_implementation(attention)
     batch = make_batch(model)
-    expected = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    expected = model.bert(**inputs, output_hidden_states=True)
     outputs = model(**batch, output_hidden_states=True, output_attentions=attention == "eager")
     for states, other in zip(outputs.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(states, other)
@@ -107,7 +103,7 @@ def assert_close_to_dense(model, batch, **tolerance):
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
 @pytest.mark.parametrize("labelled", [0.0, 0.15, 1.0])
 def test_training_with_labels_of_every_position_computes_the_labelled_positions_only(model_class, attention, labelled):
-    model = make_model(model_class, num_hidden_layers=2)
+    model = in_training(model_class, num_hidden_layers=2)
     model.set_attn_implementation(attention)
     batch = make_batch(model, everywhere=True)
     batch["labels"] = batch["input_ids"].masked_fill(torch.rand(ROWS, LENGTH) >= labelled, -100)
@@ -128,7 +124,7 @@ def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gra
     model_class, device, monkeypatch
 ):
     compute_as_on(device, monkeypatch)
-    model = make_model(model_class)
+    model = in_training(model_class)
     batch = make_batch(model, everywhere=True)
     batch.pop("next_sentence_label", None)
     batch["labels"][:] = -100
@@ -141,6 +137,124 @@ def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gra
 
 @pytest.mark.parametrize("shape", [(ROWS, LENGTH - 1), (ROWS, LENGTH + 1), (ROWS - 1, LENGTH), (ROWS * LENGTH,)])
 def test_labels_of_another_shape_than_the_tokens_are_refused_in_training(shape):
-    model = make_model(D2lBertForMaskedLM)
-    with pytest.raises(ValueError, match=r"labels of shape \(.* do not fit tokens of shape \(6, 16\)"):
+    model = in_training(D2lBertForMaskedLM)
+    with pytest.raises(ValueError, match=r"labels of shape \(.* do not fit tokens of shape \(8, 14\)"):
         model(torch.zeros(ROWS, LENGTH, dtype=torch.long), labels=torch.zeros(shape, dtype=torch.long))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The MLM loss that is computed without its logits equals the usual one, and is as exact, also as on a GPU
+
+
+@every_device
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
+def test_the_loss_without_logits_has_the_same_value_and_gradients(
+    model_class, tied, everywhere, attention, device, monkeypatch
+):
+    model = in_training(model_class, tie_word_embeddings=tied).double()
+    model.set_attn_implementation(attention)
+    batch = make_batch(model, everywhere)
+    expected = loss_and_gradients(model, **batch, skip_logits=False)
+    compute_as_on(device, monkeypatch)
+    for rows_at_once in (3, 7, 10**6):
+        monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", rows_at_once * 64)  # the vocabulary of 40, padded on a GPU
+        found = loss_and_gradients(model, **batch, skip_logits=True)
+        assert found[0].get("prediction_logits", found[0].get("logits")) is None
+        assert_same(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@every_device
+def test_in_bf16_the_loss_without_logits_is_as_exact_as_the_usual_one(device, monkeypatch):
+    model = in_training(vocab_size=3000)
+    batch = make_batch(model, everywhere=True)
+    truth = loss_and_gradients(copy.deepcopy(model).double(), **batch, skip_logits=False)
+
+    def error(**how):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, gradients = loss_and_gradients(model, **batch, **how)
+        off = [(gradients[name] - truth[1][name]).norm() / truth[1][name].norm() for name in gradients]
+        return float((outputs.loss - truth[0].loss).detach().abs()), float(torch.stack(off).median())
+
+    usual_loss, usual_gradient = error(skip_logits=False)
+    compute_as_on(device, monkeypatch)
+    loss, gradient = error(skip_logits=True)
+    assert loss < max(2 * usual_loss, 2e-3 if device == "cpu" else 5e-3)
+    assert gradient < (1.2 if device == "cpu" else 2) * usual_gradient  # there the residual, too, is rounded to bf16
+
+
+def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            result = function(*arguments, **(keywords or {}))
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return result
+
+    model = in_training(vocab_size=5000)
+    batch = make_batch(model, everywhere=True)
+    predicted = int((batch["labels"] != -100).sum())
+    monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", 8 * 5000)
+    found = []
+    for skip_logits in (True, False):
+        with Largest() as largest:
+            model(**batch, skip_logits=skip_logits).loss.backward()
+        found.append(largest.elements)
+    assert found[0] == max(8, conftest.SIZES["hidden_size"]) * 5000, "the weight's gradient, or eight rows"
+    assert found[1] >= predicted * 5000
+
+
+def scores_of_labels_at(probability, peak, dtype, rows=200, vocab_size=1000):
+    """Scores (R, V), and labels (R,) that all have the same probability, up to the rounding of the scores.
+
+    The scores of other tokens are random. With `peak`, one other token has 99.5 % of the remaining probability.
+    """
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(rows, vocab_size, generator=generator, dtype=torch.double)
+    labels, places = torch.randint(1, vocab_size, (rows,), generator=generator), torch.arange(rows)
+    scores[places, labels] = -torch.inf
+    if peak:
+        scores[:, 0] = scores[:, 1:].logsumexp(1) + math.log(0.995 / 0.005)
+    scores[places, labels] = scores.logsumexp(1) + math.log(probability / (1 - probability))
+    return scores.to(dtype), labels
+
+
+def losses_and_gradients_of_scores(loss_of, scores, labels):
+    """The sum of the losses and its gradient by the scores. The states are one-hot, so the weight is the scores."""
+    states, bias = torch.eye(len(scores), dtype=scores.dtype), torch.zeros(scores.shape[1])
+    weight = scores.T.to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
+    loss = loss_of(states, weight, bias.to(weight.dtype), labels)
+    return loss.item(), torch.autograd.grad(loss, weight)[0].T.double()
+
+
+def plain_loss(states, weight, bias, labels):
+    """Cross-entropy in float32 or better, of scores computed in the dtype of the states."""
+    scores = nn.functional.linear(states, weight.to(states.dtype), bias.to(states.dtype))
+    return nn.functional.cross_entropy(scores.to(weight.dtype), labels, reduction="sum")
+
+
+@every_device
+@pytest.mark.parametrize("peak", [False, True])
+@pytest.mark.parametrize("probability", [0.02, 0.5, 0.75, 0.95, 0.99, 0.998, 0.9997])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_likely_label_has_the_loss_and_gradient_of_float32(dtype, probability, peak, device, monkeypatch):
+    scores, labels = scores_of_labels_at(probability, peak, dtype)
+    truth = losses_and_gradients_of_scores(plain_loss, scores.double(), labels)
+    usual = losses_and_gradients_of_scores(plain_loss, scores, labels)
+    compute_as_on(device, monkeypatch)
+    found = losses_and_gradients_of_scores(modeling.linear_cross_entropy, scores, labels)
+    places = (torch.arange(len(labels)), labels)
+
+    def errors(gradients):
+        relative = gradients[places] / truth[1][places] - 1
+        of_all = (gradients - truth[1]).norm() / truth[1].norm()
+        return [of_all, relative.square().mean().sqrt()] if device == "cpu" else [of_all]
+
+    for error, usual_error in zip(errors(found[1]), errors(usual[1]), strict=True):
+        assert error < max(1.5 * usual_error, 1e-6)  # 16 units in the last place of float32
+    assert found[0] == pytest.approx(truth[0], rel=5e-3)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODEL_FILES
-from finetuning import FAST, NAMES, file_options, finetune, read_csv, rows_of, saved, write_splits
+from finetuning import FAST, answer_rows, file_options, finetune, read_csv, rows_of, saved, tag_rows, write_splits
 from huggingface_hub import ModelCard
 from local_hub import TOKEN, environment
 from matplotlib.figure import Figure
+from promises.driving import PEOPLE
 from publishing import published
-from small_tasks import answer_rows, tag_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
@@ -83,7 +83,7 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     save_tokenizer(tokenizer, tmp_path / "bert")
     options = ["--task=classification", *files, *FAST, "--num_train_epochs=12"]
     assert finetune(tmp_path / "bert", tmp_path / "out", *options)["test_accuracy"] > 0.9
-    assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in NAMES
+    assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in PEOPLE
     assert read_json(tmp_path / "out" / "run_config.json")["dropout"]["hidden_dropout_prob"] == 0
     assert main(["publish", str(tmp_path / "out"), "someone/stock", "--license=mit"]) == 0
     files = published(here, "someone/stock")

@@ -1,4 +1,4 @@
-"""What `d2l-bert finetune` makes of right rows: columns, labels, classes, comments, held-out rows."""
+"""What `d2l-bert finetune` makes of right rows: columns, labels, held-out rows; features and predictions."""
 
 import itertools
 import json
@@ -7,10 +7,14 @@ from collections import Counter
 import datasets
 import numpy as np
 import pytest
-from finetuning import load, saved, write_csv
-from small_tasks import answer_rows, tag_rows, write_rows
+from finetuning import answer_rows, choice_rows, load, saved, squad_json, swag_rows, tag_rows
+from text_sources import write_table
+from transformers import AutoTokenizer
 
-from d2l_bert.training.finetuning.output import write_table
+from d2l_bert.training.finetuning import output
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def read(split):
@@ -42,10 +46,9 @@ def labelled(*labels):
     ],
 )
 def test_classes_are_in_the_order_of_their_numbers_or_names(labels, classes, tmp_path):
-    for name in ("rows.jsonl", "rows.json"):
-        path = write_rows(tmp_path / name, labelled(*labels, *labels))
-        if name == "rows.json":
-            path.write_text(json.dumps(labelled(*labels, *labels)))
+    rows = labelled(*labels, *labels)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for path in (write_table(tmp_path / "rows.jsonl", rows), tmp_path / "rows.json"):
         task, splits = load(path, "text-classification")
         assert task.classes == classes
         assert labels_of(splits["train"]) == [str(label) for label in labels * 2]
@@ -55,16 +58,16 @@ def chosen(label, names, place):
     """Rows in which the choice of a place and the first one are right, and their texts and labels."""
     labels = (label, "0" if isinstance(label, str) else 0)
     rows = [{"context": "a", "choices": list(names), "label": one} for one in labels]
-    return "multiple-choice", write_rows, rows, [(("a", *names), place), (("a", *names), 0)]
+    return "multiple-choice", "jsonl", rows, [(("a", *names), place), (("a", *names), 0)]
 
 
 @pytest.mark.parametrize(
-    "task, write, rows, expected",
+    "task, kind, rows, expected",
     [
         # Spellings that look alike are one class.
         (
             "text-classification",
-            write_rows,
+            "jsonl",
             labelled("gr\u00fcn", "gru\u0308n", "blau"),
             [(("text 0",), "gr\u00fcn"), (("text 1",), "gr\u00fcn"), (("text 2",), "blau")],
         ),
@@ -74,20 +77,20 @@ def chosen(label, names, place):
         # COPA's columns are found, and numbered columns in the order of their numbers.
         (
             "multiple-choice",
-            write_csv,
+            "csv",
             [{"premise": "p", "choice1": f"c{n}", "choice2": "d", "question": "cause", "label": n} for n in (0, 1)],
             [(("p", "cause", f"c{n}", "d"), n) for n in (0, 1)],
         ),
         (
             "multiple-choice",
-            write_csv,
+            "csv",
             [{"sent1": "a", **{f"ending{n}": n for n in (10, *range(10))}, "label": 10 * n} for n in (0, 1)],
             [(("a", *map(str, range(11))), 10 * n) for n in (0, 1)],
         ),
         # SQuAD's impossible questions have no answer.
         (
             "question-answering",
-            write_rows,
+            "jsonl",
             [{**row, "is_impossible": n == 1} for n, row in enumerate(ANSWERED)],
             [
                 (
@@ -99,8 +102,8 @@ def chosen(label, names, place):
         ),
     ],
 )
-def test_texts_and_labels_of_rows(task, write, rows, expected, tmp_path):
-    task, splits = load(write(tmp_path / f"rows.{'csv' if write == write_csv else 'jsonl'}", rows), task)
+def test_texts_and_labels_of_rows(task, kind, rows, expected, tmp_path):
+    task, splits = load(write_table(tmp_path / f"rows.{kind}", rows), task)
     assert read(splits["train"]) == expected and task.has_unanswerable == ([] in labels_of(splits["train"]))
 
 
@@ -119,7 +122,7 @@ def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
 
 
 def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_path):
-    write_csv(tmp_path / "train.csv", labelled("None", "NA", "null", "yes", "None"))
+    write_table(tmp_path / "train.csv", labelled("None", "NA", "null", "yes", "None"))
     task, splits = load(None, "text-classification", dataset=str(tmp_path))
     assert sorted(task.classes) == ["NA", "None", "null", "yes"] and len(splits["train"].rows) == 5
 
@@ -127,7 +130,7 @@ def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_pat
 def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
     rows = [{"text": f"t{n}", "toxic": n % 2, "insult": n % 3 % 2, "threat": 0} for n in range(6)]
     task, splits = load(
-        write_csv(tmp_path / "rows.csv", rows), "multilabel", label_column=["toxic", "insult", "threat"]
+        write_table(tmp_path / "rows.csv", rows), "multilabel", label_column=["toxic", "insult", "threat"]
     )
     assert task.settings["id2label"] == {0: "toxic", 1: "insult", 2: "threat"}
     assert task.targets(splits["train"])[1].tolist() == [1, 1, 0]
@@ -135,19 +138,19 @@ def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
 
 def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(tmp_path):
     rows = [{"text": "one", "label": ["a, b", "c"]}, {"text": "two", "label": ["c"]}]
-    task, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "multilabel")
+    task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel")
     outputs = 2 * task.targets(splits["train"]) - 1
     predicted = {"label": task.predictions(splits["train"], outputs)["prediction"]}
     splits["train"].columns.remove("label")
-    write_table(tmp_path / "predictions.csv", splits["train"], predicted)
+    output.write_table(tmp_path / "predictions.csv", splits["train"], predicted)
     _, again = load(tmp_path / "predictions.csv", "multilabel")
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     rows = tag_rows(6, 0)
-    _, splits = load(write_rows(tmp_path / "rows.jsonl", rows), "token-classification")
-    write_table(tmp_path / "rows.csv", splits["train"], {})
+    _, splits = load(write_table(tmp_path / "rows.jsonl", rows), "token-classification")
+    output.write_table(tmp_path / "rows.csv", splits["train"], {})
     _, again = load(tmp_path / "rows.csv", "token-classification")
     assert read(again["train"]) == read(splits["train"]) == [(tuple(r["tokens"]), r["ner_tags"]) for r in rows]
 
@@ -156,7 +159,7 @@ def test_labels_of_choices_from_one_on_are_read_and_predicted_as_such(tmp_path):
     """As WinoGrande has them."""
     rows = [{"sentence": f"{n} _", "option1": "a", "option2": f"b{n}", "answer": str(n % 2 + 1)} for n in range(4)]
     options = {"context_column": "sentence", "label_column": ["answer"]}
-    task, splits = load(write_csv(tmp_path / "rows.csv", rows), "multiple-choice", **options)
+    task, splits = load(write_table(tmp_path / "rows.csv", rows), "multiple-choice", **options)
     assert labels_of(splits["train"]) == [0, 1, 0, 1]
     predicted = task.predictions(splits["train"], np.eye(2)[[0, 1, 1, 0]])
     assert predicted["prediction"] == [1, 2, 2, 1] and predicted["predicted_choice"] == ["a", "b1", "b2", "a"]
@@ -164,7 +167,7 @@ def test_labels_of_choices_from_one_on_are_read_and_predicted_as_such(tmp_path):
 
 def test_numbers_far_from_zero_keep_their_digits(tmp_path):
     numbers = np.random.default_rng(0).normal(1e6, 5, 40)
-    task, splits = load(write_rows(tmp_path / "rows.jsonl", labelled(*numbers)), "regression")
+    task, splits = load(write_table(tmp_path / "rows.jsonl", labelled(*numbers)), "regression")
     outputs = task.targets(splits["train"])[:, None].astype(np.float32)  # as a perfect model gives them
     found = task.metrics(splits["train"], task.rescaled(outputs))
     assert found["pearson"] == pytest.approx(1, abs=1e-9) and found["mae"] < 1e-5
@@ -183,7 +186,7 @@ def test_a_split_that_chooses_is_not_the_test_split_too(tmp_path):
 
 
 def test_held_out_rows_are_drawn_by_the_seed(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", labelled(*range(100)))
+    path = write_table(tmp_path / "rows.jsonl", labelled(*range(100)))
     one, again, other = (
         load(path, "regression", validation_share=0.2, seed=seed)[1]["validation"].rows for seed in (42, 42, 7)
     )
@@ -200,14 +203,14 @@ def test_rows_are_held_out_by_class_and_no_class_loses_all_of_its_rows(task, tmp
         rows = [{"tokens": row["text"].split(), "tags": ["common", row["label"]]} for row in rows]
     for seed in range(5):
         options = {"validation_share": 0.1, "seed": seed}
-        _, splits = load(write_rows(tmp_path / "rows.jsonl", rows), task, **options)
+        _, splits = load(write_table(tmp_path / "rows.jsonl", rows), task, **options)
         labels = labels_of(splits["validation"])
         held_out = Counter(label if isinstance(label, str) else label[-1] for label in labels)
         assert held_out == {"common": 10, "rare": 1}
 
 
 def test_a_small_share_of_many_classes_is_held_out_as_it_was_asked_for(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", labelled(*(str(number % 100) for number in range(300))))
+    path = write_table(tmp_path / "rows.jsonl", labelled(*(str(number % 100) for number in range(300))))
     _, splits = load(path, "text-classification", validation_share=0.1)
     assert len(splits["validation"].rows) == 30
     assert max(Counter(labels_of(splits["validation"])).values()) == 1
@@ -256,6 +259,170 @@ def test_comments_in_a_conll_file_are_left_out_and_counted(tmp_path, shown, caps
 )
 def test_the_scheme_of_tags_is_found_and_said(tags, scheme, tmp_path, shown, capsys):
     rows = [{"tokens": tags.split(), "tags": tags.split()}]
-    task, _ = load(write_rows(tmp_path / "rows.jsonl", rows), "token-classification")
+    task, _ = load(write_table(tmp_path / "rows.jsonl", rows), "token-classification")
     assert task.scheme == scheme and (task.main_metric == "f1") == (scheme is not None)
     assert (scheme or "accuracy over words") in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Features and predictions of token classification, question answering and multiple choice
+
+
+@pytest.fixture(scope="module")
+def tokenizer(trained):
+    return AutoTokenizer.from_pretrained(trained)
+
+
+def made(path, task, tokenizer, length, **options):
+    """The task, and the training rows with their features."""
+    task, splits = load(path, task, **options)
+    task.features(splits["train"], tokenizer, length)
+    return task, splits["train"]
+
+
+def test_squads_nested_json_is_the_flat_form(tmp_path):
+    rows = answer_rows(20, 0, unanswerable=0.5)
+    labels = [list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)) for row in rows]
+    for name, content in (("nested", squad_json(rows)), ("list", rows), ("data", {"data": rows})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    write_table(tmp_path / "flat.jsonl", rows)
+    write_table(tmp_path / "flat.csv", [{**row, "answers": json.dumps(row["answers"])} for row in rows])
+    for row in rows:  # as pandas writes whole numbers beside missing ones
+        row["answers"]["answer_start"] = list(map(float, row["answers"]["answer_start"]))
+    write_table(tmp_path / "floats.jsonl", rows)
+    for name in ("nested.json", "list.json", "data.json", "flat.jsonl", "flat.csv", "floats.jsonl"):
+        _, splits = load(tmp_path / name, "question-answering")
+        assert [(row.cells["id"], row.texts, row.label) for row in splits["train"].rows] == [
+            (row["id"], (row["question"], row["context"]), label) for row, label in zip(rows, labels, strict=True)
+        ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tags
+
+
+def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window(tmp_path, tokenizer):
+    tags = [tag for row in tag_rows(9, 1) for tag in row["ner_tags"]]
+    # A word of several pieces, also where a window ends.
+    rows = [*tag_rows(5, 0), {"tokens": ["gardenwalkers"] * len(tags), "ner_tags": tags}]
+    task, split = made(write_table(tmp_path / "rows.jsonl", rows), "tags", tokenizer, 33)
+    sources = [source for source, *_ in split.windows]
+    assert sources.count(5) > 2 and "1 (16.7%) are longer than 33 tokens" in split.note
+    found = [[] for _ in rows]
+    for source, row in zip(sources, split.features, strict=True):
+        assert len(row["input_ids"]) == len(row["labels"]) <= 33
+        tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
+        assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and (source < 5 or -100 in row["labels"][1:-1])
+        for token, label in zip(tokens, row["labels"], strict=True):
+            # The tokens that begin no word have no label, all others have one.
+            assert (label == -100) == (token in ("[CLS]", "[SEP]") or token.startswith("##"))
+            if label != -100:
+                found[source].append(task.classes[label])
+    assert found == [row["ner_tags"] for row in rows]
+    # Scores that say the labels give the labels back; padded by -100 as Trainer does.
+    logits = np.full((len(split.features), 40, len(task.classes)), -100.0)
+    for scores, row in zip(logits, split.features, strict=True):
+        scores[: len(row["labels"])] = np.eye(len(task.classes))[np.maximum(row["labels"], 0)]
+    assert task.predictions(split, logits)["prediction"] == [row["ner_tags"] for row in rows]
+    assert task.metrics(split, logits)["f1"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+@pytest.fixture
+def long_answers(tmp_path, tokenizer):
+    """Rows whose contexts are of several windows of 32 tokens."""
+    rows = answer_rows(30, 3, unanswerable=0.2)
+    for number, row in enumerate(rows):
+        before = "".join(f"{answer_rows(1, seed)[0]['context']} " for seed in range(number % 4))
+        row["context"] = f"{before}{row['context']} {before}"
+        # Two words, of which a window may have one.
+        row["answers"]["text"] = [f"the {text}" for text in row["answers"]["text"]]
+        row["answers"]["answer_start"] = [start + len(before) - 4 for start in row["answers"]["answer_start"]]
+    return made(
+        write_table(tmp_path / "rows.jsonl", rows), "answers", tokenizer, 32, doc_stride=8, max_answer_length=5
+    )
+
+
+def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tokenizer):
+    _, split = long_answers
+    assert len(split.features) > 45 and "contexts are longer than 32 tokens" in split.note
+    with_answer = set()
+    for number, (_, _, (_, context), gold) in enumerate(split.rows):
+        mine = [feature for feature in zip(split.windows, split.features, strict=True) if feature[0].source == number]
+        pieces = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        seen = [list(map(tuple, window.places.tolist())) for window, _ in mine]
+        assert set(itertools.chain(*seen)) == set(pieces)  # each token is in a window
+        for one, other in itertools.pairwise(seen):
+            assert one[-8:] == other[:8]  # the stride
+        for (_, positions, places), inputs in mine:
+            start, end = inputs["labels"]
+            assert len(inputs["input_ids"]) <= 32 and (start == 0) == (end == 0)
+            if start != 0:
+                with_answer.add(number)
+                first, last = (positions.tolist().index(place) for place in (start, end))
+                assert context[places[first, 0] : places[last, 1]] == gold[0][0]
+            elif gold:  # [CLS]: the answer is not in this window as a whole
+                assert not places[0, 0] <= gold[0][1] < gold[0][1] + len(gold[0][0]) <= places[-1, 1]
+    assert with_answer == {number for number, row in enumerate(split.rows) if row.label}
+
+
+def test_the_best_span_is_that_of_trying_all_spans(long_answers):
+    task, split = long_answers
+    scores = np.random.default_rng(0).normal(size=(len(split.features), 40, 2)).astype(np.float32)
+    spans = [[] for _ in split.rows]
+    for window, of_window in zip(split.windows, scores, strict=True):
+        of_window = of_window[[0, *window.positions]].astype(float)
+        shares, count = np.exp(of_window) / np.exp(of_window).sum(0), len(of_window)
+        for one, other in [(0, 0), *((a, b) for a in range(1, count) for b in range(a, min(a + 5, count)))]:
+            begin = int(window.places[one - 1, 0]) if one else None
+            score, share = of_window[one, 0] + of_window[other, 1], shares[one, 0] * shares[other, 1]
+            spans[window.source].append((score, share, begin))
+    for span, of_row in zip(task.spans(split, scores), spans, strict=True):
+        nothing = min(span for span in of_row if span[2] is None)
+        expected = max([nothing, *(span for span in of_row if span[2] is not None)])
+        assert (span.score, span.probability, span.begin) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_threshold_decides_whether_there_is_no_answer(tmp_path, tokenizer):
+    rows = [*answer_rows(3, 0), *answer_rows(2, 1, unanswerable=1.0)]
+    path = write_table(tmp_path / "rows.jsonl", rows)
+    scores = np.zeros((len(rows), 64, 2), dtype=np.float32)
+    for threshold, says_nothing in ((0.0, True), (4.0, False), (-2.0, True)):
+        task, split = made(path, "answers", tokenizer, 64, null_score_diff_threshold=threshold)
+        scores[:, 0, 0], scores[:, split.windows[0].positions[0], 0] = 4, 1  # no answer: 4; the best span: 1
+        assert all((text == "") == says_nothing for text in task.predictions(split, scores)["prediction"])
+    # Without such questions in the training rows, there is always an answer.
+    task, split = made(write_table(tmp_path / "other.jsonl", rows[:3]), "answers", tokenizer, 64)
+    assert all(task.predictions(split, scores[:3])["prediction"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Multiple choice
+
+
+def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokenizer):
+    rows = choice_rows(8, 0)
+    general = [{**row, "question": "then"} for row in rows]
+    named = [  # the choices as CommonsenseQA and ARC name them
+        {
+            "question": "then",
+            "context": row["context"],
+            "choices": {"text": row["choices"], "label": ["1", "2", "3"]},
+            "answerKey": str(row["label"] + 1),
+        }
+        for row in rows
+    ]
+    letters = [{**row, "label": "ABC"[row["label"]]} for row in general]
+    for content in (general, swag_rows(rows), letters, named):
+        task, split = made(write_table(tmp_path / "rows.jsonl", content), "multiple_choice", tokenizer, 48)
+        for row, features in zip(rows, split.features, strict=True):
+            assert features["labels"] == row["label"]
+            assert features["input_ids"] == [
+                tokenizer(row["context"], f"then {choice}")["input_ids"] for choice in row["choices"]
+            ]
+    batch = task.collator(tokenizer)(split.features)
+    assert batch["input_ids"].shape[:2] == (8, 3) and batch["labels"].tolist() == [row["label"] for row in rows]
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()

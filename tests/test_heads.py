@@ -1,18 +1,33 @@
-"""Every head: stock BERT's outputs and losses, weights of any other head, compiling, flex attention."""
+"""Every head: stock BERT's outputs, weights of other heads, compiling, Trainer, pipelines, the longest input."""
 
 import copy
+import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from conftest import HEADS, SIZES
-from head_models import every_head, make_rows, ours, stacked
 from safetensors.torch import load_file
-from transformers import BertConfig
+from small_models import every_head, make_rows, of_head, stacked
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    pipeline,
+)
 
 import d2l_bert
-from d2l_bert.modeling.conversion import from_bert
+from d2l_bert import D2lBertConfig, PretrainingLoss
+from d2l_bert.__main__ import main
+from d2l_bert.folders import read_json, write_json
+from d2l_bert.modeling.conversion import from_bert, longest_input
+from d2l_bert.pair_tasks import PAIR_TASKS
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +59,7 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
 
 @every_head
 def test_any_head_loads_from_any_other_and_only_missing_weights_are_new(head, tmp_path):
-    ours(head).save_pretrained(tmp_path)
+    of_head(head).save_pretrained(tmp_path)
     stored = {name.removeprefix("bert."): value for name, value in load_file(tmp_path / "model.safetensors").items()}
     for other in HEADS:
         loaded, report = getattr(d2l_bert, f"D2lBert{other}").from_pretrained(tmp_path, output_loading_info=True)
@@ -72,7 +87,7 @@ PACKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_training_step_compiles_without_a_graph_break(backend):
-    model = ours("ForPreTraining", num_hidden_layers=1).train()
+    model = of_head("ForPreTraining", num_hidden_layers=1).train()
     eager = model(**PACKED)
     eager.loss.backward()
     gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -87,7 +102,7 @@ def test_a_training_step_compiles_without_a_graph_break(backend):
 
 @pytest.mark.slow
 def test_flex_attention_equals_eager_attention_on_packed_rows():
-    model, inputs = ours("ForPreTraining", num_hidden_layers=1, attn_implementation="eager"), PACKED
+    model, inputs = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager"), PACKED
     real = (inputs["sequence_ids"] != 0)[..., None]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
@@ -96,3 +111,145 @@ def test_flex_attention_equals_eager_attention_on_packed_rows():
         outputs = model(**inputs, output_hidden_states=True)
     torch.testing.assert_close(outputs.loss, expected.loss)
     torch.testing.assert_close(outputs.hidden_states[-1] * real, expected.hidden_states[-1] * real)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under Transformers' Trainer: micro-batches, PretrainingLoss
+
+
+def trained_once(head, rows, batch_size, accumulation, folder, **options):
+    """Loss and gradients of one optimizer step on `rows` under Transformers' Trainer."""
+    model, gradient = of_head(head, **options), {}
+
+    class Catch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            gradient.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Catch()])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+    if head == "ForPreTraining":
+        trainer.compute_loss_func = PretrainingLoss(trainer)
+    return trainer.train().training_loss, gradient
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "to_labels"),
+    [
+        ("ForPreTraining", {}, None),
+        ("ForMaskedLM", {}, None),
+        ("ForNextSentencePrediction", {}, None),
+        ("ForTokenClassification", {"num_labels": 3}, None),
+        ("ForQuestionAnswering", {}, None),
+        ("ForMultipleChoice", {}, None),
+        ("ForSequenceClassification", {"num_labels": 3}, None),
+        ("ForSequenceClassification", {"num_labels": 1}, lambda label: label * 1.7),
+        (
+            "ForSequenceClassification",
+            {"num_labels": 3},
+            lambda label: torch.nn.functional.one_hot(label, 3).float(),
+        ),
+    ],
+)
+def test_under_trainer_every_split_into_micro_batches_gives_one_gradient(head, options, to_labels, tmp_path):
+    rows = make_rows(head)
+    if to_labels is not None:
+        rows = [{**row, "labels": to_labels(row["labels"])} for row in rows]
+    # Trainer counts `labels`. Question answering has none, so its micro-batches must be equally large.
+    splits = [(4, 2), (1, 8)] if head == "ForQuestionAnswering" else [(3, 3), (1, 8)]
+    whole_loss, whole = trained_once(head, rows, 8, 1, tmp_path, **options)
+    direct = of_head(head, **options).train()
+    direct(**stacked(rows)).loss.backward()
+    assert whole.keys() == {name for name, p in direct.named_parameters() if p.grad is not None}
+    for name, parameter in direct.named_parameters():
+        if name in whole:
+            torch.testing.assert_close(whole[name], parameter.grad, atol=1e-6, rtol=1e-4)
+    for batch_size, accumulation in splits:
+        loss, gradient = trained_once(head, rows, batch_size, accumulation, tmp_path, **options)
+        assert loss == pytest.approx(whole_loss, rel=1e-5)
+        for name, value in whole.items():
+            torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-4)
+
+
+def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
+    rows = [{**row, "next_sentence_label": torch.tensor(-100)} for row in make_rows("ForPreTraining")]
+    loss, gradient = trained_once("ForPreTraining", rows, 2, 4, tmp_path)
+    batch = {name: value for name, value in stacked(rows).items() if name != "next_sentence_label"}
+    assert loss == pytest.approx(of_head("ForPreTraining")(**batch).loss.item(), rel=1e-5)
+    assert all(value.isfinite().all() for value in gradient.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines: our next-sentence-prediction, and Transformers' own
+
+
+def test_stock_pipelines_take_our_heads(trained):
+    """Beside those of tests/promises."""
+    text, tokenizer = "Anna walked to the garden.", AutoTokenizer.from_pretrained(trained)
+    states = pipeline("feature-extraction", model=str(trained))(text, return_tensors=True)
+    model = d2l_bert.D2lBertModel.from_pretrained(trained).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(states, model(**tokenizer(text, return_tensors="pt")).last_hidden_state)
+    model = d2l_bert.D2lBertForTokenClassification.from_pretrained(
+        trained, id2label={0: "good", 1: "bad", 2: "odd"}, label2id={"good": 0, "bad": 1, "odd": 2}
+    )
+    answer = pipeline("token-classification", model=model, tokenizer=tokenizer)(text)[0]
+    with torch.no_grad():
+        shares = model.eval()(**tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0, 1]
+    assert answer["entity"] == model.config.id2label[int(shares.argmax())]
+    assert answer["score"] == pytest.approx(shares.max().item(), rel=1e-4)
+
+
+def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_tell(trained, tmp_path, capsys):
+    """A model of SOP, by its record, tells the order; the same probabilities as NSP's for the two labels."""
+    record, shares = read_json(trained / "run_config.json"), []
+    for objective in ("nsp", "sop"):
+        folder = tmp_path / objective
+        shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+        write_json(folder / "run_config.json", {**record, "run": {**record["run"], "objective": objective}})
+        assert main(["next-sentence", str(folder), "Anna walked home.", "Hugo came."]) == 0
+        rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+        shares.append([{name: share for share, name in rows}[label] for label in PAIR_TASKS[objective].labels])
+    assert shares[0] == shares[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `longest_input`: a model runs on an input of that many tokens, and fails on one with a token more
+
+
+UNLIMITED = SimpleNamespace(model_max_length=int(1e30))
+TYPES = ["bert", "distilbert", "albert", "electra", "roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text"]
+
+
+def config_of(model_type, **settings):
+    if model_type == "d2l":
+        return D2lBertConfig(**{**SIZES, "vocab_size": 50, "max_position_embeddings": 20, **settings})
+    names = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "embedding_size": 16, "num_hidden_groups": 1}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, **names}
+    known = AutoConfig.for_model(model_type)
+    sizes = {name: value for name, value in sizes.items() if hasattr(known, name)}
+    given = {"vocab_size": 50, "max_position_embeddings": 20, "pad_token_id": 3, **sizes, **settings}
+    return AutoConfig.for_model(model_type, **given)
+
+
+@pytest.mark.parametrize("model_type", ["d2l", *TYPES])
+def test_a_model_runs_on_the_longest_input_and_on_no_longer_one(model_type):
+    config = config_of(model_type)
+    model = AutoModel.from_config(config).eval()
+    limit = longest_input(model, UNLIMITED)
+    with torch.no_grad():
+        model(input_ids=torch.full((1, limit), 7))
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            model(input_ids=torch.full((1, limit + 1), 7))
+    with torch.device("meta"):
+        assert longest_input(AutoModel.from_config(config), UNLIMITED) == limit

@@ -1,32 +1,23 @@
-"""Optimizers agree with their papers, averaged weights with their formula."""
+"""Optimizers agree with their papers, averages with their formula; a step that is not finite is left out."""
 
 import contextlib
 import math
 
 import pytest
 import torch
+from small_models import every_setting, in_training, make_batch, make_config, make_model
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
-from d2l_bert.training.optimizer import MovingAverage, make_adamw, make_optimizers
+from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.data.order import START
+from d2l_bert.training.data.steps import Step
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.optimizer import Learner, MovingAverage, make_adamw, make_optimizers
 
 
-SIZES = {
-    "vocab_size": 30,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 16,
-}
-SWITCHES = [{}, {"hidden_act": "gelu", "embedding_layer_norm": True, "tie_word_embeddings": True}]
-
-d2l_and_bert = pytest.mark.parametrize("switches", SWITCHES, ids=["d2l", "bert"])
-
-
-def make_model(switches, model_class=D2lBertForPreTraining):
-    torch.manual_seed(0)
-    return model_class(D2lBertConfig(**SIZES, **switches))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def is_decayed(name):
@@ -34,10 +25,10 @@ def is_decayed(name):
     return not name.endswith(".bias") and "LayerNorm" not in name
 
 
-@d2l_and_bert
-def test_adamw_steps_as_in_its_paper(switches):
+@every_setting
+def test_adamw_steps_as_in_its_paper(setting):
     """Algorithm 2 of Loshchilov and Hutter (2017), in float64; its schedule multiplier is our learning rate."""
-    model = make_model(switches)
+    model = make_model(D2lBertForPreTraining, make_config(setting))
     rate, decay, (beta1, beta2), epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
     optimizer = make_adamw(model.parameters(), rate, decay, (beta1, beta2), epsilon)
     decays = torch.cat([torch.full((p.numel(),), decay * is_decayed(name)) for name, p in model.named_parameters()])
@@ -56,9 +47,9 @@ def test_adamw_steps_as_in_its_paper(switches):
 
 
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
-@d2l_and_bert
-def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(model_class, switches):
-    model = make_model(switches, model_class)
+@every_setting
+def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(model_class, setting):
+    model = make_model(model_class, make_config(setting))
     muon, adamw = make_optimizers(model, "muon", 0.02, 0.1, (0.8, 0.95), 1e-3)
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -79,7 +70,7 @@ def test_muon_steps_as_in_its_papers():
 
     The five Newton-Schulz iterations are approximate: they give singular values between 0.7 and 1.2 instead of 1.
     """
-    muon, _ = make_optimizers(make_model({}), "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
+    muon, _ = make_optimizers(make_model(D2lBertForPreTraining, make_config()), "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
     matrices = muon.param_groups[0]["params"]
     before = [matrix.detach().clone() for matrix in matrices]
     expected, averages = [theta.clone() for theta in before], [torch.zeros_like(theta) for theta in before]
@@ -108,10 +99,10 @@ def wander(model):
     return weights.double()
 
 
-@d2l_and_bert
-def test_the_moving_average_equals_its_formula(switches):
+@every_setting
+def test_the_moving_average_equals_its_formula(setting):
     """The formula as a sum in float64: each step's weights, times the decays of all later steps."""
-    model = make_model(switches)
+    model = make_model(D2lBertForPreTraining, make_config(setting))
     average = MovingAverage(model, 0.5)
     history = [parameters_to_vector(model.parameters()).detach().double()]
     for step in range(1, 13):
@@ -125,10 +116,10 @@ def test_the_moving_average_equals_its_formula(switches):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@d2l_and_bert
+@every_setting
 @pytest.mark.parametrize("error", [contextlib.nullcontext(), pytest.raises(KeyError)], ids=["", "fails"])
-def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_afterwards(switches, error):
-    model = make_model(switches)
+def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_afterwards(setting, error):
+    model = make_model(D2lBertForPreTraining, make_config(setting))
     average = MovingAverage(model, 0.9)
     wander(model)
     average.update(1)
@@ -141,10 +132,67 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
     before, averages = bits(), parameters_to_vector(average.averages.values())
     with error, average.in_place():
         assert torch.equal(parameters_to_vector(model.parameters()), averages)
-        if switches:
+        if setting == "bert":
             assert torch.equal(model.mlm.decoder.weight, model.bert.embeddings.word_embeddings.weight)
         assert all(parameter.requires_grad for parameter in model.parameters())
         if not isinstance(error, contextlib.nullcontext):
             raise KeyError
     assert torch.equal(bits(), before)
     assert torch.equal(parameters_to_vector(average.averages.values()), averages)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step whose loss or gradient is not finite is left out, also with the scaler of fp16, by a stand-in on the CPU
+
+
+def make_learner():
+    accelerator = make_accelerator("no")
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # so that gradients are unscaled
+    return Learner(accelerator, in_training(), PretrainConfig(learning_rate=1e-3, ema_decay=0.5))
+
+
+def step_of(learner):
+    """A step of one micro-batch."""
+    batch = make_batch(learner.model)
+    return Step([batch], counts_of(batch), START, words=0.0)
+
+
+def test_a_trial_leaves_the_scale_as_it_was():
+    learner = make_learner()
+    for _ in range(5):
+        learner.take_step(*step_of(learner)[:2])
+    assert learner.accelerator.scaler.get_scale() > 1024
+    learner.reset_optimizers()
+    assert learner.accelerator.scaler.get_scale() == 1024
+    assert learner.accelerator.scaler.state_dict()["_growth_tracker"] == 0
+
+
+def spoil_the_loss(model, inputs, outputs):
+    outputs.mlm_loss = outputs.mlm_loss.detach() * math.nan  # the gradient stays that of the finite loss
+
+
+def spoil_the_gradient(gradient):
+    return gradient * math.nan
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "gradient"])
+def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_taken(spoilt):
+    learner = make_learner()
+    parameters = list(learner.model.parameters())
+
+    def step(number):
+        """Whether the step is skipped; the weights and their moving averages after it."""
+        skipped = learner.step(number, step_of(learner), 1e-3).skipped
+        return skipped, torch.cat([of.detach().flatten() for of in (*parameters, *learner.average.averages.values())])
+
+    _, first = step(1)
+    if spoilt == "loss":
+        hook = learner.model.register_forward_hook(spoil_the_loss)
+    else:
+        hook = parameters[0].register_hook(spoil_the_gradient)
+    skipped, second = step(2)
+    hook.remove()
+    assert skipped and torch.equal(first, second)
+    skipped, third = step(3)
+    assert not skipped and not torch.equal(second, third)

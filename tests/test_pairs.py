@@ -1,28 +1,110 @@
 """Pairs of segments: they fit, true pairs are consecutive text, and nothing but the text tells their labels."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pair_corpora import (
-    IS_NEXT,
-    NO_LABEL,
-    NOT_NEXT,
-    STEADY_LENGTH,
-    Corpus,
-    any_pairs,
-    assert_balanced,
-    both_pairings,
-    corpora,
-    lengths_of,
-    long_documents,
-    short_documents,
-    steady_corpus,
-)
 from sklearn.ensemble import HistGradientBoostingClassifier
+from stores import write_store
 
+from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.data import pairs as made_by
-from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data.pairs import (
+    PAIR,
+    SPECIALS_IN_A_PAIR,
+    SPECIALS_IN_A_SEGMENT,
+    one_segment_accuracy,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corpora whose sentences have given lengths, and the pairs made from them
+
+
+IS_NEXT, NOT_NEXT, NO_LABEL = 0, 1, -100  # as in Hugging Face's BERT; the book's labels are the opposite
+
+
+# A pair as the tests below look at it: documents, and tokens counted from the start of each document.
+IN_DOCUMENTS = np.dtype([("a_document", "i8"), ("b_document", "i8"), *PAIR.descr])
+
+
+class Corpus:
+    """Documents of sentences with given lengths in tokens."""
+
+    def __init__(self, documents):
+        self.ends = [np.cumsum(lengths) for lengths in documents]
+        self.starts = [ends - lengths for ends, lengths in zip(self.ends, documents, strict=True)]
+        self.document_starts = np.cumsum([0, *map(len, documents)])
+        self.sentence_starts = np.cumsum([0, *itertools.chain.from_iterable(documents)])
+        self.first_tokens = self.sentence_starts[self.document_starts[:-1]]
+        self.ids = np.arange(self.sentence_starts[-1])  # no two tokens are equal
+
+    def pairs(self, pairing, max_seq_length, seed=0, **options):
+        """The pairs that are made of all documents, as `IN_DOCUMENTS`."""
+        pieces, rng = (self.document_starts[:-1], self.document_starts[1:]), np.random.default_rng(seed)
+        pairs = made_by.lay_out(self, *pieces, rng, max_seq_length=max_seq_length, pairing=pairing, **options)
+        assert pairs.dtype == PAIR
+        found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
+        found[list(PAIR.names)] = pairs
+        for side in ("a", "b"):
+            # An empty B stands where A ends, which may be the end of the corpus.
+            token = np.where(pairs["b_end"] > pairs["b_start"], pairs[f"{side}_start"], pairs["a_start"])
+            document = np.searchsorted(self.first_tokens, token, side="right") - 1
+            found[f"{side}_document"] = document
+            found[f"{side}_start"] -= self.first_tokens[document]
+            found[f"{side}_end"] -= self.first_tokens[document]
+        return found
+
+
+def lengths_of(pairs):
+    return pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
+
+
+def assert_balanced(labels, tosses=None):
+    """Assert that half of some labels are 1, within four standard errors of as many coin tosses."""
+    assert abs(labels.mean() - 0.5) < 4 * 0.5 / np.sqrt(tosses or len(labels))
+
+
+def steady_corpus(seed=0, documents=60, sentence=3):
+    """Thousands of sentences of one length. If the capacity is a multiple of that length, no pair is truncated."""
+    rng = np.random.default_rng(seed)
+    return Corpus([[sentence] * int(size) for size in rng.integers(2, 150, documents)])
+
+
+STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # eight sentences of the steady corpus
+
+
+def short_documents(seed=0, documents=1200):
+    """Documents of two to four sentences, whose lengths differ as those of prose."""
+    rng = np.random.default_rng(seed)
+    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, rng.integers(2, 5))).astype(int) for _ in range(documents)])
+
+
+def long_documents(seed=0, documents=120):
+    """Documents of sixty sentences, whose lengths differ as those of prose."""
+    rng = np.random.default_rng(seed)
+    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, 60)).astype(int) for _ in range(documents)])
+
+
+both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
+
+
+@st.composite
+def corpora(draw):
+    return Corpus(draw(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=1, max_size=6)))
+
+
+@st.composite
+def any_pairs(draw):
+    """A corpus of any shape, its pairs for any objective, and the tokens that a pair may have."""
+    corpus, seed, capacity = draw(corpora()), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    options = {"objective": draw(st.sampled_from(["nsp", "sop"]))}
+    pairing = draw(st.sampled_from(["segments", "sentences"]))
+    if pairing == "segments":
+        options["short_seq_prob"] = draw(st.sampled_from([0.0, 0.1, 1.0]))
+    return corpus, corpus.pairs(pairing, capacity + SPECIALS_IN_A_PAIR, seed, **options), capacity
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,3 +319,38 @@ def test_single_segments_cover_every_document_exactly_once(pairing, corpus, capa
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
         assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What one segment alone tells of the label: all of it where it does, chance where it does not
+
+
+def pairs_of(count, seed):
+    """Pairs of two sentences of 9 random tokens each, with random labels; every fifth has no label."""
+    rng = np.random.default_rng(seed)
+    pairs = np.zeros(count, dtype=PAIR)
+    for number, name in enumerate(("a_start", "a_end", "b_start", "b_end")):
+        pairs[name] = np.arange(count) * 20 + (0, 9, 10, 19)[number]
+    pairs["next_sentence_label"] = np.where(np.arange(count) % 5, rng.integers(0, 2, count), NO_LABEL)
+    return pairs, rng.integers(10, 300, 20 * count)
+
+
+@pytest.mark.parametrize("tells", ["a token of A", "A's first", "B's last", "B's length", "nothing"])
+def test_one_segment_alone(tmp_path, tells):
+    pairs, ids = pairs_of(2000, seed=1)
+    with_label, others = (pairs[pairs["next_sentence_label"] == label] for label in (1, 0))
+    if tells == "B's length":
+        pairs["b_end"] -= 4 * (pairs["next_sentence_label"] == 1)
+    places = {"a token of A": with_label["a_start"] + 4, "A's first": with_label["a_start"]}
+    places |= {"B's last": with_label["b_end"] - 1}
+    if tells in places:
+        ids[places[tells]] = 5
+    if tells in ("A's first", "B's last"):  # the others have the token, too, in another place
+        ids[others[f"{tells[0].lower()}_start"] + 4] = 5
+    corpus = TokenizedCorpus(write_store(tmp_path / "store", [[20] * 2000], ids=ids))
+    np.random.default_rng(0).shuffle(pairs)
+    found = one_segment_accuracy(corpus, pairs, entries=300)
+    if tells == "nothing":
+        assert found == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(1600))
+    else:
+        assert found > 0.8

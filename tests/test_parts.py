@@ -1,8 +1,7 @@
-"""Prepared folders: what is checked; parts of a corpus that are prepared apart are one corpus, or are refused."""
+"""Prepared folders and their parts, which are one corpus or are refused; validation texts; copies in two texts."""
 
 import itertools
 import shutil
-from pathlib import Path
 
 import pytest
 from conftest import SMALL, write_books
@@ -16,8 +15,9 @@ from d2l_bert.modeling.loading import load_tokenizer
 from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.prepared_folder import read_prepared_folder, write_prepared_folder
+from d2l_bert.tokenization.prepared_folder import write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents
+from d2l_bert.training.config import PretrainConfig
 
 
 # Each part holds out 5 % of its text; together they hold out 5 %, and that is less than a part's own documents.
@@ -223,13 +223,6 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
 # The files of a folder
 
 
-def test_check_says_what_a_folder_holds(parts, capsys):
-    text = read_prepared_folder(Path(parts[0]))
-    assert main(["prepare", "--check", parts[0]]) == 0
-    tokens = len(text.train.ids) + len(text.held_out.ids)
-    assert capsys.readouterr().out.endswith(f"{parts[0]}: whole; 24 documents, {tokens:,} tokens\n")
-
-
 def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_path, fails):
     folder, out = shutil.copytree(parts[0], tmp_path / "tokens"), tmp_path / "out"
     options = [option for option in SMALL if not option.startswith("--vocab_size")]
@@ -244,3 +237,59 @@ def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_
         assert str(folder) in said and "prepare the text again" in said, file
         file.write_bytes(whole)
     assert not out.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A validation text: which of its texts are in the training text too, and how it is divided
+
+
+LINES = [f"Line number {number} says one thing or another." for number in range(200)]
+ROWS = [f"Row {number} begins here.\n\nAnd row {number} ends there." for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "texts", "in_both"),
+    [
+        # Rows that are single lines.
+        (LINES[:150], [*LINES[140:200], "A line of its own.", LINES[3]], 62, 11),
+        # Rows of several paragraphs.
+        (ROWS[:30], [*ROWS[25:40], ROWS[0] + "\n\nAnd more."], 16, 5),
+        # White space and the number of blank lines are no difference.
+        (ROWS[:30], [ROWS[0].replace(" ", "  "), ROWS[1].replace("\n\n", "\n \n\n"), ROWS[2].lower()], 3, 2),
+    ],
+    ids=["single lines", "rows of paragraphs", "white space"],
+)
+def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tmp_path):
+    (tmp_path / "set").mkdir()
+    corpus = write_table(tmp_path / "corpus.jsonl", [{"text": text} for text in training])
+    to_check = write_table(tmp_path / "set" / "validation.jsonl", [{"text": text} for text in validation])
+    assert overlap(corpus, validation_corpus=[str(to_check)]) == (texts, in_both)
+    assert overlap(corpus, validation_dataset=[str(to_check.parent)]) == (texts, in_both)
+
+
+def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
+    """In the corpus each block of some 64 sentences counts as a document, in the other text each file does."""
+    sentences = [" ".join(f"It is {10 * n + k} o'clock." for k in range(10)) for n in range(40)]
+    few = {str(number): f"Text {number}. " + "\n\n".join(sentences) for number in range(3)}
+    many = {str(number): f"Another, {number}. And its end." for number in range(30)} | {"copy": few["1"]}
+    write_files(tmp_path, {f"corpus/{name}.txt": text for name, text in few.items()})
+    write_files(tmp_path, {f"check/{name}.txt": text for name, text in many.items()})
+    assert overlap(tmp_path / "corpus", validation_corpus=[str(tmp_path / "corpus")]) == (3, 3)
+    assert overlap(tmp_path / "check", validation_corpus=[str(tmp_path / "corpus")]) == (3, 1)
+
+
+def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
+    lines, tokens = tmp_path / "lines.txt", tmp_path / "tokens"
+    lines.write_text("".join(f"Line {number} is a document. It has two sentences.\n" for number in range(60)))
+    assert main(["prepare", "--corpus", str(lines), "--documents=line", f"--output_dir={tokens}"]) == 0
+    for corpus, options in ((tokens, {}), (lines, {"documents": "line"})):
+        text = prepare(PretrainConfig(corpus=[str(corpus)], validation_corpus=[str(lines)], max_steps=1, **options))
+        report = text.counts()["tokenizer"]
+        assert (len(text.held_out), report["words"]) == (60, 60 * 9)
+        assert report["pieces_per_word"] == len(text.held_out.ids) / report["words"]
+
+
+def overlap(corpus, **options):
+    """Texts of the validation text, and how many of them the training text has."""
+    text = prepare(PretrainConfig(corpus=[str(corpus)], max_steps=1, vocab_size=300, **options))
+    return text.validation["texts"], text.validation["texts_in_training"]

@@ -1,4 +1,4 @@
-"""`d2l-bert predict`: new rows by a fine-tuned model, as its own run and as Transformers' pipeline predict them."""
+"""`d2l-bert predict`: new rows as the run and pipelines predict them; `finetune` in two processes as in one."""
 
 import csv
 import io
@@ -7,8 +7,9 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from finetuning import ROWS, assert_same_predictions, file_options, finetune, read_csv, rows_of, write_csv
-from small_tasks import choice_rows, write_rows
+from finetuning import ROWS, assert_same_predictions, choice_rows, file_options, finetune, read_csv, rows_of
+from promises.driving import end, start
+from text_sources import write_table
 from transformers import pipeline
 
 from d2l_bert.__main__ import main
@@ -47,7 +48,7 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
     label = next(name for name in rows[0] if name in ("label", "ner_tags", "answers"))
     for row in rows:
         del row[label]
-    unlabelled = write_rows(tmp_path / "unlabelled.jsonl", rows)
+    unlabelled = write_table(tmp_path / "unlabelled.jsonl", rows)
     lines = predict(tmp_path / "tuned", unlabelled, tmp_path / "new.jsonl").read_text().splitlines()
     found = list(map(json.loads, lines))
     assert [{name: row[name] for name in rows[0]} for row in found] == rows
@@ -98,25 +99,51 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
     assert "has no rows" in fails("predict", classifier, tmp_path / "empty.txt", f"--output={tmp_path / 'no.csv'}")
 
 
-def test_a_model_that_was_not_fine_tuned_is_refused(trained, tmp_path, fails):
-    (tmp_path / "texts.txt").write_text("the apple\n")
-    line = fails("predict", trained, tmp_path / "texts.txt", "--output", tmp_path / "out.csv")
-    assert "fine-tuned" in line and not (tmp_path / "out.csv").exists()
-
-
 def test_labels_in_several_columns_are_not_read(trained, tmp_path):
     rows = [
         {"text": row["text"], "anna": int(row["label"] == "anna"), "sold": n % 2}
         for n, row in enumerate(rows_of(20, 0))
     ]
-    train = write_csv(tmp_path / "train.csv", rows)
+    train = write_table(tmp_path / "train.csv", rows)
     options = ["--task=multi_label_classification", "--max_steps=4", "--validation_share=0"]
     finetune(trained, tmp_path / "tuned", *options, f"--train_file={train}", "--label_column", "anna", "sold")
     made = []
     for number, kept in enumerate((["text"], ["text", "anna"], ["text", "anna", "sold"])):
         some = [{name: row[name] if name == "text" else "?" for name in kept} for row in rows]
-        file = write_csv(tmp_path / f"new-{number}.csv", some)
+        file = write_table(tmp_path / f"new-{number}.csv", some)
         made.append(
             [row["prediction"] for row in read_csv(predict(tmp_path / "tuned", file, tmp_path / f"{number}.csv"))]
         )
     assert made[0] == made[1] == made[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `finetune` in two processes agrees with one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ROWS)
+def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
+    """Rows that two processes cannot share evenly; interpreters of their own, which order sets differently."""
+    options = [trained, f"--task={task}", "--num_train_epochs=3", "--max_seq_length=32", "--learning_rate=1e-4"]
+    options += ["--hidden_dropout_prob=0", "--attention_probs_dropout_prob=0", "--per_device_eval_batch_size=4"]
+    rows = ROWS[task]
+    options += file_options(tmp_path, train=rows(45, 0), validation=rows(13, 1), test=rows(19, 2))
+    assert main(["finetune", *map(str, options), f"--output_dir={tmp_path / '1'}"]) == 0
+    said = tmp_path / "said.txt"
+    ranks = start(["finetune", *options, "--output_dir", tmp_path / "2"], processes=2, said=said)
+    assert end(ranks, 300) == [0, 0], said.read_text()
+    ends = [file.read_text().count("predictions for the test rows") for file in (said, tmp_path / "said.txt.1")]
+    assert ends == [1, 0]
+    one, two = (read_csv(tmp_path / name / "predictions.csv") for name in "12")
+    assert len(one) == 19
+    assert_same_predictions(one, two, task, abs=1e-5)
+    first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["seeds"][0] for name in "12")
+    assert (second["steps"], second["best_step"]) == (first["steps"], first["best_step"])
+    for split in ("validation", "test"):
+        assert second[split]["loss"] == pytest.approx(first[split]["loss"], rel=1e-5)
+        assert second[split] == pytest.approx(first[split], rel=1e-3, abs=2e-2)  # correlations of near equal numbers
+    logs = [json.loads(next((tmp_path / name).glob("attempts/*/result.json")).read_text())["log"] for name in "12"]
+    for row, other in zip(*logs, strict=True):
+        names = row.keys() & {"loss", "eval_loss", "step"}
+        assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-4)

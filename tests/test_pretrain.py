@@ -1,19 +1,34 @@
-"""Whole runs: the average of the weights, a start from a model, dry runs, and the length of a run."""
+"""Whole runs: ways to start, averages, dry runs, their length, no pair task, collapse, unfinished runs."""
 
+import json
 import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from promises.driving import read_json
-from runs import log_rows, run
+from conftest import SMALL, write_books
+from huggingface_hub import ModelCard
+from promises.driving import command, end, error_lines, read_json, start, watched
+from runs import log_rows, run, steps_counted
 from safetensors.torch import load_file
+from small_models import make_config, make_model, make_sequences, packed, padded
+from torch.nn import functional as F
 
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.__main__ import main
-from d2l_bert.messages import UserError
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.training.held_out import held_out_counts, held_out_metrics, variety
 from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.recipes import RECIPES
-from d2l_bert.training.run_folder import check_same_identity
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]
 
 
 def test_the_moving_average_is_published_and_a_checkpoint_has_it_beside_the_weights(books, tmp_path):
@@ -72,17 +87,242 @@ def test_a_run_from_a_trained_model_first_logs_the_figures_of_that_model(books, 
     assert {"eval_mlm_loss", "eval_mlm_accuracy", "eval_nsp_accuracy", "eval_pairs"} <= first.keys()
 
 
-def test_processes_that_have_read_other_texts_are_refused_by_the_first_difference():
-    identity = {"seed": 1, "corpus (fingerprint)": "ab", "tokenizer (fingerprint)": "cd"}
-    check_same_identity([identity, {**identity}])
-    other = {**identity, "corpus (fingerprint)": "ef", "tokenizer (fingerprint)": "gh"}
-    refusal = r"process 2 has another corpus \(fingerprint\) \('ef'\) than process 0 \('ab'\)"
-    with pytest.raises(UserError, match=refusal):
-        check_same_identity([identity, {**identity}, other])
-
-
 @pytest.mark.slow
 def test_max_minutes_becomes_a_number_of_steps_and_timing_them_changes_nothing(books, tmp_path):
     timed = run(books, tmp_path / "timed", "--max_minutes=0.02")
     steps = read_json(tmp_path / "timed" / "run_config.json")["run"]["max_steps"]
     assert run(books, tmp_path / "counted", f"--max_steps={steps}") == timed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a dry run says of a run is what the run then does: its steps, and its passes over the text
+
+
+CLS, SEP = 2, 3  # as in every vocabulary that a run trains
+FEW_LINES = [*RUN, "--logging_steps=1000", "--max_eval_pairs=50"]
+
+
+@pytest.fixture(scope="module")
+def few_books(tmp_path_factory):
+    return write_books(tmp_path_factory.mktemp("few") / "books", count=6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--num_train_epochs=2 --objective=none --pairing=sentences --packing --global_batch_size=32",
+        "--num_train_epochs=2 --pairing=sentences --length_schedule none",  # some pairs have fewer tokens than a row
+        "--num_train_epochs=2 --length_schedule 16:0.5 --pairing=sentences",
+        "--num_train_epochs=2 --batch_size_schedule 2:0.4 4:0.3 --length_schedule none",
+        "--max_steps=30 --batch_size_schedule 4:0.5 --length_schedule none",
+        "--max_steps=30 --length_schedule 16:0.5 --batch_size_schedule 4:0.7",
+    ],
+)
+def test_a_dry_run_says_the_number_of_steps_that_the_run_takes(few_books, tmp_path, capsys, options):
+    """
+    And its passes over the text: the tokens in the batches of the run itself without [CLS] and [SEP], which begin and
+    end the segments, over those of the text.
+    """
+    words = ["pretrain", "--corpus", few_books, "--output_dir", tmp_path / "out", *FEW_LINES, *options.split()]
+    assert command(*words, "--dry_run") == 0
+    said = re.search(r"dry run: ([\d,]+) steps of .*, ([\d,.]+) passes over the text", capsys.readouterr().out)
+    model_class = D2lBertForMaskedLM if "--objective=none" in options else D2lBertForPreTraining
+    with watched(model_class) as (trained, _):
+        assert command(*words) == 0
+    record, tokens = read_json(tmp_path / "out" / "run_config.json"), 0
+    assert int(said[1].replace(",", "")) == record["run"]["max_steps"]
+    for batch in trained:
+        begins_or_ends = torch.isin(batch["input_ids"], torch.tensor([CLS, SEP]))
+        tokens += int((batch["attention_mask"].bool() & ~begins_or_ends).sum())
+    # Segments of pairs that exchange their Bs are cut to one length: many of 16 tokens, some of 48.
+    if "16:0.5" not in options:
+        assert float(said[2].replace(",", "")) == pytest.approx(tokens / record["data"]["train_tokens"], rel=0.15)
+
+
+@pytest.mark.parametrize("pairing", ["segments", "sentences"])
+def test_a_run_of_twenty_epochs_that_takes_a_step_more_ends_without_advice_against_so_many(
+    few_books, tmp_path, capsys, pairing
+):
+    words = ["pretrain", "--corpus", few_books, "--output_dir", tmp_path / "out", *FEW_LINES, f"--pairing={pairing}"]
+    words += ["--num_train_epochs=20", "--global_batch_size=64", "--length_schedule=none", "--eval_steps=1000"]
+    assert command(*words) == 0
+    assert "Note: 20 passes" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run without a pair task has no head for it and no word of it; packed pairs are counted as unpacked ones
+
+
+def test_without_a_pair_objective_there_is_no_head_for_it_and_no_mention_of_it(books, tmp_path_factory, capsys):
+    folder = tmp_path_factory.mktemp("single")  # the name of this test has words that may not stand in what is said
+    run(books, folder, "--objective=none", "--max_steps=6", "--save_steps=3", "--mixed_precision=no")
+    assert read_json(folder / "config.json")["architectures"] == ["D2lBertForMaskedLM"]
+    for weights in ("model.safetensors", "checkpoint-3/model.safetensors"):
+        assert not any("nsp" in name or "pooler" in name for name in load_file(folder / weights))
+    captured = capsys.readouterr()
+    told = [(folder / name).read_text() for name in ("metrics.json", "training_log.jsonl", "README.md")]
+    for text in (captured.out, captured.err, *told):
+        assert not re.search("(?i)nsp|next.?sentence|isnext|sop|sentence order|pair", text), text
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["eval_sequences"] > 0 and metrics["train_sequences_per_second"] > 0
+    assert "A held-out sequence" in captured.out and captured.out.count("[CLS]") == captured.out.count("[SEP]") == 1
+    results = ModelCard.load(folder / "README.md").data.eval_results
+    assert [result.metric_name for result in results] == ["MLM loss", "MLM perplexity", "MLM accuracy"]
+
+
+@pytest.mark.parametrize("rows", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[3, 1], [0, 5, 2], [7, 4, 6]]])
+def test_held_out_counts_of_packed_pairs_equal_those_of_unpacked_pairs(rows):
+    config = make_config(max_position_embeddings=128)
+    model, sequences = make_model(D2lBertForPreTraining, config), make_sequences()
+    batches = padded(sequences), packed(sequences, rows)
+    single, together = (held_out_counts(model, [batch], "cpu") for batch in batches)
+    torch.testing.assert_close(together, single, rtol=1e-5, atol=1e-4)
+    assert held_out_metrics(together, PAIR_TASKS["sop"])["eval_pairs"] == len(sequences)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An encoder that gives every token the same vector is found, and said at the run's end and on the card
+
+
+@pytest.mark.parametrize("rows", [padded(make_sequences()), packed(make_sequences(), [[0, 1], [2, 3, 4], [5, 6, 7]])])
+def test_the_mean_cosine_and_the_distinct_predictions_equal_a_direct_count(rows):
+    model = make_model(D2lBertForPreTraining, make_config())
+    with torch.no_grad():
+        outputs = model(**rows, output_hidden_states=True)
+    vectors, cosines = outputs.hidden_states[-1], []
+    tokens = rows["attention_mask" if "attention_mask" in rows else "sequence_ids"].nonzero().tolist()
+    for row, column in tokens:
+        for other_row, other in tokens:
+            if rows["input_ids"][row, column] != rows["input_ids"][other_row, other]:
+                cosines.append(float(F.cosine_similarity(vectors[row, column], vectors[other_row, other], dim=0)))
+    guesses = outputs.prediction_logits[rows["labels"] != -100].argmax(-1).tolist()
+    found = variety(model, rows)
+    assert found["token_cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+    assert found["distinct_predictions"] == len(set(guesses)) > 1
+
+
+@pytest.mark.parametrize("rate, has_collapsed", [("1e-3", False), ("1", True)])
+def test_a_run_whose_encoder_has_collapsed_says_so_at_its_end_and_on_its_card(
+    rate, has_collapsed, books, tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    run(books, folder, "--recipe=d2l", "--max_steps=20", f"--learning_rate={rate}")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert (metrics["token_cosine"] > 0.95) == has_collapsed
+    assert ("collapsed" in capsys.readouterr().out) == ("collapsed" in card) == has_collapsed
+    assert ("AutoModelForSequenceClassification" in card) != has_collapsed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways to start a run
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")
+def test_the_module_runs_the_command(books, tmp_path, monkeypatch):
+    """`python -m d2l_bert.training.pretrain ...`, in this process; Accelerate launches the file below."""
+    words = ["--corpus", str(books), "--output_dir", str(tmp_path / "out"), *RUN, "--max_steps=2"]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("d2l_bert.training.pretrain", run_name="__main__", alter_sys=True)
+    assert read_json(tmp_path / "out" / "run_config.json")["run"]["max_steps"] == 2
+
+
+@pytest.mark.slow
+def test_accelerate_launch_trains_and_refuses(books, tmp_path):
+    launch = "-m accelerate.commands.launch --cpu --num_processes=1 --num_machines=1 --dynamo_backend=no "
+    launch += (
+        f"--mixed_precision=no training/pretrain.py --corpus={books} --output_dir={tmp_path / 'out'} --max_steps=2"
+    )
+    launched = [sys.executable, *launch.split(), *RUN]
+    done = subprocess.run(launched, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "out" / "model.safetensors").exists(), done.stderr
+    done = subprocess.run([*launched, "--no_such_option"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0  # the launcher has an exit code of its own
+    (line,) = [line for line in error_lines(done.stderr) if "no_such_option" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluations
+
+
+def test_the_rows_of_an_objective_are_said_and_evaluate_has_the_same_for_all(books, trained, tmp_path, capsys):
+    """All start from one model and stay there: their MLM losses are the same where the rows and their masks are."""
+    words = [f"--init_from={trained}", "--max_steps=1", "--learning_rate=1e-12", "--max_seq_length=48"]
+    folders = [tmp_path / objective for objective in ("nsp", "sop", "none")]
+    for folder in folders:
+        options = ["--output_dir", folder, f"--objective={folder.name}"]
+        assert command("pretrain", "--corpus", books, *words, *options) == 0
+        assert "evaluate --objective none" in capsys.readouterr().out
+        assert (folder.name != "none") == ("--objective none`" in (folder / "README.md").read_text())
+    output = tmp_path / "figures.json"
+    words = ["--corpus", books, "--held_out", "--objective=none", "--pppl_sentences=0", "--output", output]
+    assert command("evaluate", *folders, *words) == 0
+    figures = [of["text"] for of in read_json(output)["models"]]
+    for of in figures:
+        assert of["masked_tokens"] == figures[0]["masked_tokens"] > 50
+        assert of["mlm_loss"] == pytest.approx(figures[0]["mlm_loss"], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals that name the way out
+
+
+@pytest.fixture(scope="module")
+def unfinished(books, tmp_path_factory):
+    """The folder of a run that SIGTERM stopped at step 3, with a checkpoint there."""
+    folder = tmp_path_factory.mktemp("unfinished") / "out"
+    with steps_counted(sigterm_at=3):
+        assert command("pretrain", "--corpus", books, "--output_dir", folder, *RUN, "--max_steps=9") == 128 + 15
+    assert (folder / "checkpoint-3").is_dir() and not (folder / "config.json").exists()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fill-mask RUN [MASK]",
+        "next-sentence RUN a b",
+        "evaluate RUN --corpus BOOKS",
+        "finetune RUN --task=classification --train_file=FILE --output_dir=OUT",
+        "embed RUN FILE --nearest a",
+        "pretrain --init_from=RUN --corpus BOOKS --max_steps=2 --output_dir=OUT",
+    ],
+    ids=lambda words: words.partition(" ")[0],
+)
+def test_the_folder_of_an_unfinished_run_is_refused_with_its_last_checkpoint(
+    books, unfinished, tmp_path, fails, words
+):
+    file = tmp_path / "table.csv"
+    file.write_text("text,label\n" + "Anna walked to the garden.,yes\nBoris lost the drum.,no\n" * 20)
+    places = {"RUN": unfinished, "BOOKS": books, "FILE": file, "OUT": tmp_path / "out"}
+    line = fails(*(re.sub("RUN|BOOKS|FILE|OUT", lambda name: str(places[name[0]]), word) for word in words.split()))
+    assert "model_type" not in line
+    assert str(unfinished) in line
+    assert "checkpoint-3" in line or "--resume_from_checkpoint" in line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights of sources
+
+
+@pytest.mark.slow
+def test_a_weight_on_a_document_that_nothing_can_be_learnt_from_ends_in_time(trained, tmp_path):
+    """
+    Nearly all the weight is on one document of two signs that the tokenizer does not know, beside 500,000 tokens.
+
+    In an epoch that document is read as often as its weight says. A run, or a refusal in one line, must not need all
+    of these readings.
+    """
+    write_books(tmp_path / "books", count=2000)
+    (tmp_path / "signs.txt").write_text("☃ ☃\n")
+    tokenizer = shutil.copytree(trained, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ["pretrain", "--corpus", tmp_path / "books", tmp_path / "signs.txt", "--documents=file", "--max_steps=2"]
+    words += ["--source_weights", "0.000000001", "1", "--tokenizer", tokenizer, "--max_eval_pairs=50"]
+    words += [option for option in RUN if not option.startswith("--vocab_size")]
+    (code,) = end(start([*words, "--output_dir", tmp_path / "out"], said=tmp_path / "said.txt"), 90)
+    said = (tmp_path / "said.txt").read_text()
+    assert (code, len(error_lines(said))) in ((0, 0), (2, 1)), said

@@ -1,16 +1,25 @@
-"""Publishing a model folder on a Hub: what is sent, where to, and what stands there afterwards."""
+"""Publishing on a Hub: what is sent and what stands there afterwards, also by a run; folders that are refused."""
 
 import json
 import re
+import shutil
+import time
+from pathlib import Path
 
 import pytest
-from local_hub import TOKEN
-from publishing import SENT, TEXT, published, run
+import torch
+from conftest import MODEL_FILES, SMALL
+from huggingface_hub import constants
+from local_hub import TOKEN, environment
+from promises.driving import python
+from publishing import change_card, change_json, published
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.model_cards.publish import hub_errors
+from d2l_bert.model_cards.push import Pusher
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -34,13 +43,13 @@ def test_no_weights_or_metrics_of_an_earlier_commit_remain_beside_the_new_ones(h
 def test_branch_message_and_pull_request_are_used(here, trained, capsys):
     publish = ["publish", str(trained), "someone/bert"]
     assert main([*publish, "--revision=trial", "--commit_message=Try it"]) == 0
-    assert published(here, revision="trial").keys() == SENT and not published(here)
+    assert published(here, revision="trial").keys() == MODEL_FILES and not published(here)
     assert here.repositories["someone/bert"].at("trial").title == "Try it"
     assert list(here.tags("someone/bert").values()) == [here.branches("someone/bert")["trial"]]
     capsys.readouterr()
     assert main([*publish, "--create_pr", "--license=mit"]) == 0
     assert f"{here.endpoint}/someone/bert/discussions/1" in capsys.readouterr().out
-    assert published(here, revision="refs/pr/1").keys() == SENT and not published(here)
+    assert published(here, revision="refs/pr/1").keys() == MODEL_FILES and not published(here)
     assert len(here.tags("someone/bert")) == 1 and here.is_private("someone/bert")
     assert main([*publish, "--create_pr", "--revision=none"]) == 2
     said = capsys.readouterr().err
@@ -66,7 +75,7 @@ def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"{}")
     assert main(["publish", str(folder), "someone/stock", "--license=mit"]) == 0
-    assert published(here, "someone/stock").keys() - SENT == modules
+    assert published(here, "someone/stock").keys() - MODEL_FILES == modules
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"")
     assert main(["publish", str(folder), "someone/stock", "--license=mit"]) == 2
     assert "2_Dense/pytorch_model.bin" in capsys.readouterr().err
@@ -112,13 +121,13 @@ def test_the_cards_examples_run_as_written_and_pin_the_revision_of_code(here, tr
 import sys
 sys.modules["d2l_bert"] = None  # importing it now fails
 {filling}
-assert len(fill({TEXT!r})) == 5
+assert len(fill("Anna walked to the [MASK].")) == 5
 {tuning}
 assert type(model).__name__ == "D2lBertForSequenceClassification"
 """
     with_package = "import d2l_bert\n" + filling.replace(f', revision="{tag}", trust_remote_code=True', "")
     for program in (code, with_package):
-        process = run(program, here, tmp_path / "home", TOKEN)
+        process = python(program, environment(here, tmp_path / "home", TOKEN))
         assert process.returncode == 0, process.stderr
     assert '"model"' not in card  # the name of the folder
 
@@ -129,3 +138,191 @@ def test_errors_of_our_own_are_not_reported_as_the_hubs():
     with pytest.raises(ValueError, match="client has been closed.*the same command completes the upload"):
         with hub_errors("someone/bert"):  # when one thread of the client fails, the others find it closed
             raise RuntimeError("Error while uploading 'x' to the Hub.") from RuntimeError("client has been closed")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that publish their models: at the end, and during training
+
+
+def pretrain(books, out, *options):
+    arguments = [f"--corpus={books}", f"--output_dir={out}", "--max_steps=40", "--save_steps=10", *SMALL]
+    options = ["--mixed_precision=no", "--license=apache-2.0", "--push_to_hub", *options]
+    return main(["pretrain", *arguments, *options])
+
+
+@pytest.mark.slow
+def test_publishing_during_training_does_not_change_the_trained_weights(here, trained, books, tmp_path):
+    # A commit takes longer than the rest of the run.
+    here.fail = lambda method, path: time.sleep(0.5) if "/commit/" in path else None
+    assert pretrain(books, tmp_path / "model", "--hub_strategy=all_checkpoints", "--hub_private_repo=false") == 0
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    assert list(here.branches("someone/model")) == ["main", "checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    assert not here.is_private("someone/model")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "branches", "commits"),
+    [
+        ("end", [], 1),
+        pytest.param("every_save", [], 4, marks=pytest.mark.slow),
+        pytest.param("checkpoint", ["last-checkpoint"], 1, marks=pytest.mark.slow),
+        ("all_checkpoints", ["checkpoint-10", "checkpoint-20", "checkpoint-30"], 1),
+    ],
+)
+def test_checkpoints_go_to_the_branches_of_the_strategy(
+    here, books, tmp_path, monkeypatch, strategy, branches, commits
+):
+    kept, saved = tmp_path / "kept", Pusher.saved
+
+    def keep(self, checkpoint):
+        shutil.copytree(checkpoint, kept / checkpoint.name)
+        saved(self, checkpoint)
+        self.waiting.join()  # wait for the upload, so that no checkpoint is skipped
+
+    monkeypatch.setattr(Pusher, "saved", keep)
+    assert pretrain(books, tmp_path / "bert", f"--hub_strategy={strategy}", "--save_total_limit=1") == 0
+    assert list(here.branches("someone/bert")) == ["main", *branches]
+    assert len(here.commits("someone/bert")) == 1 + commits and len(here.tags("someone/bert")) == 1
+    assert published(here).keys() == MODEL_FILES
+    for branch in branches:
+        step = branch.removeprefix("checkpoint-") if strategy == "all_checkpoints" else "30"
+        files = published(here, revision=branch)
+        assert files.keys() == MODEL_FILES - {"metrics.json", "training_curves.png"}
+        assert files["model.safetensors"] == (kept / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+        card = files["README.md"].decode()
+        assert f'from_pretrained("someone/bert", revision="{branch}", trust_remote_code=True' in card
+        assert "license: apache-2.0" in card and "MLM loss" not in card and "Reproduce" not in card
+        assert card.count("# bert\n") == 1 and f"taken after {step} steps of a run of 40" in card
+        assert f"| steps | {step} of 40 of 8 pairs |" in card
+        assert here.repositories["someone/bert"].at(branch).title == f"checkpoint-{step}"
+        assert json.loads(files["run_config.json"])["run"]["corpus"] == ["books"]
+
+
+@pytest.mark.slow
+def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, books, tmp_path, capsys):
+    here.fail = lambda method, path: here.stop() or 0 if "/preupload/" in path else None
+    out = tmp_path / "bert"
+    assert pretrain(books, out, "--hub_strategy=all_checkpoints", "--hub_private_repo=false") == 2
+    said = capsys.readouterr().err
+    assert "checkpoint-20 was not sent" in said and "Traceback" not in said
+    assert f"the model is complete in {out}, and d2l-bert publish {out} bert --public sends it" in said
+    assert MODEL_FILES <= {path.name for path in out.iterdir()} and here.is_private("someone/bert")
+    here.fail = None
+    here.start()
+    assert main(["publish", str(out), "bert", "--public"]) == 0 and not here.is_private("someone/bert")
+    assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models that are refused before anything is sent: damaged folders, wrong names, wrong tokens
+
+
+def cut(file, share):
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def name_of_positions(weights):
+    return next(name for name in weights if "position" in name)
+
+
+# What the folder's files hold wrongly, and what the error line names. tests/promises has more.
+BROKEN = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "a pickle instead": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "no file named model.safetensors",
+    ),
+    "a weight gone": (lambda f: change_weights(f, lambda w: w.pop(name_of_positions(w))), "(bert."),
+    "a weight too many": (
+        lambda f: change_weights(f, lambda w: w.update({"bert.extra.weight": torch.ones(2)})),
+        "bert.extra.weight",
+    ),
+    "a weight not finite": (
+        lambda f: change_weights(f, lambda w: w[name_of_positions(w)].fill_(torch.nan)),
+        "not finite",
+    ),
+    "a vocabulary of another size": (lambda f: change_json(f / "config.json", vocab_size=500), "the shape"),
+    "another padding": (lambda f: change_json(f / "config.json", pad_token_id=3), "not that of the model, 3"),
+    "a damaged tokenizer": (lambda f: cut(f / "tokenizer.json", 0.5), "tokenizer cannot be loaded"),
+    "a tokenizer of Transformers 5 alone": (
+        lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="TokenizersBackend"),
+        "(TokenizersBackend;",
+    ),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json: names a None model"),
+    "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
+    "another kind of model": (lambda f: change_json(f / "config.json", model_type="roberta"), "names a roberta model"),
+    "stock BERT with a class of ours": (lambda f: change_json(f / "config.json", model_type="bert"), "config.json"),
+    "an unknown class": (lambda f: change_json(f / "config.json", architectures=["D2lBertForX"]), "D2lBertForX"),
+    "a class that is no name": (lambda f: change_json(f / "config.json", architectures=[3]), "config.json"),
+    "no size of the vocabulary": (lambda f: change_json(f / "config.json", vocab_size=None), "vocab_size"),
+    "labels that are a number": (lambda f: change_json(f / "config.json", id2label=3), "config.json"),
+    "classes that the Hub cannot find": (
+        lambda f: change_json(f / "config.json", auto_map={"AutoConfig": "configuration_d2l_bert.D2lBertConfig"}),
+        "lacks classes in auto_map",
+    ),
+    "no code": (lambda f: (f / "modeling_d2l_bert.py").unlink(), "modeling_d2l_bert.py is missing"),
+    "other code for the configuration": (
+        lambda f: (f / "configuration_d2l_bert.py").write_bytes((f / "configuration_d2l_bert.py").read_bytes()[:-1]),
+        "configuration_d2l_bert.py is missing, or is not that of the installed",
+    ),
+    "no metadata": (lambda f: (f / "README.md").write_text("# A model\n"), "has no licence"),
+    "invalid YAML": (lambda f: change_card(f, "license: apache", "license: [apache"), "README.md: cannot be read"),
+    "a card that is no text": (
+        lambda f: (f / "README.md").write_bytes(b"---\nlicense: mit\n---\n\xff"),
+        "README.md: cannot be read",
+    ),
+    "a loss that is no number": (lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"), "metrics.json"),
+    "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
+    "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
+    "full paths in the record": (
+        lambda f: change_json(f / "run_config.json", local_paths={str(Path.home() / "texts"): {"name": "texts"}}),
+        "run_config.json: names a folder of this machine",
+    ),
+    "somebody's home": (
+        lambda f: (f / "README.md").open("a").write("Trained in /home/jane/texts.\n"),
+        "names a folder of this machine (/home/jane)",
+    ),
+    "a path in the licence": (
+        lambda f: (f / "LICENSE").write_text(f"As in {Path.home()}/x"),
+        "LICENSE: names a folder of this machine",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_damaged_folder_is_refused_in_one_line_before_anything_is_sent(here, folder, how, capsys):
+    breaks, words = BROKEN[how]
+    breaks(folder)
+    capsys.readouterr()
+    assert main(["publish", str(folder), "someone/bert"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("d2l-bert publish: error: ") and said.err.count("\n") == 1 and not said.out
+    assert words in said.err and str(folder) in said.err and ";" in said.err, said.err
+    assert not here.requests and not here.repositories
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id"), [(None, "someone/bert"), ("hf_unknown", "someone/bert"), (TOKEN, "another/bert")]
+)
+def test_missing_or_wrong_tokens_are_refused_in_one_line(here, trained, monkeypatch, capsys, token, repo_id):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert main(["publish", str(trained), repo_id]) == 2
+    said = capsys.readouterr().err
+    assert "log in with `hf auth login`" in said and said.count("\n") == 1 and not here.repositories
+
+
+def test_a_dry_run_lists_the_files_before_it_says_what_is_missing(here, folder, capsys):
+    change_card(folder, "license: apache-2.0\n", "")
+    assert main(["publish", str(folder), "someone/bert", "--dry_run"]) == 2
+    said = capsys.readouterr()
+    assert "model.safetensors" in said.out and "stays here: checkpoint-20" in said.out
+    assert "has no licence" in said.err and said.err.count("\n") == 1 and not here.requests

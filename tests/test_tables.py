@@ -34,6 +34,7 @@ def test_a_table_row_is_a_document(name, column, tmp_path):
             ["First, with a comma.", "Second – naïve."],
             ["Another document.", "Of two lines."],
         ]
+    assert lines_of(str(tmp_path / name), column) == [text or "" for text in rows]
 
 
 @pytest.mark.parametrize(

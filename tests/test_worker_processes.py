@@ -12,6 +12,7 @@ import traceback
 import pytest
 import torch
 from huggingface_hub import constants
+from promises.driving import wait_for
 
 from d2l_bert.folders import atomic_folder, write_once
 from d2l_bert.messages import UserError, messages_shown
@@ -74,10 +75,6 @@ def test_other_processes_end_with_the_one_that_started_them(number):
     # After an interrupt some libraries change Python's own exit code, which is that of the signal else.
     assert process.returncode == -number or number == signal.SIGINT
     assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == (number == signal.SIGINT), errors
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,13 +145,6 @@ def _prepare(books, home, said, seconds):
         prepare(TextConfig(corpus=[str(books)], vocab_size=400, preprocessing_num_workers=1))
 
 
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
     context, cache = multiprocessing.get_context("forkserver"), tmp_path / "home" / "d2l_bert"
@@ -165,9 +155,9 @@ def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
         for file, seconds in zip(said, (60, 0), strict=True)
     )
     first.start()
-    wait_for(lambda: any(cache.glob(".text-*.part")))
+    wait_for(lambda: any(cache.glob(".text-*.part")), [])
     second.start()
-    wait_for(lambda: said[1].exists() and "waiting for another process" in said[1].read_text())
+    wait_for(lambda: said[1].exists() and "waiting for another process" in said[1].read_text(), [])
     first.kill()
     second.join(60)
     assert second.exitcode == 0 and said[0].read_text() == ""

@@ -36,6 +36,7 @@ def lines_of(*file):
 def write_table(file, rows):
     """Write rows (dicts) in the format of the file's suffix, a missing value left out; returns the file."""
     kind = tables.suffix_unpacked(file)
+    rows = list(rows)
     if kind == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
         return file

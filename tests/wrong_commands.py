@@ -179,6 +179,7 @@ AT_ONCE = [
     ("evaluate classifier --blimp pairs", "classifier"),
     ("evaluate cut --corpus books", "cut"),
     ("evaluate unmasked --blimp pairs", "mask token"),
+    ("predict run file.txt --output predicted.csv", "fine-tuned"),
     ("evaluate wordy --blimp pairs", "wordy"),
     ("evaluate mlm --corpus books --objective nsp", "nsp"),
     ("evaluate run --corpus books --objective sop", "sop"),
@@ -255,6 +256,7 @@ AFTER_READING = [  # errors found only after the text is read: lines of progress
     ("evaluate run --corpus file.txt --objective nsp", "file.txt"),
     ("evaluate run --dataset parts", "--dataset_split"),
     ("evaluate run --corpus blank.txt", "blank.txt"),
+    ("evaluate run --corpus private.txt --pppl_sentences 0", "private.txt"),  # no character of it is a token
     ("evaluate run --corpus title.csv", "title.csv"),
     ("evaluate run --corpus file.txt --held_out", "file.txt"),
 ]
